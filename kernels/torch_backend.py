@@ -1,0 +1,242 @@
+"""The backend for CPUs: PyTorch operations only, batched and folded so that they are fast there.
+
+Decode rows of similar length are gathered and attended together; the G query heads of a kv head become G
+query rows, so keys and values are never repeated. Prefill rows go one by one. What a plan means as indices
+into the pool is worked out once a step (`_Prepared`) and reused by all layers. Must never import triton.
+
+Shapes: T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, B blocks in the pool, R
+rows of a group, L padded context of a group, Q queries of one row, H hidden size, I input or intermediate
+size, O output size, S positions in the rotary table, C block copies.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.packed_linear import PackedLinears
+
+# Rows are attended together while the shortest is at least this share of the longest: less is padding.
+MIN_FILL_OF_GROUP = 0.75
+# Gathered keys and values of one group. Larger groups only push each other out of the last-level cache.
+MAX_GROUP_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecodeGroup:
+    """Decode rows gathered together. Stale slots, beyond a row's context, may hold anything, NaN too."""
+
+    rows_R: torch.Tensor
+    block_rows: torch.Tensor  # of the pool viewed as [B * 2 * K, P, D], ordered [2, R, K, blocks]
+    stale_slots: torch.Tensor  # of the gathered tensor viewed as [2 * R * K * L, D]
+    mask_R11L: torch.Tensor | None  # added to the scores; None if all contexts are equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PrefillRow:
+    tokens: slice
+    context_len: int
+    block_rows: torch.Tensor  # ordered [2, K, blocks]
+    mask_QL: torch.Tensor | None  # None if the queries are the whole context: plain causal attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A plan as indices, for one pool geometry and data type."""
+
+    plan: AttentionPlan
+    decode_groups: tuple[_DecodeGroup, ...]
+    prefill_rows: tuple[_PrefillRow, ...]
+
+
+class TorchBackend:
+    """Not thread-safe: it remembers the indices of the last plan."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._prepared: _Prepared | None = None
+        self._packed_linears = PackedLinears()
+
+    def write_kv(
+        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+    ) -> None:
+        slots_T = plan.slot_mapping_T[: len(k_TKD)]
+        written_T = slots_T >= 0
+        if not bool(written_T.all()):
+            slots_T, k_TKD, v_TKD = slots_T[written_T], k_TKD[written_T], v_TKD[written_T]
+        blocks_T, offsets_T = slots_T // plan.block_size, slots_T % plan.block_size
+        kv_pool_B2KPD[blocks_T, 0, :, offsets_T] = k_TKD
+        kv_pool_B2KPD[blocks_T, 1, :, offsets_T] = v_TKD
+
+    def attention(
+        self,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        out_TND: torch.Tensor,
+    ) -> None:
+        if self._prepared is None or self._prepared.plan is not plan:
+            self._prepared = _prepare(plan, kv_pool_B2KPD)
+        for group in self._prepared.decode_groups:
+            _attend_decodes(group, q_TND, kv_pool_B2KPD, scale, out_TND)
+        for row in self._prepared.prefill_rows:
+            _attend_prefill(row, q_TND, kv_pool_B2KPD, scale, out_TND)
+
+    def rms_norm(
+        self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
+    ) -> None:
+        x_fp32 = x_TH.float()
+        inverse_T1 = torch.rsqrt((x_fp32 * x_fp32).mean(dim=-1, keepdim=True).add_(eps))
+        torch.mul((x_fp32 * inverse_T1).to(x_TH.dtype), weight_H, out=out_TH)
+
+    def add_rms_norm(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        *,
+        out_TH: torch.Tensor,
+    ) -> None:
+        residual_TH += x_TH
+        self.rms_norm(residual_TH, weight_H, eps, out_TH=out_TH)
+
+    def rotary(
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
+    ) -> None:
+        cos_T1H, sin_T1H = cos_sin_SD[positions_T][:, None].chunk(2, dim=-1)
+        for x in (q_TND, k_TKD):
+            first, second = x.chunk(2, dim=-1)
+            rotated_first = first * cos_T1H - second * sin_T1H
+            second.copy_(second * cos_T1H + first * sin_T1H)
+            first.copy_(rotated_first)
+
+    def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+        torch.mul(F.silu(gate_TI), up_TI, out=out_TI)
+
+    def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
+        kv_pool_B2KPD[src_dst_C2[:, 1]] = kv_pool_B2KPD[src_dst_C2[:, 0]]
+
+    def linear(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._packed_linears(x_TI, weight_OI, bias_O)
+
+
+def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor) -> _Prepared:
+    decode_groups = tuple(
+        _prepare_group(plan, rows, kv_pool_B2KPD) for rows in _similar_rows(plan, kv_pool_B2KPD[0].nbytes)
+    )
+    prefill_rows = tuple(
+        _prepare_prefill(plan, row, kv_pool_B2KPD) for row in range(plan.num_decodes, plan.num_rows)
+    )
+    return _Prepared(plan=plan, decode_groups=decode_groups, prefill_rows=prefill_rows)
+
+
+def _similar_rows(plan: AttentionPlan, block_bytes: int) -> list[list[int]]:
+    """Decode rows, longest first, cut into groups that are well filled and not too large."""
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(plan.num_decodes), key=lambda row: -plan.context_lens[row]):
+        context_len = plan.context_lens[row]
+        bytes_a_row = -(-longest // plan.block_size) * block_bytes
+        if (
+            not groups
+            or context_len < MIN_FILL_OF_GROUP * longest
+            or (len(groups[-1]) + 1) * bytes_a_row > MAX_GROUP_BYTES
+        ):
+            groups.append([])
+            longest = context_len
+        groups[-1].append(row)
+    return groups
+
+
+def _prepare_group(plan: AttentionPlan, rows: list[int], kv_pool_B2KPD: torch.Tensor) -> _DecodeGroup:
+    device, dtype = kv_pool_B2KPD.device, kv_pool_B2KPD.dtype
+    rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
+    contexts_R = plan.context_lens_R[rows_R].long()
+    num_blocks = -(-plan.context_lens[rows[0]] // plan.block_size)
+    stale_RL = torch.arange(num_blocks * plan.block_size, device=device) >= contexts_R[:, None]
+    num_kv_heads = kv_pool_B2KPD.shape[2]
+    stale_2RKL = stale_RL[None, :, None].expand(2, -1, num_kv_heads, -1)
+    all_equal = plan.context_lens[rows[0]] == plan.context_lens[rows[-1]] == stale_RL.shape[1]
+    mask_RL = torch.zeros(stale_RL.shape, dtype=dtype, device=device).masked_fill_(stale_RL, float("-inf"))
+    return _DecodeGroup(
+        rows_R=rows_R,
+        block_rows=_block_rows(plan, rows_R, num_blocks, num_kv_heads),
+        stale_slots=stale_2RKL.reshape(-1).nonzero().squeeze(1),
+        mask_R11L=None if all_equal else mask_RL[:, None, None],
+    )
+
+
+def _prepare_prefill(plan: AttentionPlan, row: int, kv_pool_B2KPD: torch.Tensor) -> _PrefillRow:
+    device, dtype = kv_pool_B2KPD.device, kv_pool_B2KPD.dtype
+    query_len, context_len = plan.query_lens[row], plan.context_lens[row]
+    first_token = sum(plan.query_lens[:row])
+    mask_QL = None
+    if context_len > query_len:
+        mask_QL = torch.full((query_len, context_len), float("-inf"), dtype=dtype, device=device)
+        mask_QL.triu_(diagonal=context_len - query_len + 1)
+    rows_1 = torch.tensor([row], dtype=torch.int64, device=device)
+    num_blocks = -(-context_len // plan.block_size)
+    return _PrefillRow(
+        tokens=slice(first_token, first_token + query_len),
+        context_len=context_len,
+        block_rows=_block_rows(plan, rows_1, num_blocks, kv_pool_B2KPD.shape[2]),
+        mask_QL=mask_QL,
+    )
+
+
+def _block_rows(
+    plan: AttentionPlan, rows_R: torch.Tensor, num_blocks: int, num_kv_heads: int
+) -> torch.Tensor:
+    """Indices, ordered [2, R, K, blocks], into the pool seen as rows of (block, key or value, kv head)."""
+    device = rows_R.device
+    table_RB = plan.block_table_RB[rows_R, :num_blocks].long()
+    owned_R = -(-plan.context_lens_R[rows_R].long() // plan.block_size)
+    table_RB = table_RB.masked_fill(torch.arange(num_blocks, device=device) >= owned_R[:, None], 0)
+    kind_2 = torch.arange(2, device=device)[:, None, None, None]
+    head_K = torch.arange(num_kv_heads, device=device)[:, None]
+    return ((table_RB[None, :, None] * 2 + kind_2) * num_kv_heads + head_K).reshape(-1)
+
+
+def _attend_decodes(
+    group: _DecodeGroup,
+    q_TND: torch.Tensor,
+    kv_pool_B2KPD: torch.Tensor,
+    scale: float,
+    out_TND: torch.Tensor,
+) -> None:
+    _, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
+    num_rows = len(group.rows_R)
+    gathered = kv_pool_B2KPD.view(-1, block_size * head_dim).index_select(0, group.block_rows)
+    gathered.view(-1, head_dim).index_fill_(0, group.stale_slots, 0.0)
+    k_RKLD, v_RKLD = gathered.view(2, num_rows, num_kv_heads, -1, head_dim)
+    q_RKGD = q_TND[group.rows_R].view(num_rows, num_kv_heads, -1, head_dim)
+    result = F.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=group.mask_R11L, scale=scale)
+    out_TND[group.rows_R] = result.reshape(num_rows, -1, head_dim)
+
+
+def _attend_prefill(
+    row: _PrefillRow,
+    q_TND: torch.Tensor,
+    kv_pool_B2KPD: torch.Tensor,
+    scale: float,
+    out_TND: torch.Tensor,
+) -> None:
+    """The batch dimension carries the kv heads: a group shares its keys by a stride of 0, not by a copy."""
+    _, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
+    gathered = kv_pool_B2KPD.view(-1, block_size * head_dim).index_select(0, row.block_rows)
+    kv_2K1LD = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, : row.context_len]
+    q_QND = q_TND[row.tokens]
+    group_size = q_QND.shape[1] // num_kv_heads
+    k_KGLD, v_KGLD = kv_2K1LD.expand(-1, -1, group_size, -1, -1)
+    q_KGQD = q_QND.view(len(q_QND), num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    result_KGQD = F.scaled_dot_product_attention(
+        q_KGQD, k_KGLD, v_KGLD, attn_mask=row.mask_QL, is_causal=row.mask_QL is None, scale=scale
+    )
+    out_TND[row.tokens] = result_KGQD.permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,0 +1,297 @@
+"""Host side of the Triton kernels: checks shapes, picks tile sizes, launches. The backend wherever CUDA is.
+
+Allocates nothing a layer: the partial results of split decodes live in a workspace that only grows. Never
+synchronises. Importing this module imports triton; on a CPU that needs TRITON_INTERPRET=1 in the environment
+beforehand.
+
+Shapes: T tokens, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool, H hidden
+size, I input or intermediate size, O output size, S partial slots or positions of the rotary table, C block
+copies.
+"""
+
+# Triton ships no types.
+# mypy: disable-error-code="import-untyped"
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from blockyard.kernels.attention import attend_items_kernel, merge_partials_kernel
+from blockyard.kernels.attention_plan import PREFILL_ITEM_TOKENS, AttentionPlan
+from blockyard.kernels.cache_ops import copy_blocks_kernel, write_kv_kernel
+from blockyard.kernels.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+
+SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128)
+MERGE_SPLITS = 16
+# Elements of one program: enough that every thread of four warps issues wide loads.
+COPY_TILE = 2048
+SILU_TILE = 1024
+NORM_TILE = 2048
+# tl.dot multiplies no fewer rows.
+MIN_DOT_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Shape of one attention program: packed query rows, keys a tile, warps, loads in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class TritonBackend:
+    """Launches on the current stream. Not thread-safe: the workspace serves one step at a time."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._partials = torch.empty(0)
+        self._lse = torch.empty(0)
+
+    def write_kv(
+        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+    ) -> None:
+        num_tokens, num_kv_heads, head_dim = k_TKD.shape
+        _check_pool(kv_pool_B2KPD, num_kv_heads, head_dim, plan.block_size)
+        _check_dense_rows(k_TKD, v_TKD)
+        if not num_tokens:
+            return
+        write_kv_kernel[(num_tokens,)](
+            k_TKD,
+            v_TKD,
+            kv_pool_B2KPD,
+            plan.slot_mapping_T,
+            *k_TKD.stride()[:2],
+            *v_TKD.stride()[:2],
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=plan.block_size,
+            HEADS_POW2=triton.next_power_of_2(num_kv_heads),
+        )
+
+    def attention(
+        self,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        out_TND: torch.Tensor,
+    ) -> None:
+        _, num_heads, head_dim = q_TND.shape
+        num_kv_heads = kv_pool_B2KPD.shape[2]
+        _check_pool(kv_pool_B2KPD, num_kv_heads, head_dim, plan.block_size)
+        _check_dense_rows(q_TND, out_TND)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} kv heads")
+        group = num_heads // num_kv_heads
+        self._reserve(plan.num_partials, num_heads, head_dim, q_TND.device)
+        decode = decode_tiles(group, head_dim, q_TND.dtype)
+        self._attend(plan.decode_items_W6, 1, decode, q_TND, kv_pool_B2KPD, plan, scale, out_TND)
+        prefill = prefill_tiles(head_dim, q_TND.dtype)
+        programs = -(-PREFILL_ITEM_TOKENS * group // prefill.rows)
+        self._attend(plan.prefill_items_X6, programs, prefill, q_TND, kv_pool_B2KPD, plan, scale, out_TND)
+        if plan.num_partials:
+            self._merge(plan, out_TND)
+
+    def _attend(
+        self,
+        items: torch.Tensor,
+        programs_per_item: int,
+        tiles: Tiles,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        out_TND: torch.Tensor,
+    ) -> None:
+        if not len(items):
+            return
+        _, num_heads, head_dim = q_TND.shape
+        num_kv_heads = kv_pool_B2KPD.shape[2]
+        attend_items_kernel[(len(items) * programs_per_item, num_kv_heads)](
+            q_TND,
+            kv_pool_B2KPD,
+            plan.block_table_RB,
+            plan.query_starts_R1,
+            plan.context_lens_R,
+            items,
+            out_TND,
+            self._partials,
+            self._lse,
+            *q_TND.stride()[:2],
+            *out_TND.stride()[:2],
+            plan.block_table_RB.stride(0),
+            scale * math.log2(math.e),
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=plan.block_size,
+            PROGRAMS_PER_ITEM=programs_per_item,
+            BLOCK_M=tiles.rows,
+            BLOCK_J=tiles.keys,
+            WIDEN=q_TND.dtype == torch.bfloat16 and q_TND.device.type == "cpu",
+            **_launch_options(tiles),
+        )
+
+    def _merge(self, plan: AttentionPlan, out_TND: torch.Tensor) -> None:
+        _, num_heads, head_dim = out_TND.shape
+        merge_partials_kernel[(plan.num_decodes, num_heads)](
+            self._partials,
+            self._lse,
+            plan.partial_starts_D1,
+            plan.query_starts_R1,
+            out_TND,
+            *out_TND.stride()[:2],
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_U=MERGE_SPLITS,
+        )
+
+    def _reserve(self, num_partials: int, num_heads: int, head_dim: int, device: torch.device) -> None:
+        """Grow the workspace, by half at least so that slowly growing contexts do not allocate each step."""
+        rows = max(1, num_partials) * num_heads
+        if self._lse.numel() < rows or self._lse.device != device:
+            rows += rows // 2
+            self._lse = torch.empty(rows, dtype=torch.float32, device=device)
+        if self._partials.numel() < rows * head_dim or self._partials.device != device:
+            self._partials = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
+
+    def rms_norm(
+        self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
+    ) -> None:
+        _launch_rms_norm(x_TH, None, weight_H, eps, out_TH)
+
+    def add_rms_norm(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        *,
+        out_TH: torch.Tensor,
+    ) -> None:
+        _launch_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH)
+
+    def rotary(
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
+    ) -> None:
+        num_tokens, num_heads, head_dim = q_TND.shape
+        num_kv_heads = k_TKD.shape[1]
+        _check_dense_rows(q_TND, k_TKD, cos_sin_SD)
+        if not num_tokens:
+            return
+        rotary_kernel[(num_tokens,)](
+            q_TND,
+            k_TKD,
+            cos_sin_SD,
+            positions_T,
+            *q_TND.stride()[:2],
+            *k_TKD.stride()[:2],
+            NUM_HEADS=num_heads,
+            HEADS_POW2=triton.next_power_of_2(num_heads),
+            NUM_KV_HEADS=num_kv_heads,
+            KV_HEADS_POW2=triton.next_power_of_2(num_kv_heads),
+            HALF_DIM=head_dim // 2,
+        )
+
+    def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        num_tokens, width = out_TI.shape
+        _check_dense_rows(gate_up_T2I, out_TI)
+        if not num_tokens:
+            return
+        silu_mul_kernel[(num_tokens, triton.cdiv(width, SILU_TILE))](
+            gate_up_T2I, out_TI, width, gate_up_T2I.stride(0), out_TI.stride(0), TILE=SILU_TILE
+        )
+
+    def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
+        if not len(src_dst_C2):
+            return
+        block_numel = kv_pool_B2KPD[0].numel()
+        grid = (len(src_dst_C2), triton.cdiv(block_numel, COPY_TILE))
+        copy_blocks_kernel[grid](kv_pool_B2KPD, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
+
+    def linear(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.linear(x_TI, weight_OI, bias_O)
+
+
+def _launch_rms_norm(
+    x_TH: torch.Tensor,
+    residual_TH: torch.Tensor | None,
+    weight_H: torch.Tensor,
+    eps: float,
+    out_TH: torch.Tensor,
+) -> None:
+    num_rows, hidden = x_TH.shape
+    residual = x_TH if residual_TH is None else residual_TH
+    _check_dense_rows(x_TH, residual, out_TH)
+    if not num_rows:
+        return
+    hidden_pow2 = triton.next_power_of_2(hidden)
+    rows = max(1, NORM_TILE // hidden_pow2)
+    rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x_TH,
+        residual,
+        weight_H,
+        out_TH,
+        num_rows,
+        x_TH.stride(0),
+        residual.stride(0),
+        out_TH.stride(0),
+        eps,
+        HAS_RESIDUAL=residual_TH is not None,
+        HIDDEN=hidden,
+        HIDDEN_POW2=hidden_pow2,
+        BLOCK_M=rows,
+    )
+
+
+def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """One query token: its group of heads in 16 rows. Reading keys takes the time: a wide tile."""
+    rows = max(MIN_DOT_ROWS, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tiles(rows=rows, keys=_fp32_keys(head_dim), warps=4, stages=2)
+    return Tiles(rows=rows, keys=64 if head_dim <= 128 else 32, warps=4, stages=2)
+
+
+def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    """Queries and two stages of keys and values stay under 99 KB, accumulators in registers."""
+    if dtype == torch.float32:
+        return Tiles(rows=MIN_DOT_ROWS, keys=_fp32_keys(head_dim), warps=4, stages=2)
+    if head_dim > 128:
+        return Tiles(rows=64, keys=32, warps=8, stages=2)
+    return Tiles(rows=128, keys=64, warps=8, stages=2)
+
+
+def _fp32_keys(head_dim: int) -> int:
+    """Without tensor cores larger tiles spill: 64 x 32 at head size 128 spilled 1.8 KB a thread."""
+    return 32 if head_dim <= 64 else 16
+
+
+def _launch_options(tiles: Tiles) -> dict[str, Any]:
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _check_pool(kv_pool_B2KPD: torch.Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    if kv_pool_B2KPD.shape[1:] != (2, num_kv_heads, block_size, head_dim):
+        raise ValueError(
+            f"a pool of shape {tuple(kv_pool_B2KPD.shape)} does not hold {num_kv_heads} kv heads "
+            f"of size {head_dim} in blocks of {block_size}"
+        )
+    if block_size not in SUPPORTED_BLOCK_SIZES or head_dim < 16 or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"the triton backend takes block sizes {SUPPORTED_BLOCK_SIZES} and head sizes that are "
+            f"powers of two from 16 up, got {block_size} and {head_dim}; use the torch backend"
+        )
+    assert kv_pool_B2KPD.is_contiguous()
+
+
+def _check_dense_rows(*tensors: torch.Tensor) -> None:
+    assert all(tensor.stride(-1) == 1 for tensor in tensors), [tensor.stride() for tensor in tensors]

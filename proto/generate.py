@@ -1,0 +1,51 @@
+"""Generates the Python code of proto/v1/*.proto: `python -m proto.generate [--check]` from the project root.
+
+`--check` generates into a temporary folder and fails where the committed code differs.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent
+PROTOS = ("inference.proto", "cluster.proto", "session.proto")
+
+
+def generate(target: Path) -> None:
+    """Writes `blockyard/proto/v1/*_pb2*` below `target`. Raises RuntimeError where protoc fails."""
+    include = Path(protoc.__file__).parent / "_proto"
+    code = protoc.main(
+        [
+            "protoc",
+            f"-Iblockyard/proto={ROOT}",
+            f"-I{include}",
+            f"--python_out={target}",
+            f"--pyi_out={target}",
+            f"--grpc_python_out={target}",
+            *(f"blockyard/proto/v1/{name}" for name in PROTOS),
+        ]
+    )
+    if code:
+        raise RuntimeError(f"protoc failed with exit code {code}")
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        for made in sorted((Path(folder) / "blockyard/proto/v1").iterdir()):
+            committed = ROOT / "v1" / made.name
+            if check and (not committed.exists() or committed.read_text() != made.read_text()):
+                stale.append(made.name)
+            elif not check:
+                committed.write_text(made.read_text())
+    if stale:
+        print(f"out of date, run `make proto`: {', '.join(stale)}")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""The Lua that works on the prefix index inside Redis, one script for each operation of PrefixIndex.
+
+Owns atomicity and every rule about berths, leases and purging. Does not own the layout: see index_schema.py.
+Each script takes the key prefix as its only key. What it reads may be garbage or of another make: look-ups
+skip it, writers remove it.
+"""
+
+_PRELUDE = """
+local prefix = KEYS[1]
+local leases, state = prefix .. 'leases', prefix .. 'state'
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function berth_key(berth) return prefix .. 'berth:' .. berth end
+
+local function bucket_key(bucket) return prefix .. string.format('b:%03x', bucket) end
+
+local function locate(names, index)
+  local first = index * 8 - 7
+  local high, low = string.byte(names, first, first + 1)
+  return bucket_key(high * 16 + math.floor(low / 16)), string.sub(names, first + 1, first + 7)
+end
+
+local function berth_at(value, index)
+  local low, high = string.byte(value, index * 2 - 1, index * 2)
+  return low + high * 256
+end
+
+-- A berth without a lease entry is refused too: the purge strikes out whoever is not in `leases`.
+local function owns(berth, epoch)
+  return redis.pcall('HGET', berth_key(berth), 'epoch') == epoch and redis.call('ZSCORE', leases, berth)
+end
+
+-- Any worker's sign of life proves that Redis served. A silence longer than a lease was an outage.
+local function beat(now, lease_ms)
+  local last = tonumber(redis.call('HGET', state, 'beat')) or 0
+  if now - last > lease_ms then redis.call('HSET', state, 'since', now) end
+  redis.call('HSET', state, 'beat', now, 'beat_lease', lease_ms)
+end
+
+local function retire(berth)
+  redis.call('HDEL', berth_key(berth), 'epoch')
+  redis.call('ZADD', leases, 'XX', 0, berth)
+end
+"""
+
+REGISTER = (
+    _PRELUDE
+    + """
+local epoch, lease_ms, max_berths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local worker_id, incarnation = ARGV[4], ARGV[5]
+local now, identity = now_ms(), worker_id .. '\\0' .. incarnation
+local earlier = redis.call('HGET', prefix .. 'identities', identity)
+if earlier then retire(earlier) end
+local berth = redis.call('SPOP', prefix .. 'free')
+while not berth do
+  if (tonumber(redis.call('HGET', state, 'next')) or 0) >= max_berths then return 0 end
+  local candidate = redis.call('HINCRBY', state, 'next', 1)
+  if redis.call('EXISTS', berth_key(candidate)) == 0 then berth = candidate end
+end
+redis.call('HSET', berth_key(berth), 'epoch', epoch, 'sequence', 0, 'lease', lease_ms, 'worker_id', worker_id,
+  'incarnation', incarnation, 'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8])
+redis.call('HSET', prefix .. 'identities', identity, berth)
+redis.call('HSET', prefix .. 'names', berth, identity)
+redis.call('ZADD', leases, now + lease_ms, berth)
+beat(now, lease_ms)
+return tonumber(berth)
+"""
+)
+
+RENEW = (
+    _PRELUDE
+    + """
+local berth, epoch, lease_ms, applied = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+if not owns(berth, epoch) then return 'UNKNOWN' end
+if (tonumber(redis.call('HGET', berth_key(berth), 'sequence')) or -1) < applied then return 'UNKNOWN' end
+local now = now_ms()
+redis.call('HSET', berth_key(berth), 'lease', lease_ms)
+redis.call('ZADD', leases, now + lease_ms, berth)
+beat(now, lease_ms)
+return 'OK'
+"""
+)
+
+RETIRE = (
+    _PRELUDE
+    + """
+if owns(ARGV[1], ARGV[2]) then retire(ARGV[1]) end
+return 'OK'
+"""
+)
+
+APPLY = (
+    _PRELUDE
+    + """
+local berth, epoch, sequence, removed, added = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
+if not owns(berth, epoch) then return 'UNKNOWN' end
+local last = tonumber(redis.call('HGET', berth_key(berth), 'sequence')) or -1
+if sequence <= last then return 'DUPLICATE' end
+if sequence > last + 1 then return 'GAP' end
+local packed = string.char(berth % 256, math.floor(berth / 256))
+
+-- What is not of our making would stop this script half way, for good: it goes.
+local function read(bucket, field)
+  local value = redis.pcall('HGET', bucket, field)
+  if type(value) == 'table' then redis.call('DEL', bucket) return '' end
+  if not value or #value % 2 == 1 then return '' end
+  return value
+end
+
+-- Where the berth stands, or would stand, among those that hold the name; and whether it does.
+local function search(value)
+  local low, high = 1, #value / 2
+  while low <= high do
+    local middle = math.floor((low + high) / 2)
+    local found = berth_at(value, middle)
+    if found == berth then return middle, true end
+    if found < berth then low = middle + 1 else high = middle - 1 end
+  end
+  return low, false
+end
+
+for index = 1, #removed / 8 do
+  local bucket, field = locate(removed, index)
+  local value = read(bucket, field)
+  local position, present = search(value)
+  if present and #value == 2 then
+    redis.call('HDEL', bucket, field)
+  elseif present then
+    redis.call('HSET', bucket, field,
+      string.sub(value, 1, position * 2 - 2) .. string.sub(value, position * 2 + 1))
+  end
+end
+for index = 1, #added / 8 do
+  local bucket, field = locate(added, index)
+  local value = read(bucket, field)
+  local position, present = search(value)
+  if not present then
+    redis.call('HSET', bucket, field,
+      string.sub(value, 1, position * 2 - 2) .. packed .. string.sub(value, position * 2 - 1))
+  end
+end
+redis.call('HSET', berth_key(berth), 'sequence', sequence)
+return 'OK'
+"""
+)
+
+_LIVE = """
+local live = {}
+for _, member in ipairs(redis.pcall('ZRANGEBYSCORE', leases, '(' .. now_ms(), '+inf')) do
+  local berth = tonumber(member)
+  if berth then live[berth] = true end
+end
+"""
+
+LOOKUP = (
+    _PRELUDE
+    + _LIVE
+    + """
+local names = ARGV[1]
+local total, nobody, parsed, depths = #names / 8, {}, {}, {}
+
+local function holders(index)
+  local value = redis.pcall('HGET', locate(names, index))
+  if type(value) ~= 'string' then return nobody end
+  if parsed[value] then return parsed[value] end
+  local found = {}
+  for position = 1, math.floor(#value / 2) do
+    local berth = berth_at(value, position)
+    if live[berth] then found[#found + 1] = berth end
+  end
+  parsed[value] = found
+  return found
+end
+
+-- `at_low` hold block `low`, `at_high` hold block `high`: who is in the first alone ends between the two.
+local function narrow(low, high, at_low, at_high)
+  if #at_low == #at_high then return end
+  if high - low > 1 then
+    local middle = math.floor((low + high) / 2)
+    local at_middle = holders(middle)
+    narrow(low, middle, at_low, at_middle)
+    narrow(middle, high, at_middle, at_high)
+    return
+  end
+  local goes_on = {}
+  for _, berth in ipairs(at_high) do goes_on[berth] = true end
+  for _, berth in ipairs(at_low) do
+    if not goes_on[berth] then depths[berth] = low end
+  end
+end
+
+local low, at_low = 1, holders(1)
+while low < total and #at_low > 0 do
+  local high = math.min(low * 2, total)
+  local at_high = holders(high)
+  narrow(low, high, at_low, at_high)
+  low, at_low = high, at_high
+end
+for _, berth in ipairs(at_low) do depths[berth] = low end
+
+local berths, reply = {}, {}
+for berth in pairs(depths) do berths[#berths + 1] = berth end
+for first = 1, #berths, 512 do
+  local last = math.min(first + 511, #berths)
+  local identities = redis.pcall('HMGET', prefix .. 'names', unpack(berths, first, last))
+  for index = first, last do
+    reply[#reply + 1] = identities[index - first + 1] or ''
+    reply[#reply + 1] = depths[berths[index]]
+  end
+end
+return reply
+"""
+)
+
+DIRECTORY = (
+    _PRELUDE
+    + _LIVE
+    + """
+local reply = {}
+for berth in pairs(live) do
+  local record = redis.pcall('HMGET', berth_key(berth),
+    'worker_id', 'incarnation', 'address', 'fingerprint', 'block_size')
+  if not record.err then reply[#reply + 1] = record end
+end
+return reply
+"""
+)
+
+PURGE = (
+    _PRELUDE
+    + """
+local slice_buckets, slice_entries, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local condemned = prefix .. 'condemned'
+
+-- From here the epoch is gone, so nothing can be written under the number while the walk lasts.
+local function condemn()
+  local now, service = now_ms(), redis.call('HMGET', state, 'beat', 'beat_lease', 'since')
+  local last_beat, beat_lease = tonumber(service[1]) or 0, tonumber(service[2]) or 0
+  local since = tonumber(service[3]) or now
+  local serving = now - last_beat <= beat_lease
+  local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'WITHSCORES')
+  for index = 1, #lapsed, 2 do
+    local berth, deadline = lapsed[index], tonumber(lapsed[index + 1])
+    local known = redis.pcall('HMGET', berth_key(berth), 'epoch', 'lease')
+    local lease_ms = tonumber(known[2]) or beat_lease
+    if not known[1] or (serving and now - math.max(deadline, since) >= 2 * lease_ms) then
+      retire(berth)
+      redis.call('SADD', condemned, berth)
+    end
+  end
+end
+
+local function release()
+  local freed = redis.call('SMEMBERS', condemned)
+  for _, berth in ipairs(freed) do
+    local identity = redis.call('HGET', prefix .. 'names', berth)
+    if identity and redis.call('HGET', prefix .. 'identities', identity) == berth then
+      redis.call('HDEL', prefix .. 'identities', identity)
+    end
+    redis.call('HDEL', prefix .. 'names', berth)
+    redis.call('DEL', berth_key(berth))
+    redis.call('ZREM', leases, berth)
+    redis.call('SADD', prefix .. 'free', berth)
+  end
+  redis.call('DEL', condemned)
+  redis.call('HDEL', state, 'cursor')
+  return freed
+end
+
+local cursor = tonumber(redis.call('HGET', state, 'cursor'))
+if not cursor then
+  condemn()
+  if redis.call('EXISTS', condemned) == 0 then return {0, 0, 0, {}} end
+  cursor = 0
+end
+
+local keep = {}
+for _, berth in ipairs(redis.call('ZRANGE', leases, 0, -1)) do keep[tonumber(berth) or 0] = true end
+for _, berth in ipairs(redis.call('SMEMBERS', condemned)) do keep[tonumber(berth) or 0] = nil end
+
+local function survivors(field, value)
+  local kept = {}
+  if #field == 7 then
+    for position = 1, math.floor(#value / 2) do
+      if keep[berth_at(value, position)] then
+        kept[#kept + 1] = string.sub(value, position * 2 - 1, position * 2)
+      end
+    end
+  end
+  return table.concat(kept)
+end
+
+local seen, changed, stop = 0, 0, math.min(cursor + slice_buckets, num_buckets)
+while cursor < stop and seen < slice_entries do
+  local bucket = bucket_key(cursor)
+  local entries = redis.pcall('HGETALL', bucket)
+  if entries.err then redis.call('DEL', bucket) changed = changed + 1 end
+  for index = 1, #entries, 2 do
+    local field, value = entries[index], entries[index + 1]
+    local kept = survivors(field, value)
+    if kept == '' then
+      redis.call('HDEL', bucket, field)
+    elseif kept ~= value then
+      redis.call('HSET', bucket, field, kept)
+    end
+    if kept ~= value then changed = changed + 1 end
+    seen = seen + 1
+  end
+  cursor = cursor + 1
+end
+if cursor == num_buckets then return {0, 0, changed, release()} end
+redis.call('HSET', state, 'cursor', cursor)
+return {1, cursor, changed, {}}
+"""
+)

@@ -1,0 +1,155 @@
+"""The contract of the prefix index: which worker holds which leading blocks, as a hint.
+
+Owns the words both sides share (berth, batch, holder), the `PrefixIndex` protocol and its one exception.
+It imports no Redis: the engine, the twin and the simulator use it where Redis is not installed.
+Does not own the storage: see redis_prefix_index.py (the product) and prefix_index_twin.py (in memory).
+
+The index is never the truth. It may cost or win hit rate; the worker looks again in its own cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+WorkerId = NewType("WorkerId", str)
+Incarnation = NewType("Incarnation", str)
+
+FIRST_SEQUENCE = 1
+"""The sequence number of the first batch applied under a fresh berth."""
+
+MAX_BATCH_NAMES = 512
+"""More names in one script would hold up every other client of Redis for about a millisecond."""
+
+MAX_BERTHS = 65_535
+"""Berths are stored as u16; 0 is never given out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """One life of one worker, as it introduces itself to routers."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str
+    """`host:port` of the engine session."""
+    fingerprint: str
+    """Hex digest of the model; routers refuse a worker whose fingerprint differs."""
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Berth:
+    """A worker's place in the index. The random epoch tells this use of the number from every other."""
+
+    number: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The net difference of two prefix-closed caches, in an order that keeps every state between closed."""
+
+    sequence: int
+    """Counts up by one from FIRST_SEQUENCE under each berth."""
+    removed: tuple[bytes, ...] = ()
+    """Leaf-to-root: a child before its parent."""
+    added: tuple[bytes, ...] = ()
+    """Root-to-leaf: a parent before its child."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A live worker that holds the first `depth` blocks of the chain looked up (depth >= 1)."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeProgress:
+    """What one slice of the janitor's walk did."""
+
+    active: bool
+    """A walk is under way and wants another slice."""
+    next_bucket: int
+    changed_entries: int
+    """Names from which a dead berth, or garbage, was struck in this slice."""
+    freed: tuple[int, ...] = ()
+    """Berth numbers returned to the free list because the walk is complete."""
+
+
+class ApplyResult(Enum):
+    OK = "OK"
+    DUPLICATE = "DUPLICATE"
+    """Already applied: go on with the next sequence number."""
+    GAP = "GAP"
+    """A batch before this one is missing: take a new berth and republish everything."""
+    UNKNOWN = "UNKNOWN"
+    """This berth is not, or no longer, yours: take a new berth and republish everything."""
+
+
+class RenewResult(Enum):
+    OK = "OK"
+    UNKNOWN = "UNKNOWN"
+
+
+class ErrorKind(Enum):
+    """Why the index could not answer; the label of an error counter."""
+
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    LOADING = "loading"
+    DENIED = "denied"
+    FULL = "full"
+    READ_ONLY = "read_only"
+    BERTHS_EXHAUSTED = "berths_exhausted"
+    REPLY = "reply"
+
+
+class PrefixIndexError(Exception):
+    """The index did not do what was asked. Nobody may fail a request because of it."""
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(f"{kind.value}: {message}")
+        self.kind = kind
+
+
+class PrefixIndex(Protocol):
+    """Every method is one round trip and raises PrefixIndexError alone."""
+
+    async def register(self, record: WorkerRecord, *, lease_seconds: float) -> Berth:
+        """Take a fresh, empty berth. An earlier berth of the same incarnation is retired at once, so that
+        a worker that registers anew never stands in the index twice. Other incarnations are left alone:
+        a zombie that registers again must not oust its successor; routers tell them apart."""
+        ...
+
+    async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
+        """Apply removals, then additions, atomically."""
+        ...
+
+    async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
+        """Extend the lease. UNKNOWN also where the index has forgotten a batch that it once confirmed
+        (`applied_sequence` is the last one): a fail-over to a stale replica is seen without waiting
+        for the next batch."""
+        ...
+
+    async def retire(self, berth: Berth) -> None:
+        """Say goodbye: not live from now on, purgeable at once. A berth that is unknown is left alone."""
+        ...
+
+    async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
+        """Each live worker that holds the first block of the chain, with the depth it holds."""
+        ...
+
+    async def directory(self) -> list[WorkerRecord]:
+        """The incarnations whose lease runs. Two of one worker may stand side by side for one lease."""
+        ...
+
+    async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
+        """Walk one more slice of the index and strike out the dead.
+
+        Dead is who retired, or whose lease stayed lapsed for two leases of unbroken service of the index.
+        Any number of janitors may call it: they advance one shared walk, a slice being atomic."""
+        ...

@@ -1,0 +1,199 @@
+"""The prefix index in memory, with a clock of the caller's: for simulation in virtual time, and for tests.
+
+Owns the same behaviour as redis_prefix_index.py, checked by one conformance suite, written the plain way:
+its look-up walks the chain block by block and never relies on nested sets. Does not own any durability.
+"""
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from blockyard.proto.index_schema import INDEXED_NAME_BYTES, NUM_BUCKETS, bucket_of
+from blockyard.proto.prefix_index import (
+    MAX_BERTHS,
+    ApplyResult,
+    Batch,
+    Berth,
+    ErrorKind,
+    Holder,
+    PrefixIndexError,
+    PurgeProgress,
+    RenewResult,
+    WorkerRecord,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _BerthState:
+    record: WorkerRecord
+    epoch: int | None
+    """None once retired or condemned: nothing can be written under it any more."""
+    sequence: int
+    lease_seconds: float
+    deadline: float
+
+
+class TwinPrefixIndex:
+    """PrefixIndex in memory. `available = False` makes every call fail as if Redis were away."""
+
+    def __init__(self, clock: Callable[[], float], *, max_berths: int = MAX_BERTHS) -> None:
+        self.available = True
+        self._clock = clock
+        self._max_berths = max_berths
+        self.flush()
+
+    def flush(self) -> None:
+        """What FLUSHALL does, or a restart of a Redis that persists nothing."""
+        self._buckets: list[dict[bytes, set[int]]] = [{} for _ in range(NUM_BUCKETS)]
+        self._berths: dict[int, _BerthState] = {}
+        self._free: list[int] = []
+        self._highest = 0
+        self._last_beat = self._served_since = float("-inf")
+        self._beat_lease_seconds = 0.0
+        self._condemned: set[int] = set()
+        self._cursor = 0
+
+    @property
+    def num_entries(self) -> int:
+        """Names held by anybody, dead or alive."""
+        return sum(map(len, self._buckets))
+
+    async def register(self, record: WorkerRecord, *, lease_seconds: float) -> Berth:
+        self._check_available()
+        for state in self._berths.values():
+            if (state.record.worker_id, state.record.incarnation) == (record.worker_id, record.incarnation):
+                self._retire(state)
+        number = self._take_number(record)
+        epoch = secrets.randbits(63)
+        now = self._clock()
+        self._berths[number] = _BerthState(
+            record=record, epoch=epoch, sequence=0, lease_seconds=lease_seconds, deadline=now + lease_seconds
+        )
+        self._beat(now, lease_seconds)
+        return Berth(number=number, epoch=epoch)
+
+    async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
+        self._check_available()
+        state = self._owned(berth)
+        if state is None:
+            return ApplyResult.UNKNOWN
+        if batch.sequence <= state.sequence:
+            return ApplyResult.DUPLICATE
+        if batch.sequence > state.sequence + 1:
+            return ApplyResult.GAP
+        for name in batch.removed:
+            self._strike(name[:INDEXED_NAME_BYTES], {berth.number})
+        for name in batch.added:
+            self._buckets[bucket_of(name)].setdefault(name[:INDEXED_NAME_BYTES], set()).add(berth.number)
+        state.sequence = batch.sequence
+        return ApplyResult.OK
+
+    async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
+        self._check_available()
+        state = self._owned(berth)
+        if state is None or state.sequence < applied_sequence:
+            return RenewResult.UNKNOWN
+        now = self._clock()
+        state.lease_seconds = lease_seconds
+        state.deadline = now + lease_seconds
+        self._beat(now, lease_seconds)
+        return RenewResult.OK
+
+    async def retire(self, berth: Berth) -> None:
+        self._check_available()
+        state = self._owned(berth)
+        if state is not None:
+            self._retire(state)
+
+    async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
+        self._check_available()
+        holding, depths = self._live(), dict[int, int]()
+        for depth, name in enumerate(names, start=1):
+            holding &= self._buckets[bucket_of(name)].get(name[:INDEXED_NAME_BYTES], set())
+            if not holding:
+                break
+            depths.update(dict.fromkeys(holding, depth))
+        records = {number: self._berths[number].record for number in depths}
+        return [
+            Holder(worker_id=record.worker_id, incarnation=record.incarnation, depth=depths[number])
+            for number, record in records.items()
+        ]
+
+    async def directory(self) -> list[WorkerRecord]:
+        self._check_available()
+        return [self._berths[number].record for number in self._live()]
+
+    async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
+        self._check_available()
+        if not self._condemned:
+            self._condemn()
+        if not self._condemned:
+            return PurgeProgress(active=False, next_bucket=0, changed_entries=0)
+        stop, changed = min(self._cursor + slice_buckets, NUM_BUCKETS), 0
+        for bucket in itertools.islice(self._buckets, self._cursor, stop):
+            touched = [name for name, holders in bucket.items() if holders & self._condemned]
+            changed += len(touched)
+            for name in touched:
+                self._strike(name, self._condemned)
+        self._cursor = stop
+        if stop < NUM_BUCKETS:
+            return PurgeProgress(active=True, next_bucket=stop, changed_entries=changed)
+        return PurgeProgress(active=False, next_bucket=0, changed_entries=changed, freed=self._release())
+
+    def _check_available(self) -> None:
+        if not self.available:
+            raise PrefixIndexError(ErrorKind.CONNECTION, "the twin plays dead")
+
+    def _live(self) -> set[int]:
+        now = self._clock()
+        return {number for number, state in self._berths.items() if state.deadline > now}
+
+    def _owned(self, berth: Berth) -> _BerthState | None:
+        state = self._berths.get(berth.number)
+        return state if state is not None and state.epoch == berth.epoch else None
+
+    def _take_number(self, record: WorkerRecord) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._highest >= self._max_berths:
+            raise PrefixIndexError(
+                ErrorKind.BERTHS_EXHAUSTED,
+                f"all {self._max_berths} berths are taken: {record.worker_id} is not in the index",
+            )
+        self._highest += 1
+        return self._highest
+
+    def _beat(self, now: float, lease_seconds: float) -> None:
+        if now - self._last_beat > lease_seconds:
+            self._served_since = now
+        self._last_beat, self._beat_lease_seconds = now, lease_seconds
+
+    def _retire(self, state: _BerthState) -> None:
+        state.epoch, state.deadline = None, float("-inf")
+
+    def _strike(self, name: bytes, numbers: set[int]) -> None:
+        bucket = self._buckets[bucket_of(name)]
+        left = bucket.get(name, set()) - numbers
+        if left:
+            bucket[name] = left
+        else:
+            bucket.pop(name, None)
+
+    def _condemn(self) -> None:
+        now = self._clock()
+        serving = now - self._last_beat <= self._beat_lease_seconds
+        for number, state in self._berths.items():
+            lapsed_seconds = now - max(state.deadline, self._served_since)
+            is_dead = state.deadline <= now and serving and lapsed_seconds >= 2 * state.lease_seconds
+            if state.epoch is None or is_dead:
+                self._retire(state)
+                self._condemned.add(number)
+
+    def _release(self) -> tuple[int, ...]:
+        freed = tuple(self._condemned)
+        for number in freed:
+            del self._berths[number]
+        self._free.extend(freed)
+        self._condemned, self._cursor = set(), 0
+        return freed

@@ -1,0 +1,209 @@
+"""The prefix index in Redis: one script call for each operation.
+
+Owns the connection's settings, the calling of the scripts and the mapping of Redis's errors to
+PrefixIndexError. Does not own the layout (index_schema.py), retries, time-outs of the placement path, or when
+to renew: the publisher and the router decide those.
+"""
+
+import logging
+import secrets
+from collections.abc import Awaitable, Sequence
+from typing import Any, cast
+
+from blockyard.proto import index_schema, index_scripts
+from blockyard.proto.prefix_index import (
+    MAX_BERTHS,
+    ApplyResult,
+    Batch,
+    Berth,
+    ErrorKind,
+    Holder,
+    Incarnation,
+    PrefixIndexError,
+    PurgeProgress,
+    RenewResult,
+    WorkerId,
+    WorkerRecord,
+)
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+logger = logging.getLogger(__name__)
+
+_COMPACT_BUCKETS = {
+    "entries": index_schema.MAX_BUCKET_ENTRIES,
+    "value": index_schema.MAX_BUCKET_VALUE_BYTES,
+}
+
+
+def connect(url: str, *, timeout_seconds: float) -> Redis:
+    """A client that answers or fails within the time-out. redis-py's own retries would hang for over
+    10 s on a stopped server, so there are none: whoever calls knows better when to come back."""
+    client: Redis = Redis.from_url(
+        url,
+        socket_timeout=timeout_seconds,
+        socket_connect_timeout=timeout_seconds,
+        retry=Retry(NoBackoff(), 0),
+        decode_responses=False,
+    )
+    return client
+
+
+class RedisPrefixIndex:
+    """PrefixIndex in Redis. Several may share one client; the caller closes the client."""
+
+    def __init__(self, client: Redis, cluster: str, *, max_berths: int = MAX_BERTHS) -> None:
+        self._client = client
+        self._prefix = index_schema.key_prefix(cluster)
+        self._max_berths = max_berths
+        self._register = client.register_script(index_scripts.REGISTER)
+        self._apply = client.register_script(index_scripts.APPLY)
+        self._renew = client.register_script(index_scripts.RENEW)
+        self._retire = client.register_script(index_scripts.RETIRE)
+        self._lookup = client.register_script(index_scripts.LOOKUP)
+        self._directory = client.register_script(index_scripts.DIRECTORY)
+        self._purge = client.register_script(index_scripts.PURGE)
+        self._has_warned = False
+
+    async def register(self, record: WorkerRecord, *, lease_seconds: float) -> Berth:
+        await self._keep_buckets_compact()
+        epoch = secrets.randbits(63)
+        number = await self._call(
+            self._register,
+            epoch,
+            _milliseconds(lease_seconds),
+            self._max_berths,
+            record.worker_id,
+            record.incarnation,
+            record.address,
+            record.fingerprint,
+            record.block_size,
+        )
+        if number == 0:
+            raise PrefixIndexError(
+                ErrorKind.BERTHS_EXHAUSTED,
+                f"all {self._max_berths} berths are taken, dead ones are not purged yet: "
+                f"{record.worker_id} is not in the index",
+            )
+        return Berth(number=number, epoch=epoch)
+
+    async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
+        removed, added = index_schema.pack_names(batch.removed), index_schema.pack_names(batch.added)
+        reply = await self._call(self._apply, berth.number, berth.epoch, batch.sequence, removed, added)
+        return ApplyResult(reply.decode())
+
+    async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
+        lease_ms = _milliseconds(lease_seconds)
+        reply = await self._call(self._renew, berth.number, berth.epoch, lease_ms, applied_sequence)
+        return RenewResult(reply.decode())
+
+    async def retire(self, berth: Berth) -> None:
+        await self._call(self._retire, berth.number, berth.epoch)
+
+    async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
+        if not names:
+            return []
+        reply = await self._call(self._lookup, index_schema.pack_names(names))
+        pairs = zip(reply[::2], reply[1::2], strict=True)
+        return [holder for identity, depth in pairs if (holder := _parse_holder(identity, depth)) is not None]
+
+    async def directory(self) -> list[WorkerRecord]:
+        reply = await self._call(self._directory)
+        return [record for fields in reply if (record := _parse_record(fields)) is not None]
+
+    async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
+        active, cursor, changed, freed = await self._call(
+            self._purge, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
+        )
+        return PurgeProgress(
+            active=bool(active),
+            next_bucket=cursor,
+            changed_entries=changed,
+            freed=tuple(int(number) for number in freed),
+        )
+
+    async def _call(self, script: Any, *arguments: str | int | bytes) -> Any:
+        try:
+            return await script(keys=[self._prefix], args=arguments)
+        except (exceptions.RedisError, OSError, TimeoutError) as error:
+            raise PrefixIndexError(error_kind(error), str(error)) from error
+
+    async def _keep_buckets_compact(self) -> None:
+        """Raises Redis's bounds for compact hashes if they are lower. They are lost when Redis restarts, so
+        each registration looks again. A managed Redis may refuse: the index works and takes more memory."""
+        try:
+            for what, wanted in _COMPACT_BUCKETS.items():
+                # The old name is the one that every version understands.
+                name = f"hash-max-ziplist-{what}"
+                current = await cast(Awaitable[dict[Any, Any]], self._client.config_get(name))
+                if int(next(iter(current.values()), 0)) < wanted:
+                    await cast(Awaitable[Any], self._client.config_set(name, wanted))
+        except exceptions.ResponseError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "Redis keeps its own bounds for compact hashes, the index takes more memory: %s", error
+                )
+        except (exceptions.RedisError, OSError, TimeoutError) as error:
+            raise PrefixIndexError(error_kind(error), str(error)) from error
+
+
+def error_kind(error: Exception) -> ErrorKind:
+    """Errors raised inside a script arrive as text in a ResponseError, in another form in each version."""
+    text = str(error)
+    match error:
+        case exceptions.TimeoutError() | TimeoutError():
+            return ErrorKind.TIMEOUT
+        case (
+            exceptions.AuthenticationError()
+            | exceptions.AuthorizationError()
+            | exceptions.NoPermissionError()
+        ):
+            return ErrorKind.DENIED
+        case exceptions.BusyLoadingError():
+            return ErrorKind.LOADING
+        case exceptions.ConnectionError() | OSError():
+            return ErrorKind.CONNECTION
+        case _ if "OOM " in text:
+            return ErrorKind.FULL
+        case _ if "READONLY" in text or "read only replica" in text:
+            return ErrorKind.READ_ONLY
+        case _ if any(word in text for word in ("NOPERM", "NOAUTH", "WRONGPASS", "permission")):
+            return ErrorKind.DENIED
+    return ErrorKind.REPLY
+
+
+def _milliseconds(seconds: float) -> int:
+    if seconds <= 0:
+        raise ValueError(f"a lease must be longer than 0 s, got {seconds}")
+    return max(1, round(seconds * 1000))
+
+
+def _parse_holder(identity: object, depth: object) -> Holder | None:
+    """None for what is not of our making."""
+    if not isinstance(identity, bytes) or not isinstance(depth, int):
+        return None
+    worker_id, separator, incarnation = identity.decode(errors="replace").partition("\0")
+    if not separator:
+        return None
+    return Holder(worker_id=WorkerId(worker_id), incarnation=Incarnation(incarnation), depth=depth)
+
+
+def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
+    """None for what is not of our making."""
+    if any(field is None for field in fields):
+        return None
+    worker_id, incarnation, address, fingerprint, block_size = (
+        cast(bytes, field).decode(errors="replace") for field in fields
+    )
+    if not block_size.isdecimal():
+        return None
+    return WorkerRecord(
+        worker_id=WorkerId(worker_id),
+        incarnation=Incarnation(incarnation),
+        address=address,
+        fingerprint=fingerprint,
+        block_size=int(block_size),
+    )

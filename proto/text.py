@@ -1,0 +1,183 @@
+"""From tokens to text, piece by piece: one rule for what the router streams and the offline engine returns.
+
+Owns loading a tokenizer, incremental decoding that never splits a character, and stop strings that may span
+pieces. Does not own prompts (see router/prompts.py) nor which tokens end an output (the engine knows those).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for bytes that are no character, or not yet."""
+
+_MAX_HELD_TOKENS = 64
+"""So many without a whole character at their end are garbage: the window is cut, or it would grow on."""
+_CHARACTER_TOKENS = 4
+"""A character takes at most 4 bytes, so at most 4 tokens."""
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local checkpoint folder, or of a hub name that is already in the local cache.
+
+    Reaches no network and runs no code from the checkpoint. Raises OSError or ValueError where there is none.
+    """
+    # Here, because importing transformers takes seconds, and checking stop strings needs none of it.
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        str(path), local_files_only=True, trust_remote_code=False
+    )
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Vocabulary:
+    decode: Callable[[Sequence[int]], str]
+    special_ids: frozenset[int]
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
+    """What decoding needs of a tokenizer; listing hundreds of added tokens for each request would show."""
+    added = tokenizer.added_tokens_decoder.items()
+    return _Vocabulary(
+        decode=_plain_decode(tokenizer),
+        special_ids=frozenset(token_id for token_id, token in added if token.special),
+    )
+
+
+def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    if tokenizer.is_fast:
+        # The wrapper round the same call takes eight times as long, and this runs for each token served.
+        backend = tokenizer.backend_tokenizer
+        return lambda token_ids: str(backend.decode(token_ids, skip_special_tokens=False))
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+
+class IncrementalDetokenizer:
+    """The text of a growing list of tokens, as deltas; special tokens have no text.
+
+    The deltas add up to `tokenizer.decode(all, skip_special_tokens=True)`. Bytes that do not yet make a
+    character are held back. Where a byte-fallback tokenizer (sentencepiece) is fed bytes that never make one,
+    decoding as a whole would also take back valid characters right before them, which a stream has shown.
+
+    Only a window is decoded: the tokens last emitted, as context (whether a leading space is written depends
+    on what stands before), and the new ones. A token is decoded about three times, however long the output.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._vocabulary = _vocabulary(tokenizer)
+        self._window: list[int] = []
+        self._context_tokens = 0
+        """Leading tokens of the window that end at a character's end and were emitted."""
+        self._emitted_chars = 0
+        """Characters of the window's text that were emitted."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete, maybe none."""
+        special_ids = self._vocabulary.special_ids
+        self._window += [token_id for token_id in token_ids if token_id not in special_ids]
+        if len(self._window) == self._context_tokens:
+            return ""
+        text = self._vocabulary.decode(self._window)
+        whole = text.rstrip(REPLACEMENT)
+        delta = whole[self._emitted_chars :]
+        self._emitted_chars = max(self._emitted_chars, len(whole))
+        if whole == text:
+            self._advance_context()
+        elif len(self._window) > self._context_tokens + _MAX_HELD_TOKENS:
+            delta += self._cut_garbage(text)
+        return delta
+
+    def finish(self) -> str:
+        """What was held back: no more tokens will come."""
+        delta = self._vocabulary.decode(self._window)[self._emitted_chars :]
+        self._window = []
+        self._context_tokens = self._emitted_chars = 0
+        return delta
+
+    def _advance_context(self) -> None:
+        context = self._window[self._context_tokens :]
+        # Tokens without any text (ids that pad the vocabulary) would make the next one look like the first.
+        if num_chars := len(self._vocabulary.decode(context)):
+            self._window, self._context_tokens, self._emitted_chars = context, len(context), num_chars
+
+    def _cut_garbage(self, text: str) -> str:
+        """Emits the window's head up to a place that no character spans, if there is one near the end."""
+        decode = self._vocabulary.decode
+        last_cut = len(self._window) - _CHARACTER_TOKENS
+        for cut in range(last_cut, last_cut - 4 * _CHARACTER_TOKENS, -1):
+            head, tail = decode(self._window[:cut]), decode(self._window[cut:])
+            if head + tail == text and len(head) >= self._emitted_chars:
+                delta = head[self._emitted_chars :]
+                self._window = self._window[cut:]
+                self._context_tokens = self._emitted_chars = 0
+                return delta
+        return ""
+
+
+@dataclass(slots=True)
+class _Scan:
+    """How far one stop string is refuted: no occurrence of it starts before `start`."""
+
+    stop: str
+    start: int = 0
+
+    def advance(self, text: str) -> bool:
+        """Moves to the first place where the stop string stands or may come to stand. True if it stands."""
+        while self.start < len(text):
+            if text.startswith(self.stop, self.start):
+                return True
+            if self.stop.startswith(text[self.start :]):
+                return False
+            following = text.find(self.stop[0], self.start + 1)
+            self.start = len(text) if following < 0 else following
+        return False
+
+
+class StopChecker:
+    """Cuts a text that comes in pieces right before the first stop string in it.
+
+    First is where it begins; of two that begin at one place, the one listed first. How the text was split
+    never matters: a piece is held back as long as it could begin a stop string. Raises ValueError for an
+    empty one.
+    """
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        if not all(stop_strings):
+            raise ValueError("a stop string must not be empty")
+        self._scans = [_Scan(stop) for stop in stop_strings]
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """(text that is safe to emit, the stop string that ended it or None); after a match no more text."""
+        if self._matched is not None or not self._scans:
+            return ("" if self._scans else delta), self._matched
+        self._held += delta
+        stands = [scan.advance(self._held) for scan in self._scans]
+        first = min(range(len(stands)), key=lambda index: self._scans[index].start)
+        return self._emit(self._scans[first].start, self._scans[first].stop if stands[first] else None)
+
+    def finish(self) -> tuple[str, str | None]:
+        """The text held back, up to a stop string that stands in it."""
+        complete = [scan for scan in self._scans if self._held.startswith(scan.stop, scan.start)]
+        if not complete or self._matched is not None:
+            return self._emit(len(self._held), self._matched)
+        first = min(complete, key=lambda scan: scan.start)
+        return self._emit(first.start, first.stop)
+
+    def _emit(self, num_chars: int, matched: str | None) -> tuple[str, str | None]:
+        text, self._matched = self._held[:num_chars], matched
+        self._held = "" if matched is not None else self._held[num_chars:]
+        for scan in self._scans:
+            scan.start -= min(scan.start, num_chars)
+        return text, matched

@@ -1,0 +1,64 @@
+"""`python -m blockyard.router`: one router without Ray. SIGTERM lets running streams finish, then exits 0."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+from typing import get_args
+
+from blockyard.router.config import PolicyName, RouterConfig
+from blockyard.router.server import RouterServer
+
+SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
+"""The secret comes by environment: arguments can be read by anybody on the machine."""
+GRACE_SECONDS = 600.0
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(_serve(_config(arguments), arguments.grace_seconds))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m blockyard.router", description=__doc__)
+    parser.add_argument("--model", required=True, help="local folder or hub name; weights are not read")
+    parser.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
+    parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="may be repeated")
+    parser.add_argument("--redis-url", help="the prefix index; without it placement goes by load and hashing")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one and logs it")
+    parser.add_argument("--policy", choices=get_args(PolicyName), default="prefix")
+    parser.add_argument("--cluster", default="default")
+    parser.add_argument("--grace-seconds", type=float, default=GRACE_SECONDS, help="for streams at SIGTERM")
+    return parser
+
+
+def _config(arguments: argparse.Namespace) -> RouterConfig:
+    return RouterConfig(
+        model=arguments.model,
+        model_name=arguments.model_name,
+        cluster=arguments.cluster,
+        cluster_secret=os.environ.get(SECRET_VARIABLE, ""),
+        host=arguments.host,
+        port=arguments.port,
+        redis_url=arguments.redis_url,
+        workers=tuple(arguments.worker),
+        policy=arguments.policy,
+    )
+
+
+async def _serve(config: RouterConfig, grace_seconds: float) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    server = RouterServer(config)
+    await server.start()
+    await ended.wait()
+    await server.stop(grace_seconds)
+
+
+if __name__ == "__main__":
+    main()

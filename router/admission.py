@@ -1,0 +1,117 @@
+"""Who may come in, and who may go on to a worker.
+
+`AdmissionLedger` charges requests and estimated tokens before anything costly is done with them, and refuses
+beyond the limits. `WorkerGate` keeps the router from hammering a worker whose short queue is full: after a
+BUSY, one request goes for each place known to be free. `WaitingLine` is the thin async part: admitted
+requests that found no worker wait in order of arrival. Does not own the choice of a worker (placement.py).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from blockyard.router.errors import Overloaded
+
+BYTES_PER_TOKEN = 4
+"""Of text, for an estimate that costs nothing; real tokenizers take 3 to 5."""
+RETRY_AFTER_SECONDS = 0.5
+PROBE_SECONDS = 0.1
+"""A worker that said BUSY gets one request to try after so long, even if nothing was heard of it."""
+RECHECK_SECONDS = 0.05
+"""The head of the line looks again after so long, even if nothing happened: probes come due by time."""
+
+
+def estimate_tokens(text_bytes: int) -> int:
+    """Prompt tokens expected of a text; at least one."""
+    return text_bytes // BYTES_PER_TOKEN + 1
+
+
+class AdmissionLedger:
+    """What is admitted now. A charge is given back exactly as it was taken."""
+
+    def __init__(self, *, max_requests: int, max_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self.requests = 0
+        self.tokens = 0
+
+    @contextmanager
+    def charge(self, tokens: int) -> Iterator[None]:
+        """Holds one request and its tokens for the life of the context. Raises Overloaded beyond a limit.
+
+        A single request larger than the token limit is let in when nothing else is: it could else never run.
+        """
+        if self.requests >= self._max_requests:
+            raise Overloaded(
+                "too many requests are running or waiting", retry_after_seconds=RETRY_AFTER_SECONDS
+            )
+        if self.requests and self.tokens + tokens > self._max_tokens:
+            raise Overloaded(
+                "too many prompt tokens are running or waiting", retry_after_seconds=RETRY_AFTER_SECONDS
+            )
+        self.requests += 1
+        self.tokens += tokens
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            self.tokens -= tokens
+
+
+@dataclass(slots=True)
+class WorkerGate:
+    """Whether one worker may get one more request. Open until it says BUSY."""
+
+    is_shut: bool = False
+    places: int = 0
+    """While shut: requests that left the worker's queue and have not been replaced."""
+    probe_at: float = 0.0
+
+    def admits(self, now: float) -> bool:
+        return not self.is_shut or self.places > 0 or now >= self.probe_at
+
+    def took_one(self, now: float) -> None:
+        if self.is_shut:
+            self.places = max(self.places - 1, 0)
+            self.probe_at = now + PROBE_SECONDS
+
+    def freed_one(self) -> None:
+        if self.is_shut:
+            self.places += 1
+
+    def shut(self, now: float) -> None:
+        if not self.is_shut:
+            self.is_shut = True
+            self.places = 0
+        self.probe_at = now + PROBE_SECONDS
+
+    def open(self) -> None:
+        self.is_shut = False
+
+
+class WaitingLine:
+    """First come, first placed: one request at a time looks for a worker, the others queue behind it."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()  # its waiters are served in order
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something changed that may let the head of the line go on."""
+        self._changed.set()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for everybody who came before."""
+        async with self._lock:
+            yield
+
+    async def change(self) -> None:
+        """For the head: returns at the next `notify`, or when it is worth another look anyway."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(RECHECK_SECONDS):
+                await self._changed.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,45 @@
+"""The Python clients. They import neither torch nor ray nor transformers.
+
+    with Client("localhost:50051") as client:
+        for delta in client.stream("def fibonacci(n):", max_tokens=64):
+            print(delta.text, end="", flush=True)
+
+requests.py, results.py and retry.py are the pure core, sync.py and aio.py two shells round it, errors.py the
+one tree of exceptions.
+"""
+
+from blockyard.router.client.aio import AsyncClient
+from blockyard.router.client.errors import (
+    AbortedError,
+    AuthenticationError,
+    BlockyardError,
+    FieldViolation,
+    InvalidRequestError,
+    LostTokensError,
+    NotFoundError,
+    OverloadedError,
+    ServerError,
+    TimedOutError,
+    UnavailableError,
+)
+from blockyard.router.client.results import Completion, Delta, Finish
+from blockyard.router.client.sync import Client
+
+__all__ = [
+    "AbortedError",
+    "AsyncClient",
+    "AuthenticationError",
+    "BlockyardError",
+    "Client",
+    "Completion",
+    "Delta",
+    "FieldViolation",
+    "Finish",
+    "InvalidRequestError",
+    "LostTokensError",
+    "NotFoundError",
+    "OverloadedError",
+    "ServerError",
+    "TimedOutError",
+    "UnavailableError",
+]

@@ -1,0 +1,213 @@
+"""The asyncio client: a thin shell round requests.py, results.py and retry.py."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Self, Unpack
+
+import grpc
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.client import requests
+from blockyard.router.client.errors import BlockyardError, from_rpc
+from blockyard.router.client.requests import Call, GenerateArguments, Messages, PromptArguments, Response
+from blockyard.router.client.results import Completion, Delta, StreamCheck, completion
+from blockyard.router.client.retry import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TIMEOUT_SECONDS,
+    AddressRotation,
+    Attempts,
+    ClientConfig,
+    abort_failure,
+    bearer,
+)
+from google.protobuf.message import Message
+
+
+class AsyncClient:
+    """Talks to one or more routers of a cluster. Belongs to the event loop that first uses it.
+
+    Every call raises a BlockyardError of errors.py where the cluster fails it, ValueError or TypeError for
+    arguments that cannot be sent.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        retries: int = 3,
+        token: str | None = None,
+    ) -> None:
+        self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
+        self._rotation = AddressRotation(self._config.addresses)
+        self._metadata = bearer(token)
+        # Opened at first use: a channel belongs to the event loop that runs when it is made.
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def close(self) -> None:
+        """Ends every connection, and the calls on them."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        **arguments: Unpack[GenerateArguments],
+    ) -> Completion:
+        """Runs a request to its end."""
+        deltas = self.stream(prompt, timeout_seconds=timeout_seconds, **arguments)
+        return completion([delta async for delta in deltas])
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        **arguments: Unpack[GenerateArguments],
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas as they are sampled; the last has `finish`. Closing the generator cancels the request.
+
+        The request is sent when the first delta is asked for. Raises LostTokensError rather than skip a token.
+        """
+        call = requests.generate_stream(prompt, arguments)
+        return self._deltas(call, Attempts(self._config, timeout_seconds))
+
+    async def tokenize(
+        self, prompt: str | None = None, *, messages: Messages | None = None, model: str | None = None
+    ) -> list[int]:
+        """Token ids exactly as generate() would have them."""
+        return list((await self._unary(requests.tokenize(prompt, messages, model))).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        return (await self._unary(requests.detokenize(token_ids, model))).text
+
+    async def list_models(self) -> list[inference_pb2.Model]:
+        return list((await self._unary(requests.list_models())).models)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a running request, whichever router holds it. Raises NotFoundError where none does."""
+        failures: list[BlockyardError] = []
+        for address in self._config.addresses:
+            try:
+                await self._send(address, requests.abort(request_id), self._config.timeout_seconds)
+                return
+            except grpc.aio.AioRpcError as error:
+                failures.append(from_rpc(error))
+        raise abort_failure(failures)
+
+    async def cluster_info(self) -> cluster_pb2.ClusterInfo:
+        return await self._unary(requests.cluster_info())
+
+    async def list_workers(self) -> list[cluster_pb2.Worker]:
+        return list((await self._unary(requests.list_workers())).workers)
+
+    async def watch_workers(
+        self, *, timeout_seconds: float | None = None
+    ) -> AsyncGenerator[list[cluster_pb2.Worker], None]:
+        """All workers at once, then again at each change, until closed or out of time."""
+        attempts = Attempts(self._config, timeout_seconds)
+        async with aclosing(self._responses(requests.watch_workers(), attempts)) as responses:
+            async for response in responses:
+                yield list(response.workers)
+
+    async def block_pool(self, worker_id: str) -> cluster_pb2.BlockPool:
+        return await self._unary(requests.block_pool(worker_id))
+
+    async def list_blocks(self, worker_id: str) -> list[cluster_pb2.Block]:
+        """Every block of a worker, page by page: blocks may change between two pages."""
+        blocks: list[cluster_pb2.Block] = []
+        page_token = ""
+        while True:
+            page = await self._unary(requests.list_blocks(worker_id, page_token))
+            blocks += page.blocks
+            page_token = page.next_page_token
+            if not page_token:
+                return blocks
+
+    async def lookup_prefix(
+        self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
+    ) -> cluster_pb2.LookupPrefixResponse:
+        """How many leading blocks of a prompt each worker caches."""
+        return await self._unary(requests.lookup_prefix(prompt, arguments))
+
+    async def explain_placement(
+        self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
+    ) -> cluster_pb2.ExplainPlacementResponse:
+        """Where a prompt would run, and what each worker would cost."""
+        return await self._unary(requests.explain_placement(prompt, arguments))
+
+    async def list_requests(self) -> list[cluster_pb2.RequestInfo]:
+        """The requests that the answering router holds now."""
+        return list((await self._unary(requests.list_requests())).requests)
+
+    async def _deltas(
+        self, call: Call[inference_pb2.GenerateStreamResponse], attempts: Attempts
+    ) -> AsyncGenerator[Delta, None]:
+        check = StreamCheck()
+        async with aclosing(self._responses(call, attempts)) as responses:
+            async for message in responses:
+                yield check.delta(message)
+        check.end()
+
+    async def _responses(self, call: Call[Response], attempts: Attempts) -> AsyncGenerator[Response, None]:
+        """A stream's messages. Retried until the first one: later a retry would repeat them."""
+        while True:
+            address, begun = self._rotation.current, False
+            rpc = self._open(address, call, attempts.remaining_seconds())
+            try:
+                async for response in rpc:
+                    begun = True
+                    yield response
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc(error)
+                if begun:
+                    raise failure from None
+            finally:
+                rpc.cancel()
+            await self._wait_after(failure, address, attempts)
+
+    async def _unary(self, call: Call[Response]) -> Response:
+        attempts = Attempts(self._config, None)
+        while True:
+            address = self._rotation.current
+            try:
+                return await self._send(address, call, attempts.remaining_seconds())
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc(error)
+            await self._wait_after(failure, address, attempts)
+
+    async def _wait_after(self, failure: BlockyardError, address: str, attempts: Attempts) -> None:
+        self._rotation.leave_after(failure, address)
+        await asyncio.sleep(attempts.delay_after(failure))
+
+    def _open(
+        self, address: str, call: Call[Response], timeout_seconds: float
+    ) -> grpc.aio.UnaryStreamCall[Message, Response]:
+        method = self._channel(address).unary_stream(
+            call.path,
+            request_serializer=requests.serialize,
+            response_deserializer=call.response_type.FromString,
+        )
+        return method(call.request, timeout=timeout_seconds, metadata=self._metadata)
+
+    async def _send(self, address: str, call: Call[Response], timeout_seconds: float) -> Response:
+        method = self._channel(address).unary_unary(
+            call.path,
+            request_serializer=requests.serialize,
+            response_deserializer=call.response_type.FromString,
+        )
+        return await method(call.request, timeout=timeout_seconds, metadata=self._metadata)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return self._channels[address]

@@ -1,0 +1,158 @@
+"""What can go wrong with a call, as one tree. Owns the way from a gRPC status to an exception; decides no retry.
+
+    BlockyardError                 code, reason, field_violations, retry_delay_seconds
+    ├── InvalidRequestError        INVALID_ARGUMENT, OUT_OF_RANGE, FAILED_PRECONDITION, ALREADY_EXISTS
+    ├── AuthenticationError        UNAUTHENTICATED, PERMISSION_DENIED
+    ├── NotFoundError              NOT_FOUND: a model, worker or request of that name
+    ├── OverloadedError            RESOURCE_EXHAUSTED: come back after retry_delay_seconds
+    ├── UnavailableError           UNAVAILABLE: no router, or no worker, answers
+    ├── TimedOutError              DEADLINE_EXCEEDED
+    ├── AbortedError               CANCELLED, ABORTED: ended by someone, not by a fault
+    ├── ServerError                everything else: a fault of the cluster
+    └── LostTokensError            a stream skipped, repeated or cut off tokens (found by the client)
+
+A mistake that the client can see by itself is a ValueError or TypeError before anything is sent.
+"""
+
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldViolation:
+    """One field of the request, by its path such as `sampling.top_p`, and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class BlockyardError(Exception):
+    """Any failed call. `str(error)` is a sentence for people, `reason` a word for programs."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode,
+        reason: str = "",
+        field_violations: tuple[FieldViolation, ...] = (),
+        retry_delay_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        """Stable, in capitals, such as PROMPT_TOO_LONG; empty where the server gave none."""
+        self.field_violations = field_violations
+        self.retry_delay_seconds = retry_delay_seconds
+        """When to come back, where the server said so."""
+
+
+class InvalidRequestError(BlockyardError):
+    """The request can never succeed as it is."""
+
+
+class AuthenticationError(BlockyardError):
+    """No token, a wrong one, or one that does not allow this."""
+
+
+class NotFoundError(BlockyardError):
+    """No model, worker or request of that name."""
+
+
+class OverloadedError(BlockyardError):
+    """The router admits no more for now."""
+
+
+class UnavailableError(BlockyardError):
+    """No router, or no worker, answers."""
+
+
+class TimedOutError(BlockyardError):
+    """The call's deadline passed."""
+
+
+class AbortedError(BlockyardError):
+    """The request was ended by an Abort or a cancellation."""
+
+
+class ServerError(BlockyardError):
+    """A fault of the cluster."""
+
+
+class LostTokensError(BlockyardError):
+    """The stream skipped, repeated or cut off tokens."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code=grpc.StatusCode.DATA_LOSS, reason="LOST_TOKENS")
+
+
+_BY_CODE: dict[grpc.StatusCode, type[BlockyardError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: TimedOutError,
+    grpc.StatusCode.CANCELLED: AbortedError,
+    grpc.StatusCode.ABORTED: AbortedError,
+}
+
+
+def from_rpc(error: grpc.RpcError) -> BlockyardError:
+    """The exception for an RPC of grpc or grpc.aio that ended with an error status."""
+    # Every error that a call raises is also a Call; the base class alone declares nothing.
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return from_status(error.code(), error.details() or "", value)
+    return from_status(error.code(), error.details() or "", b"")
+
+
+def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> BlockyardError:
+    """The exception for a status code, its message, and a packed google.rpc.Status (empty if there is none)."""
+    reason, violations, delay_seconds = "", [], None
+    for detail in _details(packed_status):
+        match detail:
+            case error_details_pb2.ErrorInfo():
+                reason = detail.reason
+            case error_details_pb2.BadRequest():
+                violations += [
+                    FieldViolation(field=violation.field, description=violation.description)
+                    for violation in detail.field_violations
+                ]
+            case error_details_pb2.RetryInfo():
+                delay_seconds = detail.retry_delay.ToTimedelta().total_seconds()
+    return _BY_CODE.get(code, ServerError)(
+        message or code.name,
+        code=code,
+        reason=reason,
+        field_violations=tuple(violations),
+        retry_delay_seconds=delay_seconds,
+    )
+
+
+def _details(packed_status: bytes) -> list[Message]:
+    """The details that we know; whatever a proxy put there besides is left out."""
+    found: list[Message] = []
+    try:
+        for packed in status_pb2.Status.FromString(packed_status).details:
+            for kind in (
+                error_details_pb2.ErrorInfo,
+                error_details_pb2.BadRequest,
+                error_details_pb2.RetryInfo,
+            ):
+                detail = kind()
+                if packed.Unpack(detail):
+                    found.append(detail)
+    except DecodeError:
+        return []
+    return found

@@ -1,0 +1,146 @@
+"""When to try again, where, and until when.
+
+Pure but for the clock and the random source it is given. The sync and async clients only sleep and send.
+
+A call is retried as long as nothing of its answer came: on UNAVAILABLE, and on RESOURCE_EXHAUSTED where the
+server says when to come back (without that it may be a message that is too large for ever).
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from blockyard.router.client.errors import (
+    BlockyardError,
+    NotFoundError,
+    OverloadedError,
+    TimedOutError,
+    UnavailableError,
+)
+
+DEFAULT_TIMEOUT_SECONDS = 120.0
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # gRPC's own 4 MiB holds neither a million token ids nor a large pool.
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    # A router that came back is found within 2 s; by default it may take 2 minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """What both clients are made of. Raises ValueError for values that make no sense."""
+
+    addresses: tuple[str, ...]
+    """Routers as "host:port"; each can serve everything."""
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    """For a call as a whole, its retries included, unless the call brings its own."""
+    retries: int = 3
+    first_backoff_seconds: float = 0.1
+    max_backoff_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.addresses or not all(self.addresses):
+            raise ValueError("give at least one router address, as host:port")
+        if self.retries < 0:
+            raise ValueError(f"retries must not be negative, not {self.retries}")
+        check_timeout(self.timeout_seconds)
+
+    @classmethod
+    def of(cls, addresses: str | Sequence[str], *, timeout_seconds: float, retries: int) -> "ClientConfig":
+        """Takes one address, several, or several in one string with commas between."""
+        listed = addresses.split(",") if isinstance(addresses, str) else addresses
+        stripped = tuple(address.strip() for address in listed)
+        return cls(addresses=stripped, timeout_seconds=timeout_seconds, retries=retries)
+
+
+def check_timeout(timeout_seconds: float) -> float:
+    """Raises ValueError unless it is positive and finite: every call has a deadline."""
+    if not 0.0 < timeout_seconds < math.inf:
+        raise ValueError(f"timeout_seconds must be positive and finite, not {timeout_seconds}")
+    return timeout_seconds
+
+
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """A call's metadata."""
+    return () if token is None else (("authorization", f"Bearer {token}"),)
+
+
+def abort_failure(failures: Sequence[BlockyardError]) -> BlockyardError:
+    """What the failures of an abort at every router amount to: not found only if every one of them said so."""
+    return next((error for error in failures if not isinstance(error, NotFoundError)), failures[0])
+
+
+class AddressRotation:
+    """The router in use: the same one until it fails. Clients begin at different ones."""
+
+    def __init__(self, addresses: Sequence[str], *, start: int | None = None) -> None:
+        self._addresses = tuple(addresses)
+        self._current = random.randrange(len(addresses)) if start is None else start
+
+    @property
+    def current(self) -> str:
+        return self._addresses[self._current % len(self._addresses)]
+
+    def leave_after(self, failure: BlockyardError, address: str) -> None:
+        """Moves on where another router may do better, unless another call already did."""
+        if isinstance(failure, UnavailableError | OverloadedError) and address == self.current:
+            self._current += 1
+
+
+class Attempts:
+    """The attempts of one call: how long each may take, and how long to wait after a failed one."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        timeout_seconds: float | None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        jitter: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._config = config
+        self._now = now
+        self._jitter = jitter
+        self._timeout_seconds = config.timeout_seconds
+        if timeout_seconds is not None:
+            self._timeout_seconds = check_timeout(timeout_seconds)
+        self._deadline = self._now() + self._timeout_seconds
+        self._failures = 0
+
+    def remaining_seconds(self) -> float:
+        """For the next attempt. Raises TimedOutError if nothing is left."""
+        remaining_seconds = self._deadline - self._now()
+        if remaining_seconds <= 0:
+            raise TimedOutError(
+                f"no answer within {self._timeout_seconds:g} s", code=grpc.StatusCode.DEADLINE_EXCEEDED
+            )
+        return remaining_seconds
+
+    def delay_after(self, error: BlockyardError) -> float:
+        """Seconds to wait before the next attempt. Raises `error` where there should be none."""
+        backoff_seconds = self._backoff_seconds(error)
+        self._failures += 1
+        if backoff_seconds is None or self._failures > self._config.retries:
+            raise error
+        if self._now() + backoff_seconds >= self._deadline:
+            raise error
+        return backoff_seconds
+
+    def _backoff_seconds(self, error: BlockyardError) -> float | None:
+        longest = min(
+            self._config.max_backoff_seconds, self._config.first_backoff_seconds * 2.0**self._failures
+        )
+        match error:
+            case UnavailableError() | OverloadedError() if error.retry_delay_seconds is not None:
+                # Never before the server's word; spread after it, or all who were sent away return at once.
+                return error.retry_delay_seconds + self._jitter(0.0, longest)
+            case UnavailableError():
+                return self._jitter(0.0, longest)
+            case _:
+                return None

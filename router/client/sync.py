@@ -1,0 +1,208 @@
+"""The blocking client: a thin shell round requests.py, results.py and retry.py."""
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from typing import Self, Unpack
+
+import grpc
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.client import requests
+from blockyard.router.client.errors import BlockyardError, from_rpc
+from blockyard.router.client.requests import Call, GenerateArguments, Messages, PromptArguments, Response
+from blockyard.router.client.results import Completion, Delta, StreamCheck, completion
+from blockyard.router.client.retry import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TIMEOUT_SECONDS,
+    AddressRotation,
+    Attempts,
+    ClientConfig,
+    abort_failure,
+    bearer,
+)
+
+
+class Client:
+    """Talks to one or more routers of a cluster. Safe to share among threads.
+
+    Every call raises a BlockyardError of errors.py where the cluster fails it, ValueError or TypeError for
+    arguments that cannot be sent.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        retries: int = 3,
+        token: str | None = None,
+    ) -> None:
+        self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
+        self._rotation = AddressRotation(self._config.addresses)
+        self._metadata = bearer(token)
+        self._channels = {
+            address: grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            for address in self._config.addresses
+        }
+
+    def close(self) -> None:
+        """Ends every connection, and the calls on them."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        **arguments: Unpack[GenerateArguments],
+    ) -> Completion:
+        """Runs a request to its end."""
+        return completion(list(self.stream(prompt, timeout_seconds=timeout_seconds, **arguments)))
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        **arguments: Unpack[GenerateArguments],
+    ) -> Generator[Delta, None, None]:
+        """Deltas as they are sampled; the last has `finish`. Closing the generator cancels the request.
+
+        The request is sent when the first delta is asked for. Raises LostTokensError rather than skip a token.
+        """
+        call = requests.generate_stream(prompt, arguments)
+        return self._deltas(call, Attempts(self._config, timeout_seconds))
+
+    def tokenize(
+        self, prompt: str | None = None, *, messages: Messages | None = None, model: str | None = None
+    ) -> list[int]:
+        """Token ids exactly as generate() would have them."""
+        return list(self._unary(requests.tokenize(prompt, messages, model)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        return self._unary(requests.detokenize(token_ids, model)).text
+
+    def list_models(self) -> list[inference_pb2.Model]:
+        return list(self._unary(requests.list_models()).models)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a running request, whichever router holds it. Raises NotFoundError where none does."""
+        failures: list[BlockyardError] = []
+        for address in self._config.addresses:
+            try:
+                self._send(address, requests.abort(request_id), self._config.timeout_seconds)
+                return
+            except grpc.RpcError as error:
+                failures.append(from_rpc(error))
+        raise abort_failure(failures)
+
+    def cluster_info(self) -> cluster_pb2.ClusterInfo:
+        return self._unary(requests.cluster_info())
+
+    def list_workers(self) -> list[cluster_pb2.Worker]:
+        return list(self._unary(requests.list_workers()).workers)
+
+    def watch_workers(
+        self, *, timeout_seconds: float | None = None
+    ) -> Generator[list[cluster_pb2.Worker], None, None]:
+        """All workers at once, then again at each change, until closed or out of time."""
+        attempts = Attempts(self._config, timeout_seconds)
+        with closing(self._responses(requests.watch_workers(), attempts)) as responses:
+            for response in responses:
+                yield list(response.workers)
+
+    def block_pool(self, worker_id: str) -> cluster_pb2.BlockPool:
+        return self._unary(requests.block_pool(worker_id))
+
+    def list_blocks(self, worker_id: str) -> list[cluster_pb2.Block]:
+        """Every block of a worker, page by page: blocks may change between two pages."""
+        blocks: list[cluster_pb2.Block] = []
+        page_token = ""
+        while True:
+            page = self._unary(requests.list_blocks(worker_id, page_token))
+            blocks += page.blocks
+            page_token = page.next_page_token
+            if not page_token:
+                return blocks
+
+    def lookup_prefix(
+        self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
+    ) -> cluster_pb2.LookupPrefixResponse:
+        """How many leading blocks of a prompt each worker caches."""
+        return self._unary(requests.lookup_prefix(prompt, arguments))
+
+    def explain_placement(
+        self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
+    ) -> cluster_pb2.ExplainPlacementResponse:
+        """Where a prompt would run, and what each worker would cost."""
+        return self._unary(requests.explain_placement(prompt, arguments))
+
+    def list_requests(self) -> list[cluster_pb2.RequestInfo]:
+        """The requests that the answering router holds now."""
+        return list(self._unary(requests.list_requests()).requests)
+
+    def _deltas(
+        self, call: Call[inference_pb2.GenerateStreamResponse], attempts: Attempts
+    ) -> Generator[Delta, None, None]:
+        check = StreamCheck()
+        with closing(self._responses(call, attempts)) as responses:
+            for message in responses:
+                yield check.delta(message)
+        check.end()
+
+    def _responses(self, call: Call[Response], attempts: Attempts) -> Generator[Response, None, None]:
+        """A stream's messages. Retried until the first one: later a retry would repeat them."""
+        while True:
+            address, begun = self._rotation.current, False
+            rpc = self._open(address, call, attempts.remaining_seconds())
+            try:
+                for response in rpc:
+                    begun = True
+                    yield response
+                return
+            except grpc.RpcError as error:
+                failure = from_rpc(error)
+                if begun:
+                    raise failure from None
+            finally:
+                rpc.cancel()
+            self._wait_after(failure, address, attempts)
+
+    def _unary(self, call: Call[Response]) -> Response:
+        attempts = Attempts(self._config, None)
+        while True:
+            address = self._rotation.current
+            try:
+                return self._send(address, call, attempts.remaining_seconds())
+            except grpc.RpcError as error:
+                failure = from_rpc(error)
+            self._wait_after(failure, address, attempts)
+
+    def _wait_after(self, failure: BlockyardError, address: str, attempts: Attempts) -> None:
+        self._rotation.leave_after(failure, address)
+        time.sleep(attempts.delay_after(failure))
+
+    def _open(
+        self, address: str, call: Call[Response], timeout_seconds: float
+    ) -> "grpc._CallIterator[Response]":
+        method = self._channels[address].unary_stream(
+            call.path,
+            request_serializer=requests.serialize,
+            response_deserializer=call.response_type.FromString,
+        )
+        return method(call.request, timeout=timeout_seconds, metadata=self._metadata)
+
+    def _send(self, address: str, call: Call[Response], timeout_seconds: float) -> Response:
+        method = self._channels[address].unary_unary(
+            call.path,
+            request_serializer=requests.serialize,
+            response_deserializer=call.response_type.FromString,
+        )
+        return method(call.request, timeout=timeout_seconds, metadata=self._metadata)

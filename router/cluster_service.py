@@ -1,0 +1,233 @@
+"""ClusterService: read-only views of what this router knows, and questions passed on to workers.
+
+Owns the mapping to messages. Pools are asked of the worker itself, with the cluster secret and a deadline;
+page tokens are the worker's own and opaque here.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+from blockyard.proto.block_hash import split_names
+from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
+from blockyard.router.cluster_view import WorkerState, WorkerView
+from blockyard.router.engine_link import EngineLink
+from blockyard.router.errors import InvalidRequest, RouterError, UnknownWorker, WorkerUnreachable
+from blockyard.router.fleet import Fleet
+from blockyard.router.generation import RouterParts, tokenise
+from blockyard.router.interceptor import Context
+from blockyard.router.placement import Score
+from blockyard.router.requests import RequestRecord, RequestState
+from blockyard.router.service import model_message
+from blockyard.router.validation import check_context, valid_prompt, valid_salt
+
+WATCH_SECONDS = 0.25
+"""The least time between two lists of WatchWorkers."""
+MAX_PAGE_SIZE = 1000
+WORKER_STATES = {
+    WorkerState.CONNECTING: cluster_pb2.WORKER_STATE_CONNECTING,
+    WorkerState.READY: cluster_pb2.WORKER_STATE_READY,
+    WorkerState.SUSPECT: cluster_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.REFUSED: cluster_pb2.WORKER_STATE_REFUSED,
+    WorkerState.LOST: cluster_pb2.WORKER_STATE_LOST,
+}
+REQUEST_STATES = {
+    RequestState.QUEUED: cluster_pb2.REQUEST_STATE_QUEUED,
+    RequestState.PLACED: cluster_pb2.REQUEST_STATE_PLACED,
+    RequestState.STREAMING: cluster_pb2.REQUEST_STATE_STREAMING,
+}
+PrefixQuestion = cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest
+T = TypeVar("T")
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
+    """One for each router."""
+
+    def __init__(self, parts: RouterParts, *, cluster: str, version: str, policy: str) -> None:
+        self._parts = parts
+        self._cluster = cluster
+        self._version = version
+        self._policy = policy
+
+    async def GetClusterInfo(
+        self, request: cluster_pb2.GetClusterInfoRequest, context: Context
+    ) -> cluster_pb2.ClusterInfo:
+        view = self._parts.fleet.view
+        records = self._parts.registry.records()
+        num_waiting = sum(record.state is RequestState.QUEUED for record in records)
+        return cluster_pb2.ClusterInfo(
+            cluster=self._cluster,
+            version=self._version,
+            model=model_message(self._parts),
+            policy=self._policy,
+            index_available=self._parts.placer.index_available,
+            workers_ready=len(view.ready()),
+            workers_known=len(view.workers()),
+            requests_running=len(records) - num_waiting,
+            requests_waiting=num_waiting,
+        )
+
+    async def ListWorkers(
+        self, request: cluster_pb2.ListWorkersRequest, context: Context
+    ) -> cluster_pb2.ListWorkersResponse:
+        return _workers_message(self._parts.fleet)
+
+    async def WatchWorkers(self, request: cluster_pb2.WatchWorkersRequest, context: Context) -> None:
+        told: cluster_pb2.ListWorkersResponse | None = None
+        while not self._parts.registry.is_draining:
+            # Silence changes states without any event, so the watch looks rather than listens.
+            now = _workers_message(self._parts.fleet)
+            if told is None or _timeless(now) != _timeless(told):
+                await context.write(now)
+                told = now
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def GetBlockPool(
+        self, request: cluster_pb2.GetBlockPoolRequest, context: Context
+    ) -> cluster_pb2.BlockPool:
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.block_pool(request))
+
+    async def ListBlocks(
+        self, request: cluster_pb2.ListBlocksRequest, context: Context
+    ) -> cluster_pb2.ListBlocksResponse:
+        if request.page_size > MAX_PAGE_SIZE:
+            raise InvalidRequest.of("page_size", f"must be at most {MAX_PAGE_SIZE}")
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.list_blocks(request))
+
+    async def LookupPrefix(
+        self, request: cluster_pb2.LookupPrefixRequest, context: Context
+    ) -> cluster_pb2.LookupPrefixResponse:
+        prompt_tokens, names = await self._named(request)
+        found = await self._parts.placer.look_up(names)
+        holders = sorted(found.depth_by_worker.items(), key=lambda item: (-item[1], item[0]))
+        return cluster_pb2.LookupPrefixResponse(
+            prompt_tokens=prompt_tokens,
+            prompt_blocks=len(names),
+            holders=[
+                cluster_pb2.PrefixHolder(worker_id=worker_id, cached_blocks=depth)
+                for worker_id, depth in holders
+            ],
+            index_available=found.available,
+        )
+
+    async def ExplainPlacement(
+        self, request: cluster_pb2.ExplainPlacementRequest, context: Context
+    ) -> cluster_pb2.ExplainPlacementResponse:
+        prompt_tokens, names = await self._named(request)
+        placement, index_available = await self._parts.placer.explain(names, prompt_tokens)
+        return cluster_pb2.ExplainPlacementResponse(
+            policy=self._policy,
+            chosen_worker_id=placement.chosen.worker_id if placement else "",
+            candidates=[_candidate_message(score) for score in placement.scores] if placement else [],
+            index_available=index_available,
+        )
+
+    async def ListRequests(
+        self, request: cluster_pb2.ListRequestsRequest, context: Context
+    ) -> cluster_pb2.ListRequestsResponse:
+        now = self._parts.clock()
+        return cluster_pb2.ListRequestsResponse(
+            requests=[_request_message(record, now) for record in self._parts.registry.records()]
+        )
+
+    async def _named(self, request: PrefixQuestion) -> tuple[int, list[bytes]]:
+        """A prompt's length in tokens and the names of its full blocks."""
+        parts = self._parts
+        prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
+        salt = valid_salt(request)
+        identity = await parts.placer.identity()
+        prepared = await tokenise(
+            parts.tokenizing, prompt, root=parts.root(identity, salt), block_size=identity.block_size
+        )
+        check_context(prepared.num_tokens, identity.max_model_len)
+        return prepared.num_tokens, split_names(prepared.block_names)[1:]
+
+    def _link(self, worker_id: str) -> EngineLink:
+        if not worker_id:
+            raise InvalidRequest.of("worker_id", "is required")
+        worker = self._parts.fleet.view.find(worker_id)
+        link = self._parts.fleet.links.get(worker.address) if worker else None
+        if link is None:
+            raise UnknownWorker("worker_id: no worker of this id is known")
+        return link
+
+
+async def _ask(question: Callable[[], Awaitable[T]]) -> T:
+    """A worker's answer; its own refusals of our client's fields pass through, everything else is unreachable."""
+    try:
+        return await question()
+    except ConnectionError:
+        raise WorkerUnreachable("the worker is not connected") from None
+    except grpc.aio.AioRpcError as error:
+        raise _as_answer(error.code()) from None
+
+
+def _as_answer(code: grpc.StatusCode) -> RouterError:
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest.of("page_token", "is not one that this worker gave for this list")
+    return WorkerUnreachable(f"the worker did not answer: {code.name}")
+
+
+def _workers_message(fleet: Fleet) -> cluster_pb2.ListWorkersResponse:
+    workers = sorted(fleet.view.workers(), key=lambda worker: (worker.worker_id, worker.address))
+    return cluster_pb2.ListWorkersResponse(workers=[_worker_message(fleet, worker) for worker in workers])
+
+
+def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
+    state = fleet.view.state(worker)
+    reason = worker.reason
+    if state is WorkerState.SUSPECT or (state is WorkerState.LOST and not reason):
+        reason = "silent"
+    message = cluster_pb2.Worker(
+        address=worker.address,
+        state=WORKER_STATES[state],
+        state_reason="" if state is WorkerState.READY else reason,
+        load=worker.load,
+    )
+    if worker.hello is not None:
+        message.worker_id = worker.worker_id
+        message.incarnation = worker.incarnation
+        message.total_blocks = worker.hello.total_blocks
+        message.block_size = worker.hello.block_size
+        message.device = worker.hello.device
+        message.engine = worker.hello.engine
+        message.seconds_since_heard = fleet.view.silence_seconds(worker)
+    return message
+
+
+def _timeless(message: cluster_pb2.ListWorkersResponse) -> list[cluster_pb2.Worker]:
+    """The workers without what changes by itself."""
+    workers = []
+    for worker in message.workers:
+        copy = cluster_pb2.Worker()
+        copy.CopyFrom(worker)
+        copy.seconds_since_heard = 0
+        workers.append(copy)
+    return workers
+
+
+def _candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
+    return cluster_pb2.PlacementCandidate(
+        worker_id=score.worker_id,
+        cached_tokens=score.cached_tokens,
+        uncached_tokens=score.uncached_tokens,
+        queue_ms=score.queue_ms,
+        prefill_ms=score.prefill_ms,
+        decode_ms=score.decode_ms,
+        memory_ms=score.memory_ms,
+        total_ms=score.total_ms,
+    )
+
+
+def _request_message(record: RequestRecord, now: float) -> cluster_pb2.RequestInfo:
+    return cluster_pb2.RequestInfo(
+        request_id=record.request_id,
+        state=REQUEST_STATES[record.state],
+        worker_id=record.progress.worker_id,
+        prompt_tokens=record.prompt_tokens,
+        generated_tokens=record.progress.num_generated,
+        age_seconds=now - record.arrival,
+    )

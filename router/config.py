@@ -1,0 +1,45 @@
+"""Every setting of a router, with its unit, in one frozen value."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+PolicyName = Literal["prefix", "round_robin", "least_loaded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router process. Raises ValueError for bad values."""
+
+    model: str
+    """Local folder or hub name: the router reads tokenizer and config, never the weights."""
+    model_name: str | None = None
+    """The name clients use; None: the folder's or hub name's last part."""
+    cluster: str = "default"
+    cluster_secret: str = field(default="", repr=False)
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    redis_url: str | None = field(default=None, repr=False)
+    workers: tuple[str, ...] = ()
+    """Addresses "host:port" known from the start; others are learned from Redis and the supervisor."""
+    policy: PolicyName = "prefix"
+    max_requests: int = 1024
+    """Admitted at once, queued and running together; beyond it RESOURCE_EXHAUSTED."""
+    max_tokens_admitted: int = 4_000_000
+    """Estimated prompt tokens admitted at once."""
+    default_timeout_seconds: float = 600.0
+    """For a call without a deadline."""
+    slow_reader_seconds: float = 30.0
+    """A client that takes nothing for so long, with its queue full, is cut off."""
+    output_queue_messages: int = 256
+    """Deltas that wait for one client at most; beyond it they are merged."""
+    suspect_seconds: float = 2.0
+    """Silence after which a worker gets nothing new."""
+    lost_seconds: float = 6.0
+    """Silence after which a worker is given up and its requests are placed elsewhere."""
+
+    def __post_init__(self) -> None:
+        if self.max_requests < 1 or self.max_tokens_admitted < 1 or self.output_queue_messages < 1:
+            raise ValueError("limits must be at least 1")
+        if not 0 < self.suspect_seconds < self.lost_seconds:
+            raise ValueError("need 0 < suspect_seconds < lost_seconds")

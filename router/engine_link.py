@@ -1,0 +1,317 @@
+"""The router's one long-lived stream to one worker: connect, check, keep alive, route outputs, connect again.
+
+Every request that is open on a stream ends with it: its sink gets `Lost`, and the relay places it elsewhere.
+Any message is a sign of life; a stream that is silent for too long is ended like a broken one, because a hung
+process keeps its connections. Does not own what is believed of the worker (cluster_view.py) nor what becomes
+of a request (relay.py).
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
+
+logger = logging.getLogger(__name__)
+
+SECRET_METADATA_KEY = "x-blockyard-secret"
+PING_SECONDS = 0.5
+HELLO_SECONDS = 5.0
+"""A process that takes connections but says nothing is hung or no worker."""
+FIRST_BACKOFF_SECONDS = 0.1
+LAST_BACKOFF_SECONDS = 2.0
+INSPECT_SECONDS = 2.0
+"""Deadline of GetBlockPool and ListBlocks."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    # A fresh connection for each life of the link: a shared one might be half-open.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Rows of one request, in order."""
+
+    offset: int
+    """Tokens generated before these, by any worker."""
+    token_ids: list[int]
+    finish_reason: int
+    """FinishReason of the contract; 0 while the request runs on."""
+    stop_token: int | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The worker will not run it, or not any further."""
+
+    reason: int
+    """RejectReason of the contract."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The stream ended; what the worker still computes nobody will see."""
+
+
+Event = Tokens | Refused | Lost
+Sink = Callable[[Event], None]
+
+
+_Call = grpc.aio.StreamStreamCall[session_pb2.ToWorker, session_pb2.ToRouter]
+
+
+class LinkEvents:
+    """What a link tells its owner. The owner overrides all of it."""
+
+    def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
+        """Why this worker is not to be used; None admits it."""
+        raise NotImplementedError
+
+    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+        raise NotImplementedError
+
+    def disconnected(self, address: str, reason: str) -> None:
+        raise NotImplementedError
+
+
+class _StreamOver(Exception):
+    """Ends the tasks of a stream; its text is the reason that operators see."""
+
+
+class EngineLink:
+    """`run` keeps the link up until it is cancelled; the other methods may be called at any time."""
+
+    def __init__(
+        self,
+        address: str,
+        events: LinkEvents,
+        *,
+        secret: str,
+        lost_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self._events = events
+        self._secret = secret
+        self._lost_seconds = lost_seconds
+        self._clock = clock
+        self._sinks: dict[int, Sink] = {}
+        self._next_handle = 0
+        self._outgoing: asyncio.Queue[session_pb2.ToWorker] | None = None
+        self._stub: EngineServiceStub | None = None
+        self._last_heard = 0.0
+        self._nonce = 0
+
+    @property
+    def is_up(self) -> bool:
+        """Connected to a worker that was accepted."""
+        return self._outgoing is not None
+
+    async def run(self) -> None:
+        backoff_seconds = FIRST_BACKOFF_SECONDS
+        while True:
+            was_up, reason = await self._one_stream()
+            self._events.disconnected(self.address, reason)
+            if was_up:
+                logger.warning("lost worker at %s: %s", self.address, reason)
+                backoff_seconds = FIRST_BACKOFF_SECONDS
+            await asyncio.sleep(backoff_seconds * random.uniform(0.5, 1.0))
+            backoff_seconds = min(backoff_seconds * 2, LAST_BACKOFF_SECONDS)
+
+    def submit(self, submit: session_pb2.Submit, sink: Sink) -> int:
+        """Sends a request under a handle of this link's choosing. A link that is down answers `Lost` at once."""
+        self._next_handle += 1
+        handle = self._next_handle
+        submit.handle = handle
+        if self._outgoing is None:
+            sink(Lost())
+        else:
+            self._sinks[handle] = sink
+            self._outgoing.put_nowait(session_pb2.ToWorker(submit=submit))
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        """Nothing more comes for this handle. Unknown or over, nothing happens."""
+        if self._sinks.pop(handle, None) is not None and self._outgoing is not None:
+            self._outgoing.put_nowait(session_pb2.ToWorker(cancel=session_pb2.Cancel(handle=handle)))
+
+    async def block_pool(self, request: cluster_pb2.GetBlockPoolRequest) -> cluster_pb2.BlockPool:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        stub = self._connected_stub()
+        pool: cluster_pb2.BlockPool = await stub.GetBlockPool(
+            request, timeout=INSPECT_SECONDS, metadata=self._metadata()
+        )
+        return pool
+
+    async def list_blocks(self, request: cluster_pb2.ListBlocksRequest) -> cluster_pb2.ListBlocksResponse:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        stub = self._connected_stub()
+        page: cluster_pb2.ListBlocksResponse = await stub.ListBlocks(
+            request, timeout=INSPECT_SECONDS, metadata=self._metadata()
+        )
+        return page
+
+    def _connected_stub(self) -> EngineServiceStub:
+        if self._stub is None:
+            raise ConnectionError("the worker is not connected")
+        return self._stub
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((SECRET_METADATA_KEY, self._secret),)
+
+    async def _one_stream(self) -> tuple[bool, str]:
+        """Runs one stream to its end: whether it ever was up, and why it ended."""
+        was_up = False
+        try:
+            async with self._open_stream() as call:
+                hello = await self._read_hello(call)
+                refusal = self._events.accept(self.address, hello)
+                if refusal is not None:
+                    # Left alone for as long as the longest backoff: only a restart can change it.
+                    await asyncio.sleep(LAST_BACKOFF_SECONDS)
+                    return False, refusal
+                was_up = True
+                logger.info("worker %s at %s is up", hello.worker_id, self.address)
+                await self._converse(call)
+        except grpc.aio.AioRpcError as error:
+            return was_up, f"stream ended with {error.code().name}"
+        except BaseExceptionGroup as group:
+            reasons = group.subgroup((_StreamOver, grpc.aio.AioRpcError))
+            if reasons is None or group.split((_StreamOver, grpc.aio.AioRpcError))[1] is not None:
+                raise
+            return was_up, _first_reason(reasons)
+        except _StreamOver as over:
+            return was_up, str(over)
+        finally:
+            self._end_all()
+        return was_up, "the worker closed the stream"
+
+    @asynccontextmanager
+    async def _open_stream(self) -> AsyncIterator[_Call]:
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            self._stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
+            call = self._stub.Session(metadata=self._metadata())
+            try:
+                yield call
+            finally:
+                self._stub = None
+                call.cancel()
+
+    async def _read_hello(self, call: _Call) -> session_pb2.Hello:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                message = await call.read()
+        except TimeoutError:
+            raise _StreamOver("no greeting came") from None
+        if not isinstance(message, session_pb2.ToRouter):
+            raise _StreamOver(f"refused with {(await call.code()).name}")
+        if message.WhichOneof("message") != "hello":
+            raise _StreamOver("the first message was no greeting")
+        return message.hello
+
+    async def _converse(self, call: _Call) -> None:
+        outgoing: asyncio.Queue[session_pb2.ToWorker] = asyncio.Queue()
+        self._outgoing = outgoing
+        self._last_heard = self._clock()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write(call, outgoing))
+            tasks.create_task(self._ping(outgoing))
+            tasks.create_task(self._read(call))
+
+    async def _write(self, call: _Call, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
+        while True:
+            try:
+                await call.write(await outgoing.get())
+            except asyncio.InvalidStateError:
+                raise _StreamOver("the worker closed the stream") from None
+
+    async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
+        while True:
+            if self._clock() - self._last_heard > self._lost_seconds:
+                raise _StreamOver(f"silent for more than {self._lost_seconds:g} s")
+            self._nonce += 1
+            outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
+            await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
+
+    async def _read(self, call: _Call) -> None:
+        while isinstance(message := await call.read(), session_pb2.ToRouter):
+            self._last_heard = self._clock()
+            match message.WhichOneof("message"):
+                case "step":
+                    load = message.step.load if message.step.HasField("load") else None
+                    self._events.heard(self.address, load)
+                    self._route(message.step)
+                case "rejected":
+                    self._events.heard(self.address, None)
+                    self._end(message.rejected.handle, Refused(reason=message.rejected.reason))
+                case "pong":
+                    self._events.heard(
+                        self.address, message.pong.load if message.pong.HasField("load") else None
+                    )
+                case _:
+                    self._events.heard(self.address, None)
+        raise _StreamOver(f"the worker ended the stream with {(await call.code()).name}")
+
+    def _route(self, step: session_pb2.StepOutput) -> None:
+        """Deals the columns out to the rows' sinks."""
+        token_ids = list(step.token_ids)
+        end = 0
+        try:
+            for handle, offset, count, finish, stop, cached in zip(
+                step.handles,
+                step.token_offsets,
+                step.token_counts,
+                step.finish_reasons,
+                step.stop_tokens,
+                step.cached_tokens,
+                strict=True,
+            ):
+                start, end = end, end + count
+                tokens = Tokens(
+                    offset=offset,
+                    token_ids=token_ids[start:end],
+                    finish_reason=finish,
+                    stop_token=stop - 1 if stop else None,
+                    cached_tokens=cached,
+                )
+                if finish:
+                    self._end(handle, tokens)
+                elif (sink := self._sinks.get(handle)) is not None:
+                    sink(tokens)
+            failed = list(zip(step.failed_handles, step.failed_reasons, strict=True))
+        except ValueError:
+            raise _StreamOver("columns of unequal length") from None
+        if end != len(token_ids):
+            raise _StreamOver("columns that do not add up")
+        for handle, reason in failed:
+            self._end(handle, Refused(reason=reason))
+
+    def _end(self, handle: int, event: Event) -> None:
+        """The last event of a request; one that was cancelled meanwhile has no sink any more."""
+        sink = self._sinks.pop(handle, None)
+        if sink is not None:
+            sink(event)
+
+    def _end_all(self) -> None:
+        self._outgoing = None
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink(Lost())
+
+
+def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:
+    error = group.exceptions[0]
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"stream ended with {error.code().name}" if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -1,0 +1,149 @@
+"""All workers together: one link to each known address, one view of them, one identity that they must share.
+
+Joins engine_link.py (connections) to cluster_view.py (beliefs). Does not own where addresses come from
+(server.py) nor requests (relay.py).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from blockyard.proto.block_hash import root_name
+from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.router.cluster_view import ClusterView
+from blockyard.router.engine_link import EngineLink, LinkEvents
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """What makes workers interchangeable. The first accepted worker's holds for the router's life."""
+
+    model_fingerprint: str
+    block_size: int
+    kv_dtype: str
+    max_model_len: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, hello: session_pb2.Hello) -> "ModelIdentity":
+        return cls(
+            model_fingerprint=hello.model_fingerprint,
+            block_size=hello.block_size,
+            kv_dtype=hello.kv_dtype,
+            max_model_len=hello.max_model_len,
+            vocab_size=hello.vocab_size,
+        )
+
+    def root(self, *, cluster_secret: str, salt: str) -> bytes:
+        """The name that the names of a prompt's blocks are chained from."""
+        return root_name(
+            cluster_secret=cluster_secret,
+            model_fingerprint=self.model_fingerprint,
+            block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+            salt=salt,
+        )
+
+    def difference(self, hello: session_pb2.Hello) -> str | None:
+        """Why a worker cannot serve beside the first, in words; None if it can."""
+        if hello.model_fingerprint != self.model_fingerprint:
+            return "another model than the first worker's"
+        if hello.block_size != self.block_size:
+            return f"block size {hello.block_size}, the first worker's is {self.block_size}"
+        if hello.kv_dtype != self.kv_dtype:
+            return f"KV dtype {hello.kv_dtype}, the first worker's is {self.kv_dtype}"
+        if hello.max_model_len < self.max_model_len:
+            return f"context of {hello.max_model_len} tokens, the first worker's is {self.max_model_len}"
+        return None
+
+
+class Fleet(LinkEvents):
+    """`run` keeps the links up; `set_addresses` may be called at any time."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer_fingerprint: str,
+        secret: str,
+        suspect_seconds: float,
+        lost_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.view = ClusterView(suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock)
+        self.identity: ModelIdentity | None = None
+        self.links: dict[str, EngineLink] = {}
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._secret = secret
+        self._lost_seconds = lost_seconds
+        self._clock = clock
+        self._wanted: frozenset[str] = frozenset()
+        self._rearrange = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` whenever anything was heard of a worker or a worker came or went."""
+        self._listeners.append(listener)
+
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        """The workers to be linked to. One that is no longer named stays while its connection does."""
+        self._wanted = frozenset(addresses)
+        self._rearrange.set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running: dict[str, asyncio.Task[None]] = {}
+            while True:
+                self._rearrange.clear()
+                for address in self._wanted - running.keys():
+                    running[address] = tasks.create_task(self._link(address).run())
+                for address in running.keys() - self._wanted:
+                    if not self.links[address].is_up:
+                        running.pop(address).cancel()
+                        del self.links[address]
+                        self.view.forget(address)
+                        self._changed()
+                await self._rearrange.wait()
+
+    def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
+        refusal = self._refusal(hello)
+        if refusal is None:
+            self.identity = self.identity or ModelIdentity.of(hello)
+            self.view.accepted(address, hello)
+        else:
+            if self.view.refused(address, hello, refusal):
+                logger.error("refused worker %s at %s: %s", hello.worker_id, address, refusal)
+        self._changed()
+        return refusal
+
+    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+        self.view.heard(address, load)
+        self._changed()
+
+    def disconnected(self, address: str, reason: str) -> None:
+        self.view.disconnected(address, reason)
+        # An address that is no longer wanted was kept only for its connection.
+        self._rearrange.set()
+        self._changed()
+
+    def _link(self, address: str) -> EngineLink:
+        self.view.known(address)
+        link = EngineLink(
+            address, self, secret=self._secret, lost_seconds=self._lost_seconds, clock=self._clock
+        )
+        self.links[address] = link
+        return link
+
+    def _refusal(self, hello: session_pb2.Hello) -> str | None:
+        if hello.tokenizer_fingerprint != self._tokenizer_fingerprint:
+            return "another tokenizer than the router's"
+        if hello.block_size < 1 or hello.max_model_len < 1 or hello.vocab_size < 1:
+            return "a greeting without block size, context or vocabulary"
+        return self.identity.difference(hello) if self.identity else None
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()

@@ -1,0 +1,144 @@
+"""From tokens to what the client reads: text without split characters, cut exactly at a stop string, bounded.
+
+`TextOutput` is pure. `Outbox` holds what one client has not read yet: at most so many deltas, merged beyond
+it, so that the engine never waits for a reader; `deliver` writes them out and cuts off who takes nothing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from blockyard.proto.text import IncrementalDetokenizer, StopChecker
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import RouterError, SlowReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """The next piece of an output. The last one carries `finish`."""
+
+    text: str
+    token_ids: list[int]
+    token_offset: int
+    finish: inference_pb2.Finish | None = None
+
+    def merge(self, later: "Delta") -> None:
+        """Appends the piece that follows this one."""
+        assert self.finish is None
+        assert later.token_offset == self.token_offset + len(self.token_ids)
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids
+        self.finish = later.finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What some tokens gave: the tokens that count, and text that is safe to show."""
+
+    text: str
+    token_ids: list[int]
+    stop: str | None = None
+    """The stop string that ends the output here: no token after these belongs to it."""
+
+
+class TextOutput:
+    """One output's text as it grows. Stop strings are looked for in what follows the first `min_tokens` tokens."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, stop: Sequence[str], min_tokens: int) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._checker = StopChecker(stop)
+        self._has_stop_strings = bool(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], *, is_last: bool, has_stop_token: bool) -> Piece:
+        """The last of `token_ids` has no text where it is a stop token."""
+        shown = token_ids[:-1] if has_stop_token else token_ids
+        text: list[str] = []
+        # Token by token only where a stop string may cut between them.
+        for run in [[token] for token in shown] if self._has_stop_strings else [shown]:
+            self._num_tokens += len(run)
+            delta, stop = self._check(self._detokenizer.push(run))
+            text.append(delta)
+            if stop is not None:
+                taken = len(text) if self._has_stop_strings else len(token_ids)
+                return Piece(text="".join(text), token_ids=list(token_ids[:taken]), stop=stop)
+        if not is_last:
+            return Piece(text="".join(text), token_ids=list(token_ids))
+        for delta, stop in (self._check(self._detokenizer.finish()), self._checker.finish()):
+            text.append(delta)
+            if stop is not None:
+                return Piece(text="".join(text), token_ids=list(token_ids), stop=stop)
+        return Piece(text="".join(text), token_ids=list(token_ids))
+
+    def _check(self, delta: str) -> tuple[str, str | None]:
+        if self._num_tokens <= self._min_tokens:
+            return delta, None
+        return self._checker.push(delta)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What waits for one client: pieces in order, then the end."""
+
+    max_deltas: int
+    _deltas: deque[Delta] = field(default_factory=deque)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: bool = False
+    _error: RouterError | None = None
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def put(self, delta: Delta) -> None:
+        """Never waits: a full outbox merges the newest pieces."""
+        if len(self._deltas) >= self.max_deltas:
+            self._deltas[-1].merge(delta)
+        else:
+            self._deltas.append(delta)
+        self._changed.set()
+
+    async def fill(self, deltas: AsyncIterator[Delta]) -> None:
+        """Takes everything; an error of ours is raised to the reader once he has read what came before it."""
+        try:
+            async for delta in deltas:
+                self.put(delta)
+        except RouterError as error:
+            self._error = error
+        self._ended = True
+        self._changed.set()
+
+    async def take(self) -> Delta | None:
+        """The next piece; None at the end. Raises what ended the output early."""
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._deltas.popleft()
+
+
+async def deliver(
+    deltas: AsyncIterator[Delta],
+    write: Callable[[Delta], Awaitable[None]],
+    *,
+    max_deltas: int,
+    slow_reader_seconds: float,
+) -> None:
+    """Writes every piece. Raises SlowReader, in a group, where one write takes longer than the client may."""
+    outbox = Outbox(max_deltas)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outbox.fill(deltas))
+        while (delta := await outbox.take()) is not None:
+            try:
+                async with asyncio.timeout(slow_reader_seconds):
+                    await write(delta)
+            except TimeoutError:
+                raise SlowReader("the client reads too slowly") from None

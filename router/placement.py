@@ -1,0 +1,183 @@
+"""Which worker gets a request: a pure function of a snapshot.
+
+    cost(worker) = queue_ms + prefill_ms + decode_ms + memory_ms        least wins
+
+Everything is an estimate of the time to the first token in milliseconds, so that terms add up and an operator
+can argue with each (ExplainPlacement shows them). A worker that holds the prefix but is busy loses to an idle
+one as soon as recomputing is faster than waiting: hot prefixes replicate by themselves.
+
+Owns the arithmetic and the policies. Does not own what is known of workers (cluster_view.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from random import Random
+from statistics import median
+
+from blockyard.proto.prefix_index import WorkerId
+from blockyard.router.config import PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementWeights:
+    """Prices of the terms. They need not be exact: only the order of workers counts."""
+
+    assumed_prefill_tokens_per_second: float = 2_000.0
+    """Before any worker has measured its own; then the median of the measured ones stands in."""
+    decode_ms_per_sequence: float = 4.0
+    """Each sequence on the worker decodes in the same steps: half of it delays the first token, half stands
+    for what the new one will cost the others."""
+    memory_free_fraction: float = 0.1
+    """With less than this part of the pool free (or cached, which is as good), memory begins to cost."""
+    memory_full_ms: float = 2_000.0
+    """Price of a pool that cannot hold the request at all: it waits or pushes someone out."""
+    near_equal_ms: float = 1.0
+    """Costs closer than this are a tie: a random choice among them keeps routers from moving in step."""
+    near_equal_fraction: float = 0.02
+    """... or closer than this part of the least cost: estimates are no better."""
+    loaded_ms: float = 250.0
+    """Without the index: a worker whose own load costs more than this is loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is believed of one worker that may take the request."""
+
+    address: str
+    """Where it listens; unique, which a worker id is not while an old life of it lingers."""
+    worker_id: WorkerId
+    cached_tokens: int = 0
+    """Leading prompt tokens that need no computing there."""
+    queued_prefill_tokens: int = 0
+    sequences: int = 0
+    """Running and waiting."""
+    used_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 16
+    prefill_tokens_per_second: float = 0.0
+    """Measured; 0 until something was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    prompt_tokens: int
+    prefix_key: bytes = b""
+    """The name of one of the prompt's first blocks: requests with the same one should meet without the index."""
+    index_available: bool = True
+    turn: int = 0
+    """Counts placements up; what round_robin goes by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The terms of one candidate, in estimated milliseconds to the first token."""
+
+    address: str
+    worker_id: WorkerId
+    cached_tokens: int
+    uncached_tokens: int
+    queue_ms: float
+    """Prefill of others that comes first."""
+    prefill_ms: float
+    """The part of this prompt that is not cached there."""
+    decode_ms: float
+    memory_ms: float
+
+    @property
+    def load_ms(self) -> float:
+        """What the worker's load alone costs, whatever the prompt."""
+        return self.queue_ms + self.decode_ms + self.memory_ms
+
+    @property
+    def total_ms(self) -> float:
+        return self.load_ms + self.prefill_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    chosen: Score
+    scores: tuple[Score, ...]
+    """Every candidate's, cheapest first."""
+
+
+def place(
+    request: PlacementRequest,
+    candidates: Sequence[Candidate],
+    policy: PolicyName,
+    rng: Random,
+    weights: PlacementWeights | None = None,
+) -> Placement:
+    """Choose among at least one candidate. Raises ValueError without any."""
+    if not candidates:
+        raise ValueError("nothing to place on: no candidates")
+    weights = weights or PlacementWeights()
+    typical_rate = _typical_rate(candidates, weights)
+    scores = [_score(request, candidate, typical_rate, weights) for candidate in candidates]
+    match policy:
+        case "round_robin":
+            chosen = sorted(scores, key=lambda score: (score.worker_id, score.address))[
+                request.turn % len(scores)
+            ]
+        case "least_loaded":
+            chosen = _near_least(scores, [score.load_ms for score in scores], rng, weights)
+        case "prefix" if request.index_available or not request.prefix_key:
+            chosen = _near_least(scores, [score.total_ms for score in scores], rng, weights)
+        case "prefix":
+            chosen = _by_rendezvous(request.prefix_key, scores, rng, weights)
+    return Placement(chosen=chosen, scores=tuple(sorted(scores, key=lambda score: score.total_ms)))
+
+
+def _typical_rate(candidates: Sequence[Candidate], weights: PlacementWeights) -> float:
+    measured = [c.prefill_tokens_per_second for c in candidates if c.prefill_tokens_per_second > 0]
+    return median(measured) if measured else weights.assumed_prefill_tokens_per_second
+
+
+def _score(
+    request: PlacementRequest, candidate: Candidate, typical_rate: float, weights: PlacementWeights
+) -> Score:
+    tokens_per_ms = (candidate.prefill_tokens_per_second or typical_rate) / 1000
+    uncached_tokens = max(request.prompt_tokens - candidate.cached_tokens, 0)
+    return Score(
+        address=candidate.address,
+        worker_id=candidate.worker_id,
+        cached_tokens=candidate.cached_tokens,
+        uncached_tokens=uncached_tokens,
+        queue_ms=candidate.queued_prefill_tokens / tokens_per_ms,
+        prefill_ms=uncached_tokens / tokens_per_ms,
+        decode_ms=candidate.sequences * weights.decode_ms_per_sequence,
+        memory_ms=_memory_ms(uncached_tokens, candidate, weights),
+    )
+
+
+def _memory_ms(uncached_tokens: int, candidate: Candidate, weights: PlacementWeights) -> float:
+    """Zero while the pool stays roomy, then rising linearly to the full price where the request no longer fits."""
+    if candidate.total_blocks == 0:
+        return 0.0
+    needed_blocks = -(-uncached_tokens // candidate.block_size)
+    free_fraction = 1 - (candidate.used_blocks + needed_blocks) / candidate.total_blocks
+    shortage = (weights.memory_free_fraction - free_fraction) / weights.memory_free_fraction
+    return weights.memory_full_ms * min(max(shortage, 0.0), 1.0)
+
+
+def _near_least(
+    scores: Sequence[Score], costs_ms: Sequence[float], rng: Random, weights: PlacementWeights
+) -> Score:
+    least = min(costs_ms)
+    limit = least + max(weights.near_equal_ms, weights.near_equal_fraction * least)
+    return rng.choice([score for score, cost in zip(scores, costs_ms, strict=True) if cost <= limit])
+
+
+def _by_rendezvous(
+    prefix_key: bytes, scores: Sequence[Score], rng: Random, weights: PlacementWeights
+) -> Score:
+    """Without the index, equal prefixes still meet: each key has its own order of the workers, and the first
+    two of it serve the key. Once both are loaded anyone may, by cost."""
+
+    def rank(score: Score) -> bytes:
+        return sha256(prefix_key + score.worker_id.encode()).digest()
+
+    for score in sorted(scores, key=rank)[:2]:
+        if score.load_ms <= weights.loaded_ms:
+            return score
+    return _near_least(scores, [score.total_ms for score in scores], rng, weights)

@@ -1,0 +1,142 @@
+"""The placement path's look at the prefix index: soon, or not at all.
+
+Owns the time-out, the circuit breaker and the counting of failures. Does not own the index nor the fall-back:
+with `available=False` placement decides without prefixes. Nothing here raises.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from blockyard.proto.prefix_index import (
+    ErrorKind,
+    Holder,
+    Incarnation,
+    PrefixIndex,
+    PrefixIndexError,
+    WorkerId,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLookupConfig:
+    timeout_seconds: float = 0.04
+    """What a request waits at most: less than recomputing any prefix worth finding."""
+    failures_to_open: int = 3
+    """In a row. While the breaker is open, requests do not even wait the time-out."""
+    open_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupResult:
+    depth_by_worker: dict[WorkerId, int] = field(default_factory=dict)
+    """Leading blocks each worker holds; who holds none is not in it."""
+    available: bool
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+    """One request probes; the others still go without."""
+
+
+class CircuitBreaker:
+    """Pure: the caller brings the time."""
+
+    def __init__(self, *, failures_to_open: int, open_seconds: float) -> None:
+        self.state = BreakerState.CLOSED
+        self._failures_to_open = failures_to_open
+        self._open_seconds = open_seconds
+        self._num_failures = 0
+        self._reopen_at = 0.0
+
+    def admits(self, now: float) -> bool:
+        """True obliges the caller to report `succeeded`, `failed` or `abandoned`."""
+        if self.state is BreakerState.CLOSED:
+            return True
+        if self.state is BreakerState.OPEN and now >= self._reopen_at:
+            self.state = BreakerState.HALF_OPEN
+            return True
+        return False
+
+    def succeeded(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._num_failures = 0
+
+    def failed(self, now: float) -> None:
+        self._num_failures += 1
+        if self.state is BreakerState.HALF_OPEN or self._num_failures >= self._failures_to_open:
+            self.state = BreakerState.OPEN
+            self._reopen_at = now + self._open_seconds
+
+    def abandoned(self) -> None:
+        """The caller was cancelled: nothing was learnt, and the next request may probe."""
+        if self.state is BreakerState.HALF_OPEN:
+            self.state = BreakerState.OPEN
+
+
+class PrefixLookup:
+    """One for each router; shared by all its requests."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        config: PrefixLookupConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._index = index
+        self._config = config or PrefixLookupConfig()
+        self._clock = clock
+        self._breaker = CircuitBreaker(
+            failures_to_open=self._config.failures_to_open, open_seconds=self._config.open_seconds
+        )
+        self.errors: Counter[ErrorKind] = Counter()
+        self.num_lookups = 0
+        self.num_skipped = 0
+        """Requests that went without because the breaker was open."""
+
+    @property
+    def breaker_state(self) -> BreakerState:
+        return self._breaker.state
+
+    async def lookup(
+        self, names: Sequence[bytes], incarnations: Mapping[WorkerId, Incarnation]
+    ) -> LookupResult:
+        """How deep each worker's cached prefix of `names` is. Only the incarnations that the router knows
+        count: a dead life's blocks are lost, and a zombie is not to be fed."""
+        if not names or not incarnations:
+            return LookupResult(available=self._breaker.state is BreakerState.CLOSED)
+        if not self._breaker.admits(self._clock()):
+            self.num_skipped += 1
+            return LookupResult(available=False)
+        self.num_lookups += 1
+        try:
+            async with asyncio.timeout(self._config.timeout_seconds):
+                holders = await self._index.lookup(names)
+        except TimeoutError:
+            return self._failed(ErrorKind.TIMEOUT)
+        except PrefixIndexError as error:
+            return self._failed(error.kind)
+        except asyncio.CancelledError:
+            self._breaker.abandoned()
+            raise
+        self._breaker.succeeded()
+        return LookupResult(depth_by_worker=_depths(holders, incarnations), available=True)
+
+    def _failed(self, kind: ErrorKind) -> LookupResult:
+        self.errors[kind] += 1
+        self._breaker.failed(self._clock())
+        return LookupResult(available=False)
+
+
+def _depths(holders: Sequence[Holder], incarnations: Mapping[WorkerId, Incarnation]) -> dict[WorkerId, int]:
+    depths: dict[WorkerId, int] = {}
+    for holder in holders:
+        if incarnations.get(holder.worker_id) == holder.incarnation:
+            depths[holder.worker_id] = max(holder.depth, depths.get(holder.worker_id, 0))
+    return depths

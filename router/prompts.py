@@ -1,0 +1,183 @@
+"""From what a client sent to token ids, where text from users stays text.
+
+Owns the chat rendering and the rule that a control token's string typed by a user never becomes that token.
+Pure but for the tokenizer it is given. Does not own the process it runs in, see tokenizing.py.
+
+Control tokens are the special tokens, and the added tokens that the chat template writes.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = frozenset({"system", "user", "assistant"})
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids travel and are named as int32."""
+
+
+class PromptError(ValueError):
+    """The client's mistake. The message is one of a few fixed sentences and holds nothing of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[ChatMessage]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: Sequence[int]
+
+
+PromptInput = TextPrompt | ChatPrompt | TokenPrompt
+
+_Segments = tuple[list[str], list[str]]
+"""Texts of the template, and the users' texts between them: always one fewer."""
+
+
+class PromptEncoder:
+    """Encodes prompts with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        control = _control_tokens(tokenizer)
+        self._control_ids = frozenset(control)
+        longest_first = sorted(control.values(), key=len, reverse=True)
+        # Splits "<|x|>" after its "<": the strings on either side of the cut are no control token.
+        self._cut = re.compile(
+            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longest_first)
+        )
+        self._start_ids, self._end_ids = self._frame()
+
+    def encode(self, prompt: PromptInput) -> list[int]:
+        """The prompt's token ids, at least one. Raises PromptError."""
+        match prompt:
+            case TextPrompt(text):
+                if not text:
+                    raise PromptError("the prompt is empty")
+                token_ids = [*self._start_ids, *self._spell(text), *self._end_ids]
+            case ChatPrompt(messages):
+                token_ids = self._encode_chat(messages)
+            case TokenPrompt(ids):
+                if any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
+                    raise PromptError("a token id of the prompt is out of range")
+                token_ids = list(ids)
+        if not token_ids:
+            raise PromptError("the prompt has no tokens")
+        return token_ids
+
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        _check_messages(messages)
+        joint = self._encode(self._render(messages))
+        segments = self._segments(messages)
+        if self._control(joint) == self._template_control(messages, segments):
+            return joint
+        if segments is None:
+            raise PromptError("the chat template cannot keep this chat's text apart from its own")
+        template_texts, user_texts = segments
+        template_ids = [self._encode(text) for text in template_texts]
+        user_ids = [self._spell(text) for text in user_texts]
+        token_ids: list[int] = []
+        for of_template, of_user in zip_longest(template_ids, user_ids, fillvalue=()):
+            token_ids += [*of_template, *of_user]
+        return token_ids
+
+    def _template_control(self, messages: Sequence[ChatMessage], segments: _Segments | None) -> list[int]:
+        """The control tokens that the template itself writes round these messages."""
+        if segments is None:
+            neutral = [ChatMessage(m.role, secrets.token_hex(8) if m.content else "") for m in messages]
+            return self._control(self._encode(self._render(neutral)))
+        return [token_id for text in segments[0] for token_id in self._control(self._encode(text))]
+
+    def _segments(self, messages: Sequence[ChatMessage]) -> _Segments | None:
+        """The rendered chat as what the template wrote and, between each two of those, what a user wrote.
+
+        Found by putting unguessable marks round each content before rendering. None for a template that drops
+        or cuts contents, and marks with them.
+        """
+        nonce = secrets.token_hex(8)
+        marked = [
+            ChatMessage(m.role, f"{nonce}o{index}z{m.content}{nonce}c{index}z" if m.content else "")
+            for index, m in enumerate(messages)
+        ]
+        pieces = re.split(rf"{nonce}([oc])(\d+)z", self._render(marked))
+        texts, kinds, owners = pieces[0::3], pieces[1::3], pieces[2::3]
+        in_pairs = kinds == ["o", "c"] * (len(kinds) // 2) and owners[0::2] == owners[1::2]
+        if not in_pairs or set(owners) != {str(index) for index, m in enumerate(messages) if m.content}:
+            return None
+        return texts[0::2], texts[1::2]
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
+        if not self._tokenizer.chat_template:
+            raise PromptError("this model has no chat template: send a prompt instead of messages")
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [{"role": m.role, "content": m.content} for m in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError):
+            # The template's own message may quote the chat.
+            raise PromptError("the model's chat template refused these messages") from None
+        return str(rendered)
+
+    def _spell(self, text: str) -> list[int]:
+        """Ids of a text in which nothing is a control token."""
+        for pieces in ([text], self._cut.split(text)):
+            token_ids = [token_id for piece in pieces for token_id in self._encode(piece, split_special=True)]
+            if not self._control(token_ids):
+                return token_ids
+        raise PromptError("the text holds a control token that this tokenizer cannot spell as text")
+
+    def _encode(self, text: str, *, split_special: bool = False, frame: bool = False) -> list[int]:
+        # verbose=False: a prompt longer than the tokenizer's own limit is judged elsewhere, not warned about.
+        encoding = self._tokenizer(
+            text, add_special_tokens=frame, split_special_tokens=split_special, verbose=False
+        )
+        return list(encoding["input_ids"])
+
+    def _control(self, token_ids: Iterable[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id in self._control_ids]
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a plain text, such as a beginning-of-sequence token."""
+        framed, bare = self._encode("a", frame=True), self._encode("a")
+        start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        return framed[:start], framed[start + len(bare) :]
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    template = str(tokenizer.chat_template or "")
+    return {
+        token_id: token.content
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special or token.content in template
+    }
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    if not messages:
+        raise PromptError("the chat has no messages")
+    if any(message.role not in ROLES for message in messages):
+        raise PromptError("a message's role must be system, user or assistant")

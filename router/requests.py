@@ -1,0 +1,94 @@
+"""The requests that this router holds now: by id, with how far they are, and the way to end one from outside.
+
+Owns uniqueness of ids and draining. Does not own what a request does (generation.py).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from blockyard.router.errors import DuplicateRequest, RequestAborted, RouterDraining, UnknownRequest
+from blockyard.router.relay import Progress
+
+RETRY_AFTER_SECONDS = 0.5
+
+
+class RequestState(Enum):
+    QUEUED = auto()
+    """No worker has it yet, or none has it again."""
+    PLACED = auto()
+    STREAMING = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestRecord:
+    request_id: str
+    arrival: float
+    """On the registry's clock."""
+    task: asyncio.Task[object]
+    prompt_tokens: int = 0
+    """0 until the prompt is tokenised."""
+    progress: Progress = field(default_factory=Progress)
+    is_aborted: bool = False
+
+    @property
+    def state(self) -> RequestState:
+        if self.progress.num_generated:
+            return RequestState.STREAMING
+        return RequestState.PLACED if self.progress.is_placed else RequestState.QUEUED
+
+
+class RequestRegistry:
+    """One for each router."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._records: dict[str, RequestRecord] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.is_draining = False
+
+    def records(self) -> list[RequestRecord]:
+        return list(self._records.values())
+
+    @contextmanager
+    def hold(self, request_id: str) -> Iterator[RequestRecord]:
+        """The calling task runs this request for the life of the context.
+
+        Raises DuplicateRequest, RouterDraining, and RequestAborted if `abort` ended it.
+        """
+        if self.is_draining:
+            raise RouterDraining("this router is shutting down", retry_after_seconds=RETRY_AFTER_SECONDS)
+        if request_id in self._records:
+            raise DuplicateRequest("request_id: a request of this id is running")
+        task = asyncio.current_task()
+        assert task is not None
+        record = RequestRecord(request_id=request_id, arrival=self._clock(), task=task)
+        self._records[request_id] = record
+        self._idle.clear()
+        try:
+            yield record
+        except asyncio.CancelledError:
+            # Like asyncio.timeout: our own cancellation becomes an error, anybody else's goes on.
+            if record.is_aborted and task.uncancel() == 0:
+                raise RequestAborted("the request was aborted") from None
+            raise
+        finally:
+            del self._records[request_id]
+            if not self._records:
+                self._idle.set()
+
+    def abort(self, request_id: str) -> None:
+        """Raises UnknownRequest."""
+        record = self._records.get(request_id)
+        if record is None:
+            raise UnknownRequest("request_id: no such request runs here")
+        if not record.is_aborted:
+            record.is_aborted = True
+            record.task.cancel()
+
+    async def until_idle(self) -> None:
+        await self._idle.wait()

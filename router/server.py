@@ -1,0 +1,228 @@
+"""One router process: its parts, its gRPC server, its background work, its end.
+
+Owns lifetimes and where worker addresses come from: the config, the supervisor (`set_workers`) and the
+index's directory. Everything else is in the parts that it puts together. Runs inside any asyncio loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import grpc
+from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
+from blockyard.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from blockyard.router.admission import AdmissionLedger
+from blockyard.router.cluster_service import ClusterService
+from blockyard.router.config import RouterConfig
+from blockyard.router.fleet import Fleet
+from blockyard.router.generation import RouterParts
+from blockyard.router.interceptor import BoundaryInterceptor
+from blockyard.router.model_facts import model_name, read_facts, resolve_model
+from blockyard.router.placer import Placer
+from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
+from blockyard.router.relay import Relay
+from blockyard.router.requests import RequestRegistry
+from blockyard.router.service import InferenceService, ServiceLimits
+from blockyard.router.tokenizing import TokenizerService
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY_SECONDS = 1.0
+"""How often the index is asked which workers live, and how long that may take."""
+HEALTH_SECONDS = 0.2
+CLOSE_SECONDS = 1.0
+"""For calls that are left when the grace is over to hear of it."""
+SERVICES = tuple(
+    descriptor.services_by_name[name].full_name
+    for descriptor, name in (
+        (inference_pb2.DESCRIPTOR, "InferenceService"),
+        (cluster_pb2.DESCRIPTOR, "ClusterService"),
+    )
+)
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    # Between a soft and a hard limit gRPC rejects at random: they are one.
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    # A taken port is an error, not a share of its traffic.
+    ("grpc.so_reuseport", 0),
+    # A client that vanished without a word is noticed after 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class RouterServer:
+    """`start`, serve, `stop`; each once. Background failures end the server and are raised by `stop`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._supervised: tuple[str, ...] = ()
+        self._listed: tuple[str, ...] = ()
+        self._fleet: Fleet | None = None
+        self._stopping = asyncio.Event()
+        self._grace_seconds = 0.0
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Serves from now on: the address "host:port". Raises ValueError for a model folder it cannot read,
+        RuntimeError for a port it cannot have."""
+        started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # The one task without a group: its life spans two calls, and `stop` awaits it.
+        serving = self._serving = asyncio.create_task(self._serve(started))
+        await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await serving
+        return started.result()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Health says NOT_SERVING and new requests are refused; those that run have the grace to finish."""
+        self._grace_seconds = grace_seconds
+        self._stopping.set()
+        if self._serving is not None:
+            await self._serving
+
+    def set_workers(self, addresses: Sequence[str]) -> None:
+        """The supervisor's list, "host:port" each; adds to the config's and to the index's directory."""
+        self._supervised = tuple(addresses)
+        self._tell_fleet()
+
+    async def _serve(self, started: "asyncio.Future[str]") -> None:
+        async with AsyncExitStack() as stack:
+            parts, index = await self._build(stack)
+            self._fleet = parts.fleet
+            self._tell_fleet()
+            async with asyncio.TaskGroup() as tasks, self._listen(parts) as (address, health_service):
+                background = [
+                    tasks.create_task(parts.fleet.run()),
+                    tasks.create_task(self._keep_health(parts, health_service)),
+                ]
+                if index is not None:
+                    background.append(tasks.create_task(self._follow_directory(index)))
+                started.set_result(address)
+                logger.info("router serving %s on %s", parts.facts.name, address)
+                await self._stopping.wait()
+                await self._drain(parts, health_service)
+                for task in background:
+                    task.cancel()
+        logger.info("router stopped")
+
+    async def _build(self, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
+        config = self._config
+        folder = await asyncio.to_thread(resolve_model, config.model)
+        tokenizing = await stack.enter_async_context(TokenizerService(folder))
+        facts = read_facts(
+            folder,
+            name=model_name(config.model, config.model_name),
+            tokenizer_length=len(tokenizing.tokenizer),
+            tokenizer_eos_id=tokenizing.tokenizer.eos_token_id,
+        )
+        fleet = Fleet(
+            tokenizer_fingerprint=tokenizer_fingerprint(folder),
+            secret=config.cluster_secret,
+            suspect_seconds=config.suspect_seconds,
+            lost_seconds=config.lost_seconds,
+        )
+        lookup_index = await self._index(stack, PrefixLookupConfig().timeout_seconds)
+        lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
+        placer = Placer(fleet, lookup, policy=config.policy)
+        parts = RouterParts(
+            facts=facts,
+            cluster_secret=config.cluster_secret,
+            tokenizing=tokenizing,
+            fleet=fleet,
+            placer=placer,
+            relay=Relay(fleet, placer),
+            ledger=AdmissionLedger(max_requests=config.max_requests, max_tokens=config.max_tokens_admitted),
+            registry=RequestRegistry(),
+        )
+        return parts, await self._index(stack, DIRECTORY_SECONDS)
+
+    async def _index(self, stack: AsyncExitStack, timeout_seconds: float) -> PrefixIndex | None:
+        """A connection of its own for each time-out: the placement path's is far shorter."""
+        if self._config.redis_url is None:
+            return None
+        client = connect(self._config.redis_url, timeout_seconds=timeout_seconds)
+        stack.push_async_callback(client.aclose)
+        return RedisPrefixIndex(client, self._config.cluster)
+
+    @asynccontextmanager
+    async def _listen(self, parts: RouterParts) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
+        config = self._config
+        server = grpc.aio.server(interceptors=(BoundaryInterceptor(),), options=SERVER_OPTIONS)
+        limits = ServiceLimits(
+            default_timeout_seconds=config.default_timeout_seconds,
+            output_queue_messages=config.output_queue_messages,
+            slow_reader_seconds=config.slow_reader_seconds,
+        )
+        inference = InferenceService(parts, limits)
+        cluster = ClusterService(parts, cluster=config.cluster, version=_version(), policy=config.policy)
+        add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
+        add_ClusterServiceServicer_to_server(cluster, server)  # type: ignore[no-untyped-call]
+        health_service = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        port = server.add_insecure_port(f"{config.host}:{config.port}")
+        await server.start()
+        try:
+            yield f"{config.host}:{port}", health_service
+        finally:
+            await server.stop(CLOSE_SECONDS)
+
+    async def _drain(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
+        parts.registry.is_draining = True
+        await health_service.enter_graceful_shutdown()
+        try:
+            async with asyncio.timeout(self._grace_seconds):
+                await parts.registry.until_idle()
+        except TimeoutError:
+            logger.warning("%d requests outlived the grace", len(parts.registry.records()))
+
+    async def _keep_health(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
+        """SERVING while a worker is ready. Looks at intervals, because silence is no event."""
+        told = None
+        while True:
+            is_ready = bool(parts.fleet.view.ready())
+            if is_ready is not told and not parts.registry.is_draining:
+                told = is_ready
+                response = health_pb2.HealthCheckResponse
+                status = response.SERVING if is_ready else response.NOT_SERVING
+                for service in ("", *SERVICES):
+                    await health_service.set(service, status)
+            await asyncio.sleep(HEALTH_SECONDS)
+
+    async def _follow_directory(self, index: PrefixIndex) -> None:
+        """Learns the workers that Redis knows. Without Redis the last list stands."""
+        while True:
+            try:
+                async with asyncio.timeout(DIRECTORY_SECONDS):
+                    records = await index.directory()
+            except (PrefixIndexError, TimeoutError):
+                logger.debug("the index did not say which workers live")
+            else:
+                self._listed = tuple(record.address for record in records)
+                self._tell_fleet()
+            await asyncio.sleep(DIRECTORY_SECONDS)
+
+    def _tell_fleet(self) -> None:
+        if self._fleet is not None:
+            self._fleet.set_addresses({*self._config.workers, *self._supervised, *self._listed})
+
+
+def _version() -> str:
+    try:
+        return version("blockyard")
+    except PackageNotFoundError:
+        return "unknown"

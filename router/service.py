@@ -1,0 +1,143 @@
+"""InferenceService: gRPC messages to domain calls and back, deadlines and cancellation. No logic of its own.
+
+Errors are raised, never set: interceptor.py turns them into statuses. The end of a call, whoever ends it,
+cancels the handler's task and with it everything that the request holds.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from blockyard.proto.block_hash import unpack_tokens
+from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
+from blockyard.router.errors import DeadlinePassed, InvalidRequest
+from blockyard.router.generation import RouterParts, admit, generate, tokenise
+from blockyard.router.interceptor import Context
+from blockyard.router.output import Delta, deliver
+from blockyard.router.validation import check_detokenize, check_model, is_name, valid_prompt
+
+MAX_DEADLINE_SECONDS = 24 * 3600.0
+"""A longer one is clamped: nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLimits:
+    default_timeout_seconds: float
+    output_queue_messages: int
+    slow_reader_seconds: float
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """One for each router."""
+
+    def __init__(self, parts: RouterParts, limits: ServiceLimits) -> None:
+        self._parts = parts
+        self._limits = limits
+
+    async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        async with self._deltas(request, context) as (request_id, deltas):
+
+            async def write(delta: Delta) -> None:
+                await context.write(_stream_response(request_id, delta))
+
+            await deliver(
+                deltas,
+                write,
+                max_deltas=self._limits.output_queue_messages,
+                slow_reader_seconds=self._limits.slow_reader_seconds,
+            )
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        async with self._deltas(request, context) as (request_id, deltas):
+            response = inference_pb2.GenerateResponse(request_id=request_id)
+            texts = []
+            async for delta in deltas:
+                texts.append(delta.text)
+                response.token_ids.extend(delta.token_ids)
+                if delta.finish is not None:
+                    response.finish.CopyFrom(delta.finish)
+            response.text = "".join(texts)
+            return response
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        parts = self._parts
+        check_model(request, parts.facts)
+        prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
+        async with self._deadline(context):
+            prepared = await tokenise(parts.tokenizing, prompt, root=None, block_size=1)
+        return inference_pb2.TokenizeResponse(
+            token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len
+        )
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        check_detokenize(request, self._parts.facts, max_model_len=self._parts.max_model_len)
+        text = await self._parts.tokenizing.detokenize(list(request.token_ids))
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[model_message(self._parts)])
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        if not request.request_id or not is_name(request.request_id):
+            raise InvalidRequest.of("request_id", "is required, as Generate allows it")
+        self._parts.registry.abort(request.request_id)
+        return inference_pb2.AbortResponse()
+
+    @asynccontextmanager
+    async def _deltas(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[tuple[str, AsyncIterator[Delta]]]:
+        """An admitted request's id and output; all that it holds is given back at the end."""
+        parts = self._parts
+        valid = admit(parts, request)
+        deadline = parts.clock() + self._seconds_left(context)
+        with parts.ledger.charge(valid.estimated_tokens), parts.registry.hold(valid.request_id) as record:
+            async with (
+                self._deadline(context),
+                aclosing(generate(parts, valid, record, deadline=deadline)) as deltas,
+            ):
+                yield valid.request_id, deltas
+
+    @asynccontextmanager
+    async def _deadline(self, context: Context) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._seconds_left(context)):
+                yield
+        except TimeoutError:
+            raise DeadlinePassed("the deadline passed before the answer was complete") from None
+
+    def _seconds_left(self, context: Context) -> float:
+        left = context.time_remaining()
+        return self._limits.default_timeout_seconds if left is None else min(left, MAX_DEADLINE_SECONDS)
+
+
+def model_message(parts: RouterParts) -> inference_pb2.Model:
+    """The one model of the cluster. Without any worker so far, block_size is 0: unknown."""
+    identity = parts.fleet.identity
+    return inference_pb2.Model(
+        id=parts.facts.name,
+        max_model_len=parts.max_model_len,
+        vocab_size=parts.facts.vocab_size,
+        block_size=identity.block_size if identity else 0,
+    )
+
+
+def _stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStreamResponse:
+    return inference_pb2.GenerateStreamResponse(
+        request_id=request_id,
+        delta=inference_pb2.OutputDelta(
+            text=delta.text, token_ids=delta.token_ids, token_offset=delta.token_offset
+        ),
+        finish=delta.finish,
+    )

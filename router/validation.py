@@ -1,0 +1,167 @@
+"""What a request must look like before anything is done with it: messages in, domain values out.
+
+Pure. Says which field is wrong and what is allowed, never what was sent. Does not own limits that only hold
+once the prompt is in tokens (generation.py), except where the client sent tokens.
+"""
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.admission import estimate_tokens
+from blockyard.router.errors import ContextLengthExceeded, FieldViolation, InvalidRequest, UnknownModel
+from blockyard.router.model_facts import ModelFacts
+from blockyard.router.sampling import SamplingRequest, parse_sampling
+from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, TextPrompt, TokenPrompt
+
+MAX_MESSAGES = 1024
+ROLES = frozenset({"system", "user", "assistant"})
+MAX_NAME_CHARS = 128
+_NAME = re.compile(r"[A-Za-z0-9._:-]*")
+_NAME_RULE = f"[A-Za-z0-9._:-] with at most {MAX_NAME_CHARS} characters"
+
+PromptMessage = (
+    inference_pb2.GenerateRequest
+    | inference_pb2.TokenizeRequest
+    | cluster_pb2.LookupPrefixRequest
+    | cluster_pb2.ExplainPlacementRequest
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidGeneration:
+    request_id: str
+    prompt: PromptInput
+    estimated_tokens: int
+    """For admission, before anything is tokenised."""
+    sampling: SamplingRequest
+    cache_salt: str
+
+
+def valid_generation(
+    message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int
+) -> ValidGeneration:
+    """Raises InvalidRequest with every violation found, ContextLengthExceeded, UnknownModel."""
+    check_model(message, facts)
+    sampling, violations = parse_sampling(message.sampling, facts)
+    violations += _name_violations(message)
+    try:
+        prompt = valid_prompt(message, facts, max_model_len=max_model_len)
+    except InvalidRequest as invalid:
+        if not violations:
+            raise
+        raise _invalid([*invalid.violations, *violations]) from None
+    if violations:
+        raise _invalid(violations)
+    return ValidGeneration(
+        request_id=message.request_id if message.HasField("request_id") else f"req-{secrets.token_hex(12)}",
+        prompt=prompt,
+        estimated_tokens=prompt_estimate(prompt),
+        sampling=sampling,
+        cache_salt=message.cache_salt,
+    )
+
+
+def check_model(
+    message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
+    facts: ModelFacts,
+) -> None:
+    if message.HasField("model") and message.model != facts.name:
+        raise UnknownModel("model: not served here; ListModels says what is")
+
+
+def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:
+    """The prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded."""
+    match message.WhichOneof("input"):
+        case "prompt":
+            if not message.prompt:
+                raise InvalidRequest.of("prompt", "must not be empty")
+            return TextPrompt(message.prompt)
+        case "chat":
+            return _valid_chat(message.chat)
+        case "prompt_token_ids":
+            assert not isinstance(message, inference_pb2.TokenizeRequest), "it has no such field"
+            return _valid_token_ids(message.prompt_token_ids, facts, max_model_len)
+        case _:
+            raise InvalidRequest.of("input", "one of prompt, chat and prompt_token_ids is required")
+
+
+def valid_salt(message: cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest) -> str:
+    if not is_name(message.cache_salt):
+        raise InvalidRequest.of("cache_salt", f"must be {_NAME_RULE}")
+    return message.cache_salt
+
+
+def check_context(prompt_tokens: int, max_model_len: int) -> None:
+    """A prompt must leave room for one token."""
+    if prompt_tokens >= max_model_len:
+        raise ContextLengthExceeded(
+            f"input: {prompt_tokens} tokens do not fit a context of {max_model_len} that needs room for output",
+            violations=(FieldViolation(field="input", description=f"at most {max_model_len - 1} tokens"),),
+        )
+
+
+def check_detokenize(
+    message: inference_pb2.DetokenizeRequest, facts: ModelFacts, *, max_model_len: int
+) -> None:
+    """Raises InvalidRequest, UnknownModel."""
+    check_model(message, facts)
+    if len(message.token_ids) > max_model_len:
+        raise InvalidRequest.of("token_ids", f"at most {max_model_len} are allowed")
+    if message.token_ids and max(message.token_ids) >= facts.vocab_size:
+        raise InvalidRequest.of("token_ids", f"each must be below {facts.vocab_size}")
+
+
+def prompt_estimate(prompt: PromptInput) -> int:
+    """Tokens, guessed from bytes where they are not given."""
+    match prompt:
+        case TextPrompt(text):
+            return estimate_tokens(len(text.encode()))
+        case ChatPrompt(messages):
+            return estimate_tokens(sum(len(message.content.encode()) for message in messages))
+        case TokenPrompt(token_ids):
+            return len(token_ids)
+
+
+def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
+    if not chat.messages:
+        raise InvalidRequest.of("chat.messages", "must not be empty")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest.of("chat.messages", f"at most {MAX_MESSAGES} are allowed")
+    if any(message.role not in ROLES for message in chat.messages):
+        raise InvalidRequest.of("chat.messages.role", "must be system, user or assistant")
+    if all(message.role == "assistant" for message in chat.messages):
+        raise InvalidRequest.of("chat.messages", "needs a message that is not the assistant's")
+    return ChatPrompt([ChatMessage(message.role, message.content) for message in chat.messages])
+
+
+def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, max_model_len: int) -> TokenPrompt:
+    if not tokens.ids:
+        raise InvalidRequest.of("prompt_token_ids", "must not be empty")
+    # The length first: millions of ids are not even looked at.
+    check_context(len(tokens.ids), max_model_len)
+    if max(tokens.ids) >= facts.vocab_size:
+        raise InvalidRequest.of("prompt_token_ids", f"each must be below {facts.vocab_size}")
+    return TokenPrompt(list(tokens.ids))
+
+
+def _name_violations(message: inference_pb2.GenerateRequest) -> list[FieldViolation]:
+    violations = []
+    if message.HasField("request_id") and not (message.request_id and is_name(message.request_id)):
+        violations.append(FieldViolation(field="request_id", description=f"must be {_NAME_RULE}, not empty"))
+    if not is_name(message.cache_salt):
+        violations.append(FieldViolation(field="cache_salt", description=f"must be {_NAME_RULE}"))
+    return violations
+
+
+def is_name(text: str) -> bool:
+    """Fit for logs, metadata and Redis keys as it stands."""
+    return len(text) <= MAX_NAME_CHARS and _NAME.fullmatch(text) is not None
+
+
+def _invalid(violations: list[FieldViolation]) -> InvalidRequest:
+    fields = ", ".join(dict.fromkeys(violation.field for violation in violations))
+    first = violations[0]
+    text = f"{first.field}: {first.description}" if len(violations) == 1 else f"wrong fields: {fields}"
+    return InvalidRequest(text, violations=violations)

@@ -1,0 +1,330 @@
+"""Both clients against a real server: one body of tests, since both promise the same."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from blockyard.router.client import (
+    AbortedError,
+    AsyncClient,
+    Client,
+    Completion,
+    Delta,
+    FieldViolation,
+    InvalidRequestError,
+    LostTokensError,
+    NotFoundError,
+    OverloadedError,
+    ServerError,
+    TimedOutError,
+    UnavailableError,
+)
+from blockyard.router.client.retry import AddressRotation
+
+from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, serve
+
+
+class SyncDriver:
+    """Drives the blocking client from a thread, so that the server may live on the test's event loop."""
+
+    def __init__(self, addresses: str | list[str], **options: Any) -> None:
+        self.client = Client(addresses, **options)
+        # Which router comes first is drawn: a test that names two wants to know.
+        self.client._rotation = AddressRotation(self.client._config.addresses, start=0)
+
+    async def call(self, name: str, *positional: Any, **arguments: Any) -> Any:
+        return await asyncio.to_thread(getattr(self.client, name), *positional, **arguments)
+
+    async def collect(self, name: str, **arguments: Any) -> list[Any]:
+        return await asyncio.to_thread(lambda: list(getattr(self.client, name)(**arguments)))
+
+    async def take_one_and_close(self, **arguments: Any) -> Delta:
+        def take() -> Delta:
+            stream = self.client.stream(**arguments)
+            first = next(stream)
+            stream.close()
+            return first
+
+        return await asyncio.to_thread(take)
+
+    async def close(self) -> None:
+        self.client.close()
+
+
+class AsyncDriver:
+    def __init__(self, addresses: str | list[str], **options: Any) -> None:
+        self.client = AsyncClient(addresses, **options)
+        self.client._rotation = AddressRotation(self.client._config.addresses, start=0)
+
+    async def call(self, name: str, *positional: Any, **arguments: Any) -> Any:
+        return await getattr(self.client, name)(*positional, **arguments)
+
+    async def collect(self, name: str, **arguments: Any) -> list[Any]:
+        return [item async for item in getattr(self.client, name)(**arguments)]
+
+    async def take_one_and_close(self, **arguments: Any) -> Delta:
+        stream = self.client.stream(**arguments)
+        first = await anext(stream)
+        await stream.aclose()
+        return first
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+Driver = SyncDriver | AsyncDriver
+Connect = Callable[..., Driver]
+
+
+@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
+async def connect(request: pytest.FixtureRequest):
+    drivers: list[Driver] = []
+
+    def connect(addresses: str | list[str], **options: Any) -> Driver:
+        drivers.append(request.param(addresses, **options))
+        return drivers[-1]
+
+    yield connect
+    for driver in drivers:
+        await driver.close()
+
+
+async def test_a_stream_is_deltas_and_then_how_it_ended(connect: Connect, address: str) -> None:
+    deltas = await connect(address).collect("stream", prompt="x")
+    assert [d.text for d in deltas] == ["Hel", "", "lo", ""]
+    assert [d.token_offset for d in deltas] == [0, 2, 3, 4]
+    assert [d.finish is None for d in deltas] == [True, True, True, False]
+
+
+async def test_generate_is_the_whole_stream(connect: Connect, address: str) -> None:
+    whole = await connect(address).call("generate", "x")
+    assert isinstance(whole, Completion)
+    assert (whole.request_id, whole.text, whole.token_ids) == ("r", "Hello", (1, 2, 3, 4))
+    finish = whole.finish
+    assert (finish.reason, finish.stop_reason, finish.seed, finish.worker_id) == ("stop", "\n", -3, "w1")
+    assert (finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens) == (7, 4, 4)
+    assert (finish.time_to_first_token_seconds, finish.total_seconds) == (0.25, 0.5)
+
+
+async def test_arguments_and_token_reach_the_server(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    driver = connect(address, token="secret")
+    await driver.call(
+        "generate",
+        messages=[{"role": "user", "content": "hi"}],
+        temperature=0.0,
+        top_k=None,
+        seed=-5,
+        stop="end",
+        stop_token_ids=[9],
+        ignore_eos=False,
+        request_id="mine",
+        cache_salt="s",
+    )
+    (request,) = router.requests
+    assert request.chat.messages[0].content == "hi"
+    sampling = request.sampling
+    assert (sampling.HasField("temperature"), sampling.temperature) == (True, 0.0)
+    assert (sampling.HasField("ignore_eos"), sampling.HasField("top_k")) == (True, False)
+    assert (sampling.seed, list(sampling.stop), list(sampling.stop_token_ids)) == (-5, ["end"], [9])
+    assert (request.request_id, request.cache_salt, request.HasField("model")) == ("mine", "s", False)
+    assert router.metadata["authorization"] == "Bearer secret"
+
+
+async def test_the_other_calls_return_plain_values(connect: Connect, address: str) -> None:
+    driver = connect(address)
+    assert await driver.call("tokenize", messages=[{"role": "user", "content": "abc"}]) == [3]
+    assert await driver.call("detokenize", [4, 5]) == "4,5"
+    assert [model.id for model in await driver.call("list_models")] == ["demo"]
+    assert (await driver.call("cluster_info")).workers_ready == 2
+    assert [worker.worker_id for worker in await driver.call("list_workers")] == ["w1"]
+    assert [len(workers) for workers in await driver.collect("watch_workers")] == [1, 2]
+    assert (await driver.call("block_pool", "w9")).worker_id == "w9"
+    assert [block.block_id for block in await driver.call("list_blocks", "w1")] == [0, 1, 2, 3, 4, 5]
+    assert (await driver.call("lookup_prefix", prompt_token_ids=[1, 2])).prompt_tokens == 2
+    assert (await driver.call("explain_placement", "x", cache_salt="s")).chosen_worker_id == "s"
+    assert [request.request_id for request in await driver.call("list_requests")] == ["r"]
+
+
+async def test_a_dead_router_is_left_for_the_next(connect: Connect, dead_address: str, address: str) -> None:
+    driver = connect([dead_address, address])
+    assert (await driver.call("generate", "x")).text == "Hello"
+    assert driver.client._rotation.current == address
+    assert (await driver.call("cluster_info")).cluster == "test"
+
+
+async def test_without_retries_the_first_failure_is_final(
+    connect: Connect, dead_address: str, address: str
+) -> None:
+    driver = connect([dead_address, address], retries=0)
+    with pytest.raises(UnavailableError):
+        await driver.call("generate", "x")
+    assert (await driver.call("generate", "x")).text == "Hello"
+
+
+async def test_a_stream_that_began_is_never_retried(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [(GOOD_SCRIPT[0], Fail(code=grpc.StatusCode.UNAVAILABLE)), GOOD_SCRIPT]
+    with pytest.raises(UnavailableError):
+        await connect(address).call("generate", "x")
+    assert len(router.requests) == 1
+
+
+async def test_retry_info_is_waited_for(connect: Connect, router: ScriptedRouter, address: str) -> None:
+    router.scripts = [(Fail(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_seconds=0.3),), GOOD_SCRIPT]
+    assert (await connect(address).call("generate", "x")).text == "Hello"
+    first, second = router.arrived_at
+    assert 0.3 <= second - first < 2
+
+
+async def test_exhaustion_without_retry_info_is_final(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [(Fail(code=grpc.StatusCode.RESOURCE_EXHAUSTED),), GOOD_SCRIPT]
+    with pytest.raises(OverloadedError) as failure:
+        await connect(address).call("generate", "x")
+    assert failure.value.retry_delay_seconds is None
+    assert len(router.requests) == 1
+
+
+async def test_a_retry_that_cannot_make_the_deadline_is_not_waited_for(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [(Fail(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_seconds=60),)]
+    begun = time.monotonic()
+    with pytest.raises(OverloadedError) as failure:
+        await connect(address).call("generate", "x", timeout_seconds=5)
+    assert failure.value.retry_delay_seconds == 60
+    assert time.monotonic() - begun < 4
+
+
+async def test_retries_are_counted(connect: Connect, router: ScriptedRouter, address: str) -> None:
+    router.scripts = [(Fail(code=grpc.StatusCode.UNAVAILABLE),)]
+    with pytest.raises(UnavailableError):
+        await connect(address, retries=2).call("generate", "x")
+    assert len(router.requests) == 3
+
+
+async def test_a_deadline_ends_a_silent_stream(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [(GOOD_SCRIPT[0], Hang())]
+    with pytest.raises(TimedOutError):
+        await connect(address).call("generate", "x", timeout_seconds=0.5)
+    await asyncio.wait_for(router.cancelled.wait(), 5)
+
+
+async def test_closing_a_stream_cancels_it_on_the_server(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [(GOOD_SCRIPT[0], Hang())]
+    first = await connect(address).take_one_and_close(prompt="x")
+    assert first.text == "Hel"
+    await asyncio.wait_for(router.cancelled.wait(), 5)
+
+
+async def test_cancelling_the_task_cancels_the_request(router: ScriptedRouter, address: str) -> None:
+    router.scripts = [(GOOD_SCRIPT[0], Hang())]
+    async with AsyncClient(address) as client:
+        running = asyncio.create_task(client.generate("x"))
+        await asyncio.wait_for(router.arrived.wait(), 5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await asyncio.wait_for(router.cancelled.wait(), 5)
+
+
+LOSSY_SCRIPTS = {
+    "gap": (delta("a", [1], 0), delta("c", [3], 2), last(2)),
+    "doubled": (delta("a", [1], 0), delta("a", [1], 0), last(2)),
+    "late start": (delta("b", [2], 1), last(1)),
+    "short": (delta("a", [1], 0), last(2)),
+    "cut off": (delta("a", [1], 0),),
+    "empty": (),
+    "goes on": (delta("a", [1], 0), last(1), delta("b", [2], 1)),
+}
+
+
+@pytest.mark.parametrize("script", LOSSY_SCRIPTS.values(), ids=LOSSY_SCRIPTS)
+async def test_a_lost_or_doubled_token_is_an_error(
+    connect: Connect, router: ScriptedRouter, address: str, script: tuple
+) -> None:
+    router.scripts = [script]
+    with pytest.raises(LostTokensError):
+        await connect(address).call("generate", "x")
+
+
+ERRORS = [
+    (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequestError),
+    (grpc.StatusCode.NOT_FOUND, NotFoundError),
+    (grpc.StatusCode.ABORTED, AbortedError),
+    (grpc.StatusCode.INTERNAL, ServerError),
+]
+
+
+@pytest.mark.parametrize(("code", "kind"), ERRORS)
+async def test_an_error_tells_code_reason_and_fields(
+    connect: Connect, router: ScriptedRouter, address: str, code: grpc.StatusCode, kind: type
+) -> None:
+    router.scripts = [
+        (Fail(code=code, reason="TOP_P_RANGE", violations=(("sampling.top_p", "must be in (0, 1]"),)),)
+    ]
+    with pytest.raises(kind, match="as scripted") as failure:
+        await connect(address).call("generate", "x")
+    assert (failure.value.code, failure.value.reason) == (code, "TOP_P_RANGE")
+    violation = FieldViolation(field="sampling.top_p", description="must be in (0, 1]")
+    assert failure.value.field_violations == (violation,)
+    assert len(router.requests) == 1
+
+
+async def test_abort_finds_the_router_that_holds_the_request(connect: Connect) -> None:
+    here, there = ScriptedRouter(), ScriptedRouter(holds_request="r")
+    async with serve(here) as first, serve(there) as second:
+        driver = connect([first, second])
+        await driver.call("abort", "r")
+        assert (here.aborted, there.aborted) == (["r"], ["r"])
+        with pytest.raises(NotFoundError) as failure:
+            await driver.call("abort", "other")
+        assert failure.value.reason == "NO_SUCH_REQUEST"
+
+
+async def test_abort_is_unsure_where_a_router_is_silent(
+    connect: Connect, dead_address: str, address: str
+) -> None:
+    with pytest.raises(UnavailableError):
+        await connect([address, dead_address]).call("abort", "other")
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_a_mistake_is_found_before_anything_is_sent(kind: type) -> None:
+    for bad in ({"addresses": []}, {"addresses": "a,,b"}, {"addresses": "a", "retries": -1}):
+        with pytest.raises(ValueError, match=r"address|retries"):
+            kind(**bad)
+    for timeout_seconds in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="timeout_seconds"):
+            kind("a", timeout_seconds=timeout_seconds)
+    client = kind("127.0.0.1:1")
+    with pytest.raises(ValueError, match="timeout_seconds"):
+        client.stream("x", timeout_seconds=0)
+    with pytest.raises(ValueError, match="exactly one"):
+        client.stream()
+    with pytest.raises(ValueError, match="exactly one"):
+        client.stream("x", prompt_token_ids=[1])
+    with pytest.raises(TypeError, match="unknown arguments: tempreature"):
+        client.stream("x", tempreature=1)
+
+
+def test_the_client_imports_no_heavy_package() -> None:
+    program = (
+        "import sys, blockyard.router.client\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'numpy', 'redis') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,253 @@
+"""What every PrefixIndex promises: one suite for the Redis product and its twin."""
+
+import pytest
+from blockyard.proto.prefix_index import (
+    FIRST_SEQUENCE,
+    ApplyResult,
+    Batch,
+    Berth,
+    ErrorKind,
+    Holder,
+    Incarnation,
+    PrefixIndexError,
+    RenewResult,
+    WorkerId,
+)
+
+from .harness import IndexHarness, chain, free_of, purge_all, record
+
+LEASE_SECONDS = 60.0
+
+
+def first(*added: bytes) -> Batch:
+    return Batch(sequence=FIRST_SEQUENCE, added=added)
+
+
+async def join(harness: IndexHarness, worker_id: str, *added: bytes, incarnation: str = "1") -> Berth:
+    berth = await harness.index.register(record(worker_id, incarnation), lease_seconds=LEASE_SECONDS)
+    assert await harness.index.apply(berth, first(*added)) is ApplyResult.OK
+    return berth
+
+
+async def depths(harness: IndexHarness, names: tuple[bytes, ...]) -> dict[str, int]:
+    return {holder.worker_id: holder.depth for holder in await harness.index.lookup(names)}
+
+
+async def test_an_empty_index_and_an_empty_chain_have_no_holders(harness: IndexHarness) -> None:
+    assert await harness.index.lookup(chain(5)) == []
+    await join(harness, "a", *chain(5))
+    assert await harness.index.lookup(()) == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 8, 9, 63, 450])
+async def test_lookup_finds_each_depth_of_a_chain(harness: IndexHarness, length: int) -> None:
+    names = chain(length)
+    expected = {f"w{depth}": depth for depth in {1, length // 2, length - 1, length} - {0}}
+    for worker_id, depth in expected.items():
+        await join(harness, worker_id, *names[:depth])
+    await join(harness, "elsewhere", *chain(3, "other"))
+    assert await depths(harness, names) == expected
+
+
+async def test_lookup_tells_many_holders_apart(harness: IndexHarness) -> None:
+    names = chain(100)
+    for number in range(1, 41):
+        await join(harness, f"w{number}", *names[: number * 2])
+    assert await depths(harness, names) == {f"w{number}": number * 2 for number in range(1, 41)}
+    assert await depths(harness, names[:10]) == {f"w{n}": min(n * 2, 10) for n in range(1, 41)}
+
+
+async def test_a_holder_carries_its_incarnation(harness: IndexHarness) -> None:
+    await join(harness, "a", *chain(2), incarnation="life-7")
+    assert await harness.index.lookup(chain(3)) == [
+        Holder(worker_id=WorkerId("a"), incarnation=Incarnation("life-7"), depth=2)
+    ]
+
+
+async def test_removals_come_before_additions_in_one_batch(harness: IndexHarness) -> None:
+    names, berth = chain(4), await join(harness, "a", *chain(4))
+    both = Batch(sequence=2, removed=(names[3], names[2]), added=(names[2],))
+    assert await harness.index.apply(berth, both) is ApplyResult.OK
+    assert await depths(harness, names) == {"a": 3}
+
+
+async def test_removing_a_name_leaves_it_to_the_others(harness: IndexHarness) -> None:
+    names, berth = chain(3), await join(harness, "b", *chain(3))
+    await join(harness, "a", *names)
+    await join(harness, "c", *names)
+    await harness.index.apply(berth, Batch(sequence=2, removed=tuple(reversed(names))))
+    assert await depths(harness, names) == {"a": 3, "c": 3}
+
+
+async def test_a_name_that_nobody_holds_any_more_takes_no_memory(harness: IndexHarness) -> None:
+    names, berth = chain(9), await join(harness, "a", *chain(9))
+    await harness.index.apply(berth, Batch(sequence=2, removed=tuple(reversed(names[4:]))))
+    assert await harness.num_entries() == 4
+
+
+async def test_a_duplicate_is_dropped_and_a_gap_is_refused(harness: IndexHarness) -> None:
+    names, berth = chain(4), await join(harness, "a", *chain(2))
+    assert await harness.index.apply(berth, first(*names)) is ApplyResult.DUPLICATE
+    assert await harness.index.apply(berth, Batch(sequence=3, added=names)) is ApplyResult.GAP
+    assert await depths(harness, names) == {"a": 2}
+    assert await harness.index.apply(berth, Batch(sequence=2, added=names[2:])) is ApplyResult.OK
+    assert await depths(harness, names) == {"a": 4}
+
+
+async def test_a_foreign_epoch_can_neither_write_nor_renew_nor_retire(harness: IndexHarness) -> None:
+    names, berth = chain(2), await join(harness, "a", *chain(2))
+    forged = Berth(number=berth.number, epoch=berth.epoch ^ 1)
+    assert await harness.index.apply(forged, Batch(sequence=2, removed=names)) is ApplyResult.UNKNOWN
+    assert await harness.index.renew(forged, lease_seconds=LEASE_SECONDS) is RenewResult.UNKNOWN
+    await harness.index.retire(forged)
+    assert await depths(harness, names) == {"a": 2}
+
+
+async def test_a_lapsed_lease_hides_a_worker_and_a_renewal_brings_it_back(harness: IndexHarness) -> None:
+    names, berth = chain(2), await join(harness, "a", *chain(2))
+    await harness.advance(LEASE_SECONDS + 1)
+    assert await depths(harness, names) == {}
+    assert await harness.index.directory() == []
+    assert await harness.index.renew(berth, lease_seconds=LEASE_SECONDS) is RenewResult.OK
+    assert await depths(harness, names) == {"a": 2}
+
+
+async def test_holes_of_the_dead_do_not_spoil_the_depths_of_the_living(harness: IndexHarness) -> None:
+    names = chain(64)
+    await join(harness, "dead", *names[::3])
+    await harness.advance(LEASE_SECONDS + 1)
+    for number in (5, 20, 64):
+        await join(harness, f"w{number}", *names[:number])
+    assert await depths(harness, names) == {"w5": 5, "w20": 20, "w64": 64}
+
+
+async def test_a_renewal_sees_that_confirmed_batches_were_forgotten(harness: IndexHarness) -> None:
+    berth = await join(harness, "a", *chain(2))
+    for applied, expected in ((0, RenewResult.OK), (1, RenewResult.OK), (2, RenewResult.UNKNOWN)):
+        result = await harness.index.renew(berth, lease_seconds=LEASE_SECONDS, applied_sequence=applied)
+        assert result is expected
+
+
+async def test_a_retired_worker_is_gone_at_once_and_its_late_writes_are_refused(
+    harness: IndexHarness,
+) -> None:
+    names, berth = chain(3), await join(harness, "a", *chain(2))
+    await harness.index.retire(berth)
+    assert await depths(harness, names) == {}
+    assert await harness.index.directory() == []
+    assert await harness.index.apply(berth, Batch(sequence=2, added=names[2:])) is ApplyResult.UNKNOWN
+    assert await harness.index.renew(berth, lease_seconds=LEASE_SECONDS) is RenewResult.UNKNOWN
+    assert free_of(await purge_all(harness.index)) == {berth.number}
+    assert await harness.num_entries() == 0
+
+
+async def test_registering_again_supersedes_the_same_incarnation_alone(harness: IndexHarness) -> None:
+    names, old = chain(2), await join(harness, "a", *chain(2))
+    await join(harness, "a", names[0], incarnation="2")
+    new = await join(harness, "a", names[0])
+    assert new.number != old.number
+    assert await harness.index.apply(old, Batch(sequence=2, removed=names)) is ApplyResult.UNKNOWN
+    holders = sorted((holder.incarnation, holder.depth) for holder in await harness.index.lookup(names))
+    assert holders == [("1", 1), ("2", 1)]
+
+
+async def test_the_directory_returns_live_records_as_registered(harness: IndexHarness) -> None:
+    await join(harness, "gone")
+    await harness.advance(LEASE_SECONDS + 1)
+    await join(harness, "a")
+    await join(harness, "b")
+    found = sorted(await harness.index.directory(), key=lambda entry: entry.worker_id)
+    assert found == [record("a"), record("b")]
+
+
+async def test_the_purge_waits_for_two_leases_of_service_after_the_lease(harness: IndexHarness) -> None:
+    dead = await join(harness, "dead", *chain(3))
+    alive = await join(harness, "alive", *chain(2))
+    for _ in range(6):
+        assert free_of(await purge_all(harness.index)) == set()
+        assert await harness.num_entries() == 3
+        await harness.advance(LEASE_SECONDS / 2)
+        await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
+    assert free_of(await purge_all(harness.index)) == {dead.number}
+    assert await harness.num_entries() == 2
+    assert await depths(harness, chain(3)) == {"alive": 2}
+    assert await harness.index.apply(dead, Batch(sequence=2)) is ApplyResult.UNKNOWN
+
+
+async def test_after_an_outage_nothing_is_purged_and_everyone_may_come_back(harness: IndexHarness) -> None:
+    names = chain(3)
+    slow, quick = await join(harness, "slow", *names), await join(harness, "quick", *names)
+    await harness.advance(20 * LEASE_SECONDS)
+    assert free_of(await purge_all(harness.index)) == set()
+    await harness.index.renew(quick, lease_seconds=LEASE_SECONDS)
+    await harness.advance(LEASE_SECONDS * 0.9)
+    assert free_of(await purge_all(harness.index)) == set()
+    assert await harness.index.renew(slow, lease_seconds=LEASE_SECONDS) is RenewResult.OK
+    assert await depths(harness, names) == {"quick": 3, "slow": 3}
+
+
+async def test_a_purged_number_is_used_again_under_another_epoch(harness: IndexHarness) -> None:
+    old = await join(harness, "old", *chain(4))
+    await harness.index.retire(old)
+    await purge_all(harness.index)
+    new = await join(harness, "new", *chain(1))
+    assert new.number == old.number
+    assert new.epoch != old.epoch
+    assert await depths(harness, chain(4)) == {"new": 1}
+
+
+async def test_a_number_is_not_reused_while_the_walk_that_strikes_it_out_is_under_way(
+    harness: IndexHarness,
+) -> None:
+    old = await join(harness, "old", *chain(40))
+    await harness.index.retire(old)
+    assert (await harness.index.purge(slice_buckets=64)).active
+    newcomer = await join(harness, "new", *chain(40))
+    assert newcomer.number != old.number
+    assert free_of(await purge_all(harness.index)) == {old.number}
+    assert await depths(harness, chain(40)) == {"new": 40}
+
+
+async def test_a_zombie_cannot_write_while_the_walk_that_strikes_it_out_is_under_way(
+    harness: IndexHarness,
+) -> None:
+    zombie, alive = await join(harness, "zombie", *chain(9)), await join(harness, "alive")
+    for _ in range(7):
+        await harness.advance(LEASE_SECONDS / 2)
+        await harness.index.renew(alive, lease_seconds=LEASE_SECONDS)
+    assert (await harness.index.purge(slice_buckets=4000)).active
+    assert await harness.index.renew(zombie, lease_seconds=LEASE_SECONDS) is RenewResult.UNKNOWN
+    late = Batch(sequence=2, added=chain(300, "late"))
+    assert await harness.index.apply(zombie, late) is ApplyResult.UNKNOWN
+    await purge_all(harness.index)
+    assert await harness.num_entries() == 0
+
+
+async def test_churn_leaves_neither_entries_nor_berths_behind(harness: IndexHarness) -> None:
+    numbers = set()
+    for life in range(20):
+        berth = await join(harness, "w", *chain(30, f"life-{life}"), incarnation=str(life))
+        numbers.add(berth.number)
+        await harness.index.retire(berth)
+        await purge_all(harness.index)
+    assert len(numbers) == 1
+    assert await harness.num_entries() == 0
+
+
+async def test_registering_beyond_the_last_berth_is_refused_with_a_reason(harness: IndexHarness) -> None:
+    index = harness.limited(2)
+    for worker_id in ("a", "b"):
+        await index.register(record(worker_id), lease_seconds=LEASE_SECONDS)
+    with pytest.raises(PrefixIndexError, match=r"all 2 berths are taken.*c is not in the index") as caught:
+        await index.register(record("c"), lease_seconds=LEASE_SECONDS)
+    assert caught.value.kind is ErrorKind.BERTHS_EXHAUSTED
+
+
+async def test_after_a_flush_old_berths_are_unknown_and_new_ones_start_empty(harness: IndexHarness) -> None:
+    old = await join(harness, "a", *chain(3))
+    await harness.flush()
+    assert await harness.index.renew(old, lease_seconds=LEASE_SECONDS) is RenewResult.UNKNOWN
+    new = await join(harness, "b", *chain(1))
+    assert new.number == old.number
+    assert await harness.index.apply(old, Batch(sequence=2, added=chain(3))) is ApplyResult.UNKNOWN
+    assert await depths(harness, chain(3)) == {"b": 1}

@@ -1,0 +1,287 @@
+"""The index equals a brute force over the workers' true caches, whatever happens to workers and Redis.
+
+Many histories run against the twin, fewer against a real Redis. Time is the harness's: a lease of 60 s
+lapses when the machine says so.
+"""
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from blockyard.deploy.redis_server import RedisProcess
+from blockyard.proto.prefix_index import ApplyResult, Batch, Berth, RenewResult
+from blockyard.proto.redis_prefix_index import connect
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from .harness import IndexHarness, RedisHarness, TwinHarness, free_of, purge_all, record
+from .truth import ALL_CHAINS, Cache, Path, brute_force, name_of, seeded_change
+
+LEASE_SECONDS = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """One incarnation, its true cache, and what the index should believe of it."""
+
+    worker_id: str
+    incarnation: str
+    berth: Berth
+    cache: Cache = field(default_factory=Cache)
+    published: set[Path] = field(default_factory=set)
+    last_batch: Batch = field(default_factory=lambda: Batch(sequence=0))
+    deadline: float = 0.0
+    is_running: bool = True
+    is_refused: bool = False
+    """Superseded, retired, flushed or purged: every later write must come back UNKNOWN."""
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Abstract: the subclasses say where the index lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.lives: list[Life] = []
+        self.now = 0.0
+        self.num_started = 0
+
+    def make_harness(self) -> IndexHarness:
+        raise NotImplementedError
+
+    @initialize()
+    def open(self) -> None:
+        self.harness = self.make_harness()
+        self.index = self.harness.index
+
+    def teardown(self) -> None:
+        self.runner.close()
+
+    def run(self, call: Any) -> Any:
+        return self.runner.run(call)
+
+    def running(self) -> list[Life]:
+        return [life for life in self.lives if life.is_running]
+
+    def pick(self, number: int) -> Life:
+        candidates = self.running()
+        return candidates[number % len(candidates)]
+
+    @rule(worker=st.integers(0, 3))
+    def start(self, worker: int) -> None:
+        """Also a restart: the earlier life, if any, dies without a word."""
+        for life in self.running():
+            if life.worker_id == f"w{worker}":
+                life.is_running = False
+        self.num_started += 1
+        life = Life(worker_id=f"w{worker}", incarnation=str(self.num_started), berth=Berth(number=0, epoch=0))
+        self.lives.append(life)
+        self.register(life)
+
+    def register(self, life: Life) -> None:
+        life.berth = self.run(
+            self.index.register(record(life.worker_id, life.incarnation), lease_seconds=LEASE_SECONDS)
+        )
+        life.deadline = self.now + LEASE_SECONDS
+        life.published, life.is_refused = set(), False
+        life.last_batch = Batch(sequence=0)
+
+    @precondition(lambda self: self.running())
+    @rule(which=st.integers(0, 3), seed=st.integers(0, 2**16))
+    def step_of_the_engine(self, which: int, seed: int) -> None:
+        """Some blocks stored, some evicted, then one batch of the net difference."""
+        life = self.pick(which)
+        seeded_change(life.cache, seed)
+        self.publish(life)
+
+    def publish(self, life: Life) -> None:
+        truth = set(life.cache.paths)
+        removed = tuple(name_of(path) for path in sorted(life.published - truth, key=len, reverse=True))
+        added = tuple(name_of(path) for path in sorted(truth - life.published, key=len))
+        batch = Batch(sequence=life.last_batch.sequence + 1, removed=removed, added=added)
+        result = self.run(self.index.apply(life.berth, batch))
+        if self.must_resync(life, result is ApplyResult.UNKNOWN):
+            self.resync(life)
+            return
+        assert result is ApplyResult.OK
+        life.last_batch, life.published = batch, truth
+
+    def must_resync(self, life: Life, is_unknown: bool) -> bool:
+        """A live berth is never refused, a refused one never comes back; a lapsed one may go either way."""
+        if life.is_refused:
+            assert is_unknown
+        if self.now < life.deadline and not life.is_refused:
+            assert not is_unknown
+        return is_unknown
+
+    def resync(self, life: Life) -> None:
+        self.register(life)
+        self.publish(life)
+
+    @precondition(lambda self: self.running())
+    @rule(which=st.integers(0, 3))
+    def replay(self, which: int) -> None:
+        life = self.pick(which)
+        if life.last_batch.sequence:
+            result = self.run(self.index.apply(life.berth, life.last_batch))
+            expected = ApplyResult.DUPLICATE
+            assert result in (expected, ApplyResult.UNKNOWN)
+            if self.must_resync(life, result is ApplyResult.UNKNOWN):
+                self.resync(life)
+
+    @precondition(lambda self: self.running())
+    @rule(which=st.integers(0, 3), seed=st.integers(0, 2**16))
+    def lose_a_batch(self, which: int, seed: int) -> None:
+        """The batch after it finds a gap: a new berth and a snapshot."""
+        life = self.pick(which)
+        seeded_change(life.cache, seed)
+        after = Batch(sequence=life.last_batch.sequence + 2, added=(name_of((9, 9)),))
+        result = self.run(self.index.apply(life.berth, after))
+        assert result in (ApplyResult.GAP, ApplyResult.UNKNOWN)
+        self.must_resync(life, result is ApplyResult.UNKNOWN)
+        self.resync(life)
+
+    @rule(seconds=st.sampled_from([1.0, 25.0, 61.0, 200.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.run(self.harness.advance(seconds))
+
+    @rule()
+    def everyone_renews(self) -> None:
+        for life in self.running():
+            result = self.run(
+                self.index.renew(
+                    life.berth, lease_seconds=LEASE_SECONDS, applied_sequence=life.last_batch.sequence
+                )
+            )
+            if self.must_resync(life, result is RenewResult.UNKNOWN):
+                self.resync(life)
+            life.deadline = self.now + LEASE_SECONDS
+
+    @precondition(lambda self: self.running())
+    @rule(which=st.integers(0, 3))
+    def crash(self, which: int) -> None:
+        self.pick(which).is_running = False
+
+    @precondition(lambda self: self.running())
+    @rule(which=st.integers(0, 3))
+    def retire(self, which: int) -> None:
+        life = self.pick(which)
+        self.run(self.index.retire(life.berth))
+        life.is_running, life.is_refused, life.published = False, True, set()
+
+    @precondition(lambda self: self.lives)
+    @rule(which=st.integers(0, 20), seed=st.integers(0, 2**16))
+    def zombie_writes(self, which: int, seed: int) -> None:
+        """A life thought dead goes on writing: it counts while its lease does, and never once purged."""
+        dead = [life for life in self.lives if not life.is_running]
+        if not dead:
+            return
+        life = dead[which % len(dead)]
+        seeded_change(life.cache, seed)
+        truth = set(life.cache.paths)
+        removed = tuple(name_of(path) for path in sorted(life.published - truth, key=len, reverse=True))
+        added = tuple(name_of(path) for path in sorted(truth - life.published, key=len))
+        batch = Batch(sequence=life.last_batch.sequence + 1, removed=removed, added=added)
+        result = self.run(self.index.apply(life.berth, batch))
+        if self.must_resync(life, result is ApplyResult.UNKNOWN):
+            life.is_refused, life.published = True, set()
+        else:
+            life.last_batch, life.published = batch, truth
+
+    @rule()
+    def flush_everything(self) -> None:
+        self.run(self.harness.flush())
+        for life in self.lives:
+            life.is_refused, life.published = True, set()
+
+    @rule(slice_buckets=st.sampled_from([64, 1000, 4096]))
+    def purge_a_slice(self, slice_buckets: int) -> None:
+        freed = self.run(self.index.purge(slice_buckets=slice_buckets)).freed
+        self.check_freed(set(freed))
+
+    def check_freed(self, freed: set[int]) -> None:
+        """Only the numbers of the lapsed and the refused are freed."""
+        for life in self.lives:
+            if life.berth.number in freed and not life.is_refused:
+                assert self.now >= life.deadline + 2 * LEASE_SECONDS
+                life.is_refused, life.published = True, set()
+
+    @invariant()
+    def lookups_equal_the_brute_force(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        live = {
+            (life.worker_id, life.incarnation): life.published
+            for life in self.lives
+            if self.now < life.deadline and not life.is_refused
+        }
+        for path in ALL_CHAINS[:: max(1, len(ALL_CHAINS) // 6)]:
+            names = [name_of(path[: depth + 1]) for depth in range(len(path))]
+            found = self.run(self.index.lookup(names))
+            assert len({(holder.worker_id, holder.incarnation) for holder in found}) == len(found)
+            depths = {(holder.worker_id, holder.incarnation): holder.depth for holder in found}
+            assert depths == brute_force(live, path)
+
+    @rule()
+    def settle(self) -> None:
+        """Once the dead are purged, exactly the blocks of the living are stored: memory does not leak."""
+        for _ in range(4):
+            self.everyone_renews()
+            self.pass_time(50.0)
+        self.everyone_renews()
+        for life in self.running():
+            self.publish(life)
+        for _ in range(2):
+            self.check_freed(free_of(self.run(purge_all(self.index))))
+        if self.running():
+            living = {path for life in self.running() for path in life.published}
+            assert self.run(self.harness.num_entries()) == len(living)
+
+
+class TwinMachine(IndexMachine):
+    def make_harness(self) -> IndexHarness:
+        return TwinHarness()
+
+
+@pytest.fixture
+def redis_machine(redis_process: RedisProcess) -> type[IndexMachine]:
+    class RedisMachine(IndexMachine):
+        def make_harness(self) -> IndexHarness:
+            self.client = connect(redis_process.url, timeout_seconds=5.0)
+            return RedisHarness(self.client, cluster=f"property-{uuid.uuid4().hex}")
+
+        def teardown(self) -> None:
+            if hasattr(self, "client"):
+                self.run(self.client.aclose())
+            super().teardown()
+
+    return RedisMachine
+
+
+def budget(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+
+
+def test_the_twin_equals_the_brute_force_through_any_history() -> None:
+    run_state_machine_as_test(TwinMachine, settings=budget(150))
+
+
+def test_redis_equals_the_brute_force_through_any_history(redis_machine: type[IndexMachine]) -> None:
+    run_state_machine_as_test(redis_machine, settings=budget(25))

@@ -1,0 +1,139 @@
+"""The router's look-up never raises, never waits long, and finds its way back."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from blockyard.deploy.redis_server import start_private_redis
+from blockyard.proto.prefix_index import FIRST_SEQUENCE, Batch, ErrorKind, Holder, Incarnation, WorkerId
+from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.router.prefix_index import BreakerState, LookupResult, PrefixLookup, PrefixLookupConfig
+
+from .harness import chain, record
+
+KNOWN = {WorkerId("a"): Incarnation("1"), WorkerId("b"): Incarnation("1")}
+UNAVAILABLE = LookupResult(available=False)
+
+
+async def twin_with_blocks() -> TwinPrefixIndex:
+    index = TwinPrefixIndex(lambda: 0.0)
+    for worker_id, incarnation, depth in (("a", "1", 4), ("b", "0", 9), ("b", "1", 2), ("stranger", "1", 9)):
+        berth = await index.register(record(worker_id, incarnation), lease_seconds=60)
+        await index.apply(berth, Batch(sequence=FIRST_SEQUENCE, added=chain(depth)))
+    return index
+
+
+async def test_only_the_incarnations_the_router_knows_count() -> None:
+    lookup = PrefixLookup(await twin_with_blocks())
+    assert await lookup.lookup(chain(9), KNOWN) == LookupResult(
+        depth_by_worker={WorkerId("a"): 4, WorkerId("b"): 2}, available=True
+    )
+
+
+async def test_nothing_to_ask_asks_nothing() -> None:
+    lookup = PrefixLookup(await twin_with_blocks())
+    assert await lookup.lookup((), KNOWN) == LookupResult(available=True)
+    assert await lookup.lookup(chain(9), {}) == LookupResult(available=True)
+    assert lookup.num_lookups == 0
+
+
+async def test_the_breaker_opens_after_failures_in_a_row_probes_once_and_closes() -> None:
+    index, now = await twin_with_blocks(), 0.0
+    config = PrefixLookupConfig(failures_to_open=3, open_seconds=10.0)
+    lookup = PrefixLookup(index, config=config, clock=lambda: now)
+    index.available = False
+    for _ in range(5):
+        assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
+    assert (lookup.num_lookups, lookup.num_skipped) == (3, 2)
+    assert lookup.errors == {ErrorKind.CONNECTION: 3}
+    now = 10.0
+    assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
+    assert lookup.breaker_state.name == "OPEN"
+    index.available, now = True, 19.0
+    assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
+    now = 20.0
+    assert (await lookup.lookup(chain(9), KNOWN)).available
+    assert lookup.breaker_state is BreakerState.CLOSED
+    assert lookup.num_lookups == 5
+
+
+async def test_failures_that_are_not_in_a_row_leave_the_breaker_closed() -> None:
+    index = await twin_with_blocks()
+    lookup = PrefixLookup(index, config=PrefixLookupConfig(failures_to_open=2))
+    for attempt in range(8):
+        index.available = attempt % 2 == 0
+        await lookup.lookup(chain(9), KNOWN)
+    assert lookup.breaker_state is BreakerState.CLOSED
+
+
+class _StoppedIndex(TwinPrefixIndex):
+    """Answers only once `resume` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0.0)
+        self.resume = asyncio.Event()
+
+    async def lookup(self, names: object) -> list[Holder]:
+        await self.resume.wait()
+        return []
+
+
+async def test_while_one_request_probes_the_others_go_without() -> None:
+    index, now = _StoppedIndex(), 0.0
+    config = PrefixLookupConfig(timeout_seconds=0.5, failures_to_open=1, open_seconds=1.0)
+    lookup = PrefixLookup(index, config=config, clock=lambda: now)
+    lookup._breaker.failed(now)
+    now = 1.0
+    probe = asyncio.create_task(lookup.lookup(chain(9), KNOWN))
+    await asyncio.sleep(0)
+    assert lookup.breaker_state is BreakerState.HALF_OPEN
+    assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
+    index.resume.set()
+    assert (await probe).available
+
+
+async def test_a_cancelled_probe_lets_the_next_request_probe() -> None:
+    index, now = _StoppedIndex(), 0.0
+    config = PrefixLookupConfig(timeout_seconds=5, failures_to_open=1, open_seconds=1.0)
+    lookup = PrefixLookup(index, config=config, clock=lambda: now)
+    lookup._breaker.failed(now)
+    now = 1.0
+    probe = asyncio.create_task(lookup.lookup(chain(9), KNOWN))
+    await asyncio.sleep(0)
+    probe.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await probe
+    index.resume.set()
+    assert (await lookup.lookup(chain(9), KNOWN)).available
+
+
+async def test_a_stopped_redis_costs_a_request_no_more_than_the_time_out(tmp_path: Path) -> None:
+    process = start_private_redis(tmp_path)
+    try:
+        async with connect(process.url, timeout_seconds=1.0) as client:
+            index = RedisPrefixIndex(client, "stopped")
+            berth = await index.register(record("a"), lease_seconds=60)
+            await index.apply(berth, Batch(sequence=FIRST_SEQUENCE, added=chain(4)))
+            lookup = PrefixLookup(index, config=PrefixLookupConfig(open_seconds=0.1))
+            assert (await lookup.lookup(chain(9), KNOWN)).depth_by_worker == {"a": 4}
+            os.kill(process.pid, signal.SIGSTOP)
+            for _ in range(3):
+                start = time.perf_counter()
+                assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
+                assert time.perf_counter() - start < 0.4
+            assert lookup.errors == {ErrorKind.TIMEOUT: 3}
+            assert lookup.breaker_state is BreakerState.OPEN
+            os.kill(process.pid, signal.SIGCONT)
+            async with asyncio.timeout(5):
+                found = UNAVAILABLE
+                while not found.available:
+                    await asyncio.sleep(0.02)
+                    found = await lookup.lookup(chain(9), KNOWN)
+            assert found.depth_by_worker == {"a": 4}
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+        process.stop()

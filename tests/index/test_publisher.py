@@ -1,0 +1,243 @@
+"""After quiet returns the index knows exactly what the worker holds, whatever was lost on the way."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import pytest
+from blockyard.deploy.redis_server import start_private_redis
+from blockyard.proto.prefix_index import MAX_BATCH_NAMES, ErrorKind, PrefixIndex, PrefixIndexError
+from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.worker.net_difference import NetDifference
+from blockyard.worker.publisher import IndexPublisher, PublisherConfig
+
+from .harness import UnreliableIndex, chain, record
+from .truth import ALL_CHAINS, Cache, brute_force, name_of, seeded_change
+
+QUICK = PublisherConfig(
+    lease_seconds=0.6,
+    flush_seconds=0.002,
+    purge_seconds=0.01,
+    purge_slice_seconds=0.002,
+    resync_jitter_seconds=0.005,
+    first_backoff_seconds=0.002,
+    max_backoff_seconds=0.02,
+    call_timeout_seconds=0.5,
+)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    index: Any, worker_id: str = "w0", config: PublisherConfig = QUICK
+) -> AsyncIterator[IndexPublisher]:
+    publisher = IndexPublisher(cast(PrefixIndex, index), record(worker_id), config=config)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(publisher.run())
+        try:
+            yield publisher
+        finally:
+            await publisher.close()
+
+
+async def until_quiet(publisher: IndexPublisher, deadline_seconds: float = 10.0) -> None:
+    async with asyncio.timeout(deadline_seconds):
+        while True:
+            await asyncio.sleep(0.005)
+            if publisher.state().berth is not None and not publisher.state().num_pending:
+                return
+
+
+async def until_index_equals(index: PrefixIndex, cache: Cache, deadline_seconds: float = 10.0) -> None:
+    """A loss that no batch follows is noticed at the next renewal: hence not at once, but soon."""
+    deadline = time.monotonic() + deadline_seconds
+    while not await index_equals(index, cache):
+        assert time.monotonic() < deadline, "the index never came to equal the worker's cache"
+        await asyncio.sleep(0.02)
+
+
+async def index_equals(index: PrefixIndex, cache: Cache) -> bool:
+    for path in ALL_CHAINS:
+        names = [name_of(path[: depth + 1]) for depth in range(len(path))]
+        try:
+            holders = await index.lookup(names)
+        except PrefixIndexError:
+            # After a restart each idle connection of the pool fails once.
+            return False
+        found = {(holder.worker_id, holder.incarnation): holder.depth for holder in holders}
+        if found != brute_force({("w0", "1"): cache.paths}, path):
+            return False
+    return True
+
+
+def report(publisher: IndexPublisher, cache: Cache, seed: int) -> None:
+    for stored, evicted in seeded_change(cache, seed):
+        publisher.record([name_of(path) for path in stored], [name_of(path) for path in evicted])
+
+
+def test_what_is_stored_and_removed_between_two_batches_is_never_sent() -> None:
+    difference = NetDifference()
+    difference.record(stored=chain(5), removed=())
+    difference.record(stored=(), removed=tuple(reversed(chain(5)[2:])))
+    assert difference.take(MAX_BATCH_NAMES) == ((), chain(5)[:2])
+    difference.record(stored=(), removed=(chain(5)[1],))
+    difference.record(stored=(chain(5)[1],), removed=())
+    assert len(difference) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_batch_leaves_a_prefix_closed_set(seed: int) -> None:
+    """Batches of three names, taken while the cache goes on changing."""
+    chooser = random.Random(seed)
+    difference, cache, told = NetDifference(), Cache(), set[bytes]()
+    parent_of = {
+        name_of(path[:d]): name_of(path[: d - 1]) for path in ALL_CHAINS for d in range(2, len(path) + 1)
+    }
+    for step in range(250):
+        if step < 150:
+            for stored, evicted in seeded_change(cache, chooser.randrange(2**32)):
+                difference.record([name_of(path) for path in stored], [name_of(path) for path in evicted])
+        removed, added = difference.take(3)
+        for name in removed:
+            told.remove(name)
+            assert name not in {parent_of.get(other) for other in told}
+        for name in added:
+            assert name not in told
+            assert parent_of.get(name, name) in told | {name}
+            told.add(name)
+        if step < 150 and chooser.random() < 0.02:
+            told.clear()
+            difference.restart()
+    assert told == {name_of(path) for path in cache.paths}
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_losses_duplicates_and_flushes_end_in_the_workers_truth(seed: int) -> None:
+    chooser = random.Random(seed)
+    twin = TwinPrefixIndex(time.monotonic)
+    is_troubled = True
+
+    def fate(_: str) -> str:
+        fates, weights = ["deliver", "lose_request", "lose_reply"], [6, 2, 2]
+        return chooser.choices(fates, weights)[0] if is_troubled else "deliver"
+
+    cache = Cache()
+    async with running(UnreliableIndex(twin, fate)) as publisher:
+        for _ in range(60):
+            report(publisher, cache, chooser.randrange(2**32))
+            await asyncio.sleep(chooser.choice([0, 0, 0.001, 0.005]))
+            if chooser.random() < 0.08:
+                twin.flush()
+        is_troubled = False
+        await until_index_equals(twin, cache)
+        assert publisher.state().num_entries == len(cache.paths)
+    assert await twin.directory() == []
+
+
+async def test_a_flush_that_no_batch_follows_is_noticed_by_the_renewal() -> None:
+    twin, cache = TwinPrefixIndex(time.monotonic), Cache()
+    async with running(twin) as publisher:
+        report(publisher, cache, seed=1)
+        await until_index_equals(twin, cache)
+        twin.flush()
+        await until_index_equals(twin, cache)
+        assert publisher.state().num_resyncs == 1
+
+
+async def test_redis_killed_and_back_empty_is_filled_again(tmp_path: FilePath) -> None:
+    process = start_private_redis(tmp_path)
+    chooser, cache = random.Random(1), Cache()
+    try:
+        async with connect(process.url, timeout_seconds=0.3) as client:
+            index = RedisPrefixIndex(client, "restart")
+            async with running(index) as publisher:
+                for _ in range(3):
+                    for _ in range(10):
+                        report(publisher, cache, chooser.randrange(2**32))
+                        await asyncio.sleep(0.003)
+                    await asyncio.to_thread(process.stop)
+                    report(publisher, cache, chooser.randrange(2**32))
+                    await asyncio.sleep(0.1)
+                    assert publisher.state().last_error is ErrorKind.CONNECTION
+                    process = await asyncio.to_thread(start_private_redis, tmp_path, port=process.port)
+                    await until_index_equals(index, cache)
+                    await until_quiet(publisher)
+                    assert publisher.state().last_error is None
+                assert publisher.state().num_resyncs >= 3
+    finally:
+        process.stop()
+
+
+async def test_a_long_cache_goes_out_in_batches_within_the_limit_and_the_lease_holds() -> None:
+    now_seconds = 0.0
+    sizes: list[int] = []
+
+    class Watching(TwinPrefixIndex):
+        async def apply(self, berth: Any, batch: Any) -> Any:
+            sizes.append(len(batch.removed) + len(batch.added))
+            return await super().apply(berth, batch)
+
+    index = Watching(lambda: now_seconds)
+    async with running(index) as publisher:
+        publisher.record(chain(2000), ())
+        await until_quiet(publisher)
+        assert [holder.depth for holder in await index.lookup(chain(2000))] == [2000]
+    assert sizes == [512, 512, 512, 464]
+
+
+async def test_a_worker_keeps_its_lease_and_purges_the_dead_beside_it() -> None:
+    twin = TwinPrefixIndex(time.monotonic)
+    await twin.register(record("dead"), lease_seconds=0.05)
+    async with running(twin) as publisher:
+        publisher.record(chain(4), ())
+        await asyncio.sleep(2.5 * QUICK.lease_seconds)
+        assert [entry.worker_id for entry in await twin.directory()] == ["w0"]
+        assert (await twin.register(record("new"), lease_seconds=60)).number == 1
+        assert publisher.state().num_resyncs == 0
+
+
+async def test_an_index_that_is_away_from_the_start_costs_nothing_but_the_hints() -> None:
+    twin = TwinPrefixIndex(time.monotonic)
+    twin.available = False
+    async with running(twin) as publisher:
+        publisher.record(chain(4), ())
+        await asyncio.sleep(0.05)
+        state = publisher.state()
+        assert (state.berth, state.num_pending, state.last_error) == (None, 4, ErrorKind.CONNECTION)
+        assert state.lag_seconds > 0.02
+        twin.available = True
+        await until_quiet(publisher)
+        assert publisher.state().last_error is None
+        assert publisher.state().lag_seconds == 0.0
+        assert [holder.depth for holder in await twin.lookup(chain(9))] == [4]
+        twin.available = False
+    assert publisher.state().last_error is ErrorKind.CONNECTION
+
+
+def test_a_change_that_was_undone_leaves_no_lag() -> None:
+    now_seconds = 5.0
+    twin = TwinPrefixIndex(lambda: now_seconds)
+    publisher = IndexPublisher(twin, record(), config=QUICK, clock=lambda: now_seconds)
+    publisher.record(chain(2), ())
+    now_seconds = 9.0
+    assert publisher.state().lag_seconds == 4.0
+    publisher.record((), tuple(reversed(chain(2))))
+    assert (publisher.state().lag_seconds, publisher.state().num_pending) == (0.0, 0)
+
+
+async def test_cancelling_run_ends_it_and_close_still_says_goodbye() -> None:
+    twin = TwinPrefixIndex(time.monotonic)
+    publisher = IndexPublisher(twin, record(), config=QUICK)
+    task = asyncio.create_task(publisher.run())
+    publisher.record(chain(3), ())
+    await until_quiet(publisher)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await publisher.close()
+    await publisher.close()
+    assert await twin.lookup(chain(3)) == []

@@ -1,0 +1,210 @@
+"""What only the real Redis can show: garbage, refusals, errors, memory and latency."""
+
+import logging
+import random
+import time
+from pathlib import Path
+
+import pytest
+from blockyard.deploy.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index_schema import bucket_of, pack_berths
+from blockyard.proto.prefix_index import (
+    MAX_BATCH_NAMES,
+    MAX_BERTHS,
+    ApplyResult,
+    Batch,
+    ErrorKind,
+    PrefixIndexError,
+)
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from redis.asyncio import Redis
+
+from .harness import RedisHarness, chain, free_of, purge_all, record
+
+BLOCKS_A_CHAIN = 450
+MAX_BYTES_A_BLOCK = 40
+
+
+async def fill(index: RedisPrefixIndex, worker_id: str, names: list[bytes]) -> None:
+    berth = await index.register(record(worker_id), lease_seconds=600)
+    for sequence, start in enumerate(range(0, len(names), MAX_BATCH_NAMES), start=1):
+        batch = Batch(sequence=sequence, added=tuple(names[start : start + MAX_BATCH_NAMES]))
+        assert await index.apply(berth, batch) is ApplyResult.OK
+
+
+async def test_bytes_a_block_stay_under_the_floor_also_after_a_purge(tmp_path: Path) -> None:
+    process = start_private_redis(tmp_path)
+    try:
+        async with connect(process.url, timeout_seconds=10) as client:
+            index = RedisPrefixIndex(client, "memory")
+            names = [name for number in range(333) for name in chain(BLOCKS_A_CHAIN, f"chain-{number}")]
+            empty_bytes = await used_bytes(client)
+            await fill(index, "w0", names)
+            before = (await used_bytes(client) - empty_bytes) / len(names)
+            berth = await index.register(record("w1"), lease_seconds=600)
+            for sequence, start in enumerate(range(0, len(names), MAX_BATCH_NAMES), start=1):
+                added = tuple(names[start : start + MAX_BATCH_NAMES])
+                await index.apply(berth, Batch(sequence=sequence, added=added))
+            await index.retire(berth)
+            await purge_all(index)
+            after = (await used_bytes(client) - empty_bytes) / len(names)
+    finally:
+        process.stop()
+    print(
+        f"\n{len(names)} blocks, r=1: {before:.1f} B a block, {after:.1f} B after a purge of a second holder"
+    )
+    assert before <= MAX_BYTES_A_BLOCK
+    assert after <= MAX_BYTES_A_BLOCK
+
+
+async def used_bytes(client: Redis) -> int:
+    return int((await client.info("memory"))["used_memory"])
+
+
+@pytest.mark.parametrize("holders", [1, 8, 64])
+async def test_lookup_of_a_long_chain_prints_its_latency(redis_harness: RedisHarness, holders: int) -> None:
+    """The assertion catches a loop over blocks, ten times slower, not a slow machine."""
+    names = chain(BLOCKS_A_CHAIN)
+    for number in range(holders):
+        await fill(redis_harness.index, f"w{number}", list(names if number == 0 else names[:375]))
+    await redis_harness.client.config_resetstat()
+    round_trips = []
+    for _ in range(300):
+        start = time.perf_counter()
+        found = await redis_harness.index.lookup(names)
+        round_trips.append(time.perf_counter() - start)
+    assert sorted(holder.depth for holder in found) == [375] * (holders - 1) + [BLOCKS_A_CHAIN]
+    median_ms = sorted(round_trips)[150] * 1e3
+    server_us = (await redis_harness.client.info("commandstats"))["cmdstat_evalsha"]["usec_per_call"]
+    print(f"\nlook-up of 450 blocks, {holders} holders: p50 {median_ms:.2f} ms, {server_us} us in Redis")
+    calls = (await redis_harness.client.info("commandstats"))["cmdstat_hget"]["calls"] / 300
+    assert calls <= 20
+
+
+async def test_garbage_never_raises_out_of_a_lookup(redis_harness: RedisHarness) -> None:
+    client, prefix, names = redis_harness.client, redis_harness.prefix, chain(16)
+    await fill(redis_harness.index, "a", list(names))
+    seeded = random.Random(7)
+    rubbish = [b"", b"x", b"xyz", pack_berths([9, 9000]), b"\xff" * 600]
+    for name in names[1:]:
+        await client.hset(f"{prefix}b:{bucket_of(name):03x}", name[1:8], seeded.choice(rubbish))
+    await client.set(f"{prefix}b:{bucket_of(chain(1, 'x')[0]):03x}", "not a hash")
+    assert {holder.depth for holder in await redis_harness.index.lookup(names)} <= set(range(1, 17))
+    assert await redis_harness.index.lookup(chain(1, "x")) == []
+
+
+async def test_keys_of_another_type_or_version_are_ignored(redis_harness: RedisHarness) -> None:
+    client, prefix = redis_harness.client, redis_harness.prefix
+    await client.hset(prefix.replace(":v1:", ":v0:") + "b:000", "field", "value")
+    await fill(redis_harness.index, "a", list(chain(4)))
+    await client.hset(f"{prefix}names", "1", "no separator")
+    assert await redis_harness.index.lookup(chain(4)) == []
+    await client.hset(f"{prefix}berth:1", "block_size", "sixteen")
+    assert await redis_harness.index.directory() == []
+    for key in ("names", "leases", "berth:1"):
+        await client.set(f"{prefix}{key}", "not of our making")
+    assert await redis_harness.index.lookup(chain(4)) == []
+    assert await redis_harness.index.directory() == []
+
+
+async def test_a_writer_replaces_garbage_in_its_way(redis_harness: RedisHarness) -> None:
+    client, prefix, names = redis_harness.client, redis_harness.prefix, chain(2)
+    await client.set(f"{prefix}b:{bucket_of(names[0]):03x}", "not a hash")
+    await client.hset(f"{prefix}b:{bucket_of(names[1]):03x}", names[1][1:8], "odd")
+    await fill(redis_harness.index, "a", list(names))
+    assert [holder.depth for holder in await redis_harness.index.lookup(names)] == [2]
+
+
+async def test_the_purge_strikes_out_garbage_and_berths_nobody_knows(redis_harness: RedisHarness) -> None:
+    client, prefix = redis_harness.client, redis_harness.prefix
+    await fill(redis_harness.index, "a", list(chain(8)))
+    gone = await redis_harness.index.register(record("gone"), lease_seconds=60)
+    await redis_harness.index.retire(gone)
+    await client.hset(f"{prefix}b:000", "a field too long", pack_berths([1]))
+    await client.hset(f"{prefix}b:001", "7 bytes", pack_berths([4711]))
+    await client.set(f"{prefix}b:fff", "not a hash")
+    assert free_of(await purge_all(redis_harness.index)) == {gone.number}
+    assert await redis_harness.num_entries() == 8
+    assert not await client.exists(f"{prefix}b:fff")
+
+
+async def test_a_worker_whose_lease_entry_vanished_is_unknown(redis_harness: RedisHarness) -> None:
+    """The purge would strike out its blocks: it must learn that, rather than keep a berth full of holes."""
+    berth = await redis_harness.index.register(record("a"), lease_seconds=60)
+    await redis_harness.client.delete(f"{redis_harness.prefix}leases")
+    assert await redis_harness.index.apply(berth, Batch(sequence=1)) is ApplyResult.UNKNOWN
+
+
+async def test_the_highest_berth_number_fits_its_two_bytes(redis_harness: RedisHarness) -> None:
+    await redis_harness.client.hset(f"{redis_harness.prefix}state", "next", MAX_BERTHS - 1)
+    await fill(redis_harness.index, "last", list(chain(5)))
+    assert [holder.depth for holder in await redis_harness.index.lookup(chain(5))] == [5]
+    with pytest.raises(PrefixIndexError, match="all 65535 berths are taken"):
+        await redis_harness.index.register(record("one more"), lease_seconds=60)
+
+
+async def test_buckets_stay_compact_at_two_hundred_holders(redis_harness: RedisHarness) -> None:
+    for number in range(200):
+        await fill(redis_harness.index, f"w{number}", list(chain(1)))
+    key = f"{redis_harness.prefix}b:{bucket_of(chain(1)[0]):03x}"
+    assert await redis_harness.client.object("encoding", key) in (b"ziplist", b"listpack")
+    assert len(await redis_harness.index.lookup(chain(1))) == 200
+
+
+async def test_a_refused_config_set_is_warned_of_once_and_the_index_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = start_private_redis(tmp_path)
+    try:
+        async with connect(process.url, timeout_seconds=2) as client:
+            await client.acl_setuser("tenant", enabled=True, nopass=True, keys="*", categories=["+@all"],
+                                     commands=["-config"])  # fmt: skip
+            url = process.url.replace("redis://", "redis://tenant:any@")
+            async with connect(url, timeout_seconds=2) as tenant:
+                with caplog.at_level(logging.WARNING):
+                    index = RedisPrefixIndex(tenant, "refused")
+                    await fill(index, "a", list(chain(3)))
+                    await fill(index, "b", list(chain(3)))
+                assert len(await index.lookup(chain(3))) == 2
+    finally:
+        process.stop()
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+
+
+async def test_each_refusal_of_redis_has_its_own_kind(tmp_path: Path) -> None:
+    process = start_private_redis(tmp_path, password="correct horse")
+    try:
+        async with connect(process.url, timeout_seconds=2) as client:
+            index = RedisPrefixIndex(client, "kinds")
+            berth = await index.register(record("a"), lease_seconds=60)
+            await client.acl_setuser("reader", enabled=True, nopass=True, keys="*", commands=["+ping"])
+            full = Batch(sequence=1, added=chain(3))
+            await client.config_set("maxmemory", 1)
+            assert await kind_of(index.apply(berth, full)) is ErrorKind.FULL
+            await client.config_set("maxmemory", 0)
+            await client.replicaof("127.0.0.1", "1")
+            assert await kind_of(index.apply(berth, full)) is ErrorKind.READ_ONLY
+            await client.replicaof("NO", "ONE")
+            assert await index.apply(berth, full) is ApplyResult.OK
+        for login in ("", ":wrong@", "reader:any@"):
+            async with connect(f"redis://{login}127.0.0.1:{process.port}", timeout_seconds=2) as client:
+                assert await kind_of(RedisPrefixIndex(client, "kinds").lookup(chain(1))) is ErrorKind.DENIED
+    finally:
+        process.stop()
+    async with connect(process.url, timeout_seconds=2) as client:
+        assert await kind_of(RedisPrefixIndex(client, "kinds").directory()) is ErrorKind.CONNECTION
+
+
+async def kind_of(call: object) -> ErrorKind:
+    with pytest.raises(PrefixIndexError) as caught:
+        await call  # type: ignore[misc]
+    assert "correct horse" not in str(caught.value)
+    return caught.value.kind
+
+
+@pytest.mark.parametrize("cluster", ["", "a b", "a:b", "{a}", "x" * 65])
+def test_a_cluster_name_that_cannot_stand_in_a_key_is_refused(
+    redis_process: RedisProcess, cluster: str
+) -> None:
+    with pytest.raises(ValueError, match="cluster name must match"):
+        RedisPrefixIndex(connect(redis_process.url, timeout_seconds=1), cluster)

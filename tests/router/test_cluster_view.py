@@ -1,0 +1,186 @@
+"""Beliefs follow from events and time alone."""
+
+from random import Random
+
+from blockyard.proto.prefix_index import WorkerId
+from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.router.cluster_view import (
+    STORED_GRACE_SECONDS,
+    ClusterView,
+    WorkerState,
+    usable_cached_tokens,
+)
+from blockyard.router.placement import PlacementRequest, place
+from hypothesis import given
+from hypothesis import strategies as st
+
+NAMES = [bytes([number]) * 16 for number in range(30)]
+PROMPT_TOKENS = 30 * 16 + 5
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def view_of(*names: str) -> tuple[ClusterView, Clock]:
+    clock = Clock()
+    view = ClusterView(suspect_seconds=2.0, lost_seconds=6.0, clock=clock)
+    for name in names:
+        hello = session_pb2.Hello(worker_id=name, incarnation=f"{name}1", block_size=16, total_blocks=1000)
+        view.accepted(name, hello)
+    return view, clock
+
+
+def cached_tokens(view: ClusterView, names: list[bytes] = NAMES) -> dict[str, int]:
+    return {c.worker_id: c.cached_tokens for c in view.candidates(names, PROMPT_TOKENS, {})}
+
+
+def test_silence_makes_a_worker_suspect_and_then_lost_and_any_word_brings_it_back() -> None:
+    view, clock = view_of("a")
+    seen = []
+    for _ in range(8):
+        seen.append(view.state(view.workers()[0]))
+        clock.now += 1.0
+    ready, suspect, lost = WorkerState.READY, WorkerState.SUSPECT, WorkerState.LOST
+    assert seen == [ready, ready, suspect, suspect, suspect, suspect, lost, lost]
+    assert view.candidates([], 10, {}) == []
+    view.heard("a")
+    assert view.state(view.workers()[0]) is ready
+
+
+def test_a_placed_prefix_counts_at_once_and_until_the_index_has_it() -> None:
+    view, clock = view_of("a", "b")
+    placed = view.placed("a", names=NAMES[:10], uncached_tokens=160, blocks=10)
+    assert cached_tokens(view) == {"a": 160, "b": 0}
+    view.started(placed)
+    clock.now += STORED_GRACE_SECONDS * 0.9
+    assert cached_tokens(view)["a"] == 160
+    clock.now += STORED_GRACE_SECONDS * 0.2
+    assert cached_tokens(view)["a"] == 0
+    view.ended(placed)
+    view.check_invariants()
+
+
+def test_a_rejected_request_leaves_no_prefix_behind_but_its_neighbour_does() -> None:
+    view, _ = view_of("a")
+    first = view.placed("a", names=NAMES[:10], uncached_tokens=160, blocks=10)
+    view.placed("a", names=NAMES[:6], uncached_tokens=96, blocks=6)
+    view.ended(first, busy=False)
+    assert cached_tokens(view) == {"a": 96}
+    view.check_invariants()
+
+
+def test_a_request_is_never_counted_twice_as_load() -> None:
+    view, _ = view_of("a")
+    view.placed("a", names=NAMES[:10], uncached_tokens=160, blocks=10)
+    before = view.candidates([], 100, {})[0]
+    view.heard("a", cluster_pb2.WorkerLoad(waiting=1, queued_prefill_tokens=160))
+    after = view.candidates([], 100, {})[0]
+    assert (before.queued_prefill_tokens, before.sequences) == (160, 1)
+    assert (after.queued_prefill_tokens, after.sequences) == (160, 1)
+
+
+def test_another_routers_load_counts_beside_ours() -> None:
+    view, _ = view_of("a")
+    view.placed("a", names=[], uncached_tokens=100, blocks=7)
+    view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
+    worker = view.candidates([], 100, {})[0]
+    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (9, 700, 50)
+
+
+def test_24_simultaneous_requests_of_4_groups_do_not_scatter() -> None:
+    """No worker has said a word yet, and the index knows nothing."""
+    view, _ = view_of("a", "b")
+    rng = Random(1)
+    homes: dict[int, list[str]] = {}
+    for number in range(24):
+        group = number % 4
+        names = [bytes([group, block]) * 8 for block in range(60)]
+        candidates = view.candidates(names, 1000, {})
+        score = place(PlacementRequest(prompt_tokens=1000), candidates, "prefix", rng).chosen
+        view.placed(score.address, names=names, uncached_tokens=score.uncached_tokens, blocks=2)
+        homes.setdefault(group, []).append(score.worker_id)
+    view.check_invariants()
+    assert all(len(set(workers)) == 1 for workers in homes.values()), homes
+    assert len({workers[0] for workers in homes.values()}) == 2, "both workers should have groups"
+
+
+def test_a_lost_stream_voids_what_was_placed_there() -> None:
+    view, _ = view_of("a")
+    placed = view.placed("a", names=NAMES, uncached_tokens=400, blocks=30)
+    view.disconnected("a", "stream ended")
+    assert view.state(view.workers()[0]) is WorkerState.LOST
+    view.ended(placed)
+    view.accepted("a", session_pb2.Hello(worker_id="a", incarnation="a2", block_size=16, total_blocks=1000))
+    assert cached_tokens(view) == {"a": 0}
+    assert view.incarnations() == {"a": "a2"}
+    view.check_invariants()
+
+
+def test_a_refused_worker_is_shown_with_its_reason_and_never_used() -> None:
+    view, _ = view_of()
+    assert view.refused("a", session_pb2.Hello(worker_id="a"), "another model")
+    assert not view.refused("a", session_pb2.Hello(worker_id="a"), "another model"), "no news"
+    view.disconnected("a", "stream ended")
+    worker = view.workers()[0]
+    assert view.state(worker) is WorkerState.REFUSED
+    assert worker.reason == "another model"
+    assert view.candidates([], 10, {}) == []
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    assert usable_cached_tokens(4, 64, 16) == 48
+    assert usable_cached_tokens(4, 65, 16) == 64
+    assert usable_cached_tokens(2, 65, 16) == 32
+    assert usable_cached_tokens(9, 1, 16) == 0
+
+
+def test_the_index_and_what_was_just_placed_are_taken_together() -> None:
+    view, _ = view_of("a", "b")
+    view.placed("b", names=NAMES[:5], uncached_tokens=80, blocks=5)
+    candidates = view.candidates(NAMES, PROMPT_TOKENS, {WorkerId("a"): 12, WorkerId("b"): 2})
+    assert {c.worker_id: c.cached_tokens for c in candidates} == {"a": 192, "b": 80}
+
+
+def test_a_busy_worker_is_left_alone_until_a_place_is_free() -> None:
+    view, clock = view_of("a")
+    first = view.placed("a", names=[], uncached_tokens=1, blocks=1)
+    second = view.placed("a", names=[], uncached_tokens=1, blocks=1)
+    view.ended(second, busy=True)
+    assert view.candidates([], 10, {}) == []
+    view.ended(first)
+    assert len(view.candidates([], 10, {})) == 1
+    view.placed("a", names=[], uncached_tokens=1, blocks=1)
+    assert view.candidates([], 10, {}) == [], "one place, one request"
+    clock.now += 1.0
+    assert len(view.candidates([], 10, {})) == 1, "a probe in case a word was missed"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["place", "start", "end", "busy", "tick"]), st.integers(0, 30)), max_size=60))
+def test_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
+    view, clock = view_of("a")
+    open_requests = []
+    for kind, number in events:
+        match kind:
+            case "place":
+                open_requests.append(view.placed("a", names=NAMES[:number], uncached_tokens=number, blocks=1))
+            case "tick":
+                clock.now += number / 20
+                view.heard("a")
+                view.candidates(NAMES, PROMPT_TOKENS, {})
+            case _ if not open_requests:
+                continue
+            case "start":
+                view.started(open_requests[number % len(open_requests)])
+            case _:
+                view.ended(open_requests.pop(number % len(open_requests)), busy=kind == "busy")
+        view.check_invariants()
+    for placed in open_requests:
+        view.ended(placed)
+    clock.now += 10
+    view.heard("a")
+    assert view.candidates(NAMES, PROMPT_TOKENS, {})[0].cached_tokens == 0

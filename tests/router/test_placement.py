@@ -1,0 +1,119 @@
+"""Placement is arithmetic over a snapshot; these are its properties."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from blockyard.proto.prefix_index import WorkerId
+from blockyard.router.placement import Candidate, PlacementRequest, PlacementWeights, place
+
+
+def candidate(name: str, **beliefs: float) -> Candidate:
+    return Candidate(
+        address=f"{name}:1", worker_id=WorkerId(name), total_blocks=1000, **{"prefill_tokens_per_second": 1000.0, **beliefs}
+    )
+
+
+def chosen(request: PlacementRequest, *candidates: Candidate, policy: str = "prefix", seed: int = 0) -> str:
+    return place(request, candidates, policy, Random(seed)).chosen.worker_id
+
+
+def test_the_longest_cached_prefix_wins_among_equally_loaded_workers() -> None:
+    request = PlacementRequest(prompt_tokens=1000)
+    for seed in range(20):
+        assert chosen(request, candidate("a"), candidate("b", cached_tokens=512), seed=seed) == "b"
+
+
+@pytest.mark.parametrize(("queued_tokens", "winner"), [(100, "holder"), (2000, "idle")])
+def test_the_holder_loses_once_recomputing_is_faster_than_waiting(queued_tokens: int, winner: str) -> None:
+    holder = candidate("holder", cached_tokens=960, queued_prefill_tokens=queued_tokens)
+    assert chosen(PlacementRequest(prompt_tokens=1000), holder, candidate("idle")) == winner
+
+
+def test_terms_are_milliseconds_and_add_up() -> None:
+    worker = candidate("a", cached_tokens=200, queued_prefill_tokens=300, sequences=5)
+    weights = PlacementWeights(decode_ms_per_sequence=4.0)
+    score = place(PlacementRequest(prompt_tokens=1000), [worker], "prefix", Random(0), weights).chosen
+    assert (score.queue_ms, score.prefill_ms, score.decode_ms, score.memory_ms) == (300.0, 800.0, 20.0, 0.0)
+    assert score.total_ms == 1120.0
+
+
+def test_a_pool_without_room_costs_more_than_a_roomy_one() -> None:
+    full = candidate("full", used_blocks=990)
+    assert chosen(PlacementRequest(prompt_tokens=1000), full, candidate("roomy", sequences=20)) == "roomy"
+    score = place(PlacementRequest(prompt_tokens=1000), [full], "prefix", Random(0)).chosen
+    assert score.memory_ms == PlacementWeights().memory_full_ms
+
+
+def test_near_equals_share_and_clear_losers_get_nothing() -> None:
+    workers = [candidate("a"), candidate("b", sequences=1), candidate("c", queued_prefill_tokens=500)]
+    request = PlacementRequest(prompt_tokens=1000)
+    rng = Random(7)
+    shares = Counter(place(request, workers, "prefix", rng).chosen.worker_id for _ in range(1000))
+    assert shares["c"] == 0
+    assert 400 < shares["a"] < 600, shares
+
+
+def test_an_unmeasured_worker_is_taken_to_be_typical_rather_than_free() -> None:
+    slow = [candidate(name, prefill_tokens_per_second=100.0) for name in "ab"]
+    fresh = candidate("c", prefill_tokens_per_second=0.0)
+    scores = place(PlacementRequest(prompt_tokens=100), [*slow, fresh], "prefix", Random(0)).scores
+    assert {score.prefill_ms for score in scores} == {1000.0}
+
+
+def test_round_robin_takes_turns_whatever_is_cached() -> None:
+    workers = [candidate("b", cached_tokens=96), candidate("a"), candidate("c")]
+    turns = [
+        chosen(PlacementRequest(prompt_tokens=100, turn=turn), *workers, policy="round_robin") for turn in range(6)
+    ]
+    assert turns == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_least_loaded_ignores_the_cache() -> None:
+    holder = candidate("holder", cached_tokens=960, sequences=3)
+    assert chosen(PlacementRequest(prompt_tokens=1000), holder, candidate("idle"), policy="least_loaded") == "idle"
+
+
+def test_without_the_index_a_prefix_sticks_to_two_workers_until_both_are_loaded() -> None:
+    names = "abcdefgh"
+    keys = [bytes([number]) * 16 for number in range(64)]
+
+    def winners(loaded: set[str]) -> dict[bytes, str]:
+        workers = [candidate(name, queued_prefill_tokens=400 if name in loaded else 0) for name in names]
+        return {
+            key: chosen(PlacementRequest(prompt_tokens=1000, prefix_key=key, index_available=False), *workers)
+            for key in keys
+        }
+
+    first = winners(set())
+    assert set(first.values()) == set(names), "64 prefixes should use all of 8 workers"
+    assert winners(set()) == first
+    for key, winner in first.items():
+        second = winners({winner})[key]
+        assert second != winner
+        assert winners({winner, second})[key] not in (winner, second)
+
+
+def test_losing_one_worker_moves_only_its_prefixes() -> None:
+    keys = [bytes([number]) * 16 for number in range(64)]
+
+    def winners(names: str) -> dict[bytes, str]:
+        workers = [candidate(name) for name in names]
+        return {
+            key: chosen(PlacementRequest(prompt_tokens=100, prefix_key=key, index_available=False), *workers)
+            for key in keys
+        }
+
+    before, after = winners("abcd"), winners("abc")
+    assert all(after[key] == winner for key, winner in before.items() if winner != "d")
+
+
+def test_every_candidate_is_shown_cheapest_first() -> None:
+    workers = [candidate("a", sequences=50), candidate("b"), candidate("c", queued_prefill_tokens=900)]
+    scores = place(PlacementRequest(prompt_tokens=100), workers, "prefix", Random(0)).scores
+    assert [score.worker_id for score in scores] == ["b", "a", "c"]
+
+
+def test_placing_on_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no candidates"):
+        place(PlacementRequest(prompt_tokens=1), [], "prefix", Random(0))

@@ -1,0 +1,101 @@
+"""Tiny random checkpoints in Hugging Face format, and what transformers says about them.
+
+Weights are drawn wider than a fresh model's, norms and biases included, so that every tensor matters to the
+result and the likeliest token leads the second by a clear gap.
+"""
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+ARCHITECTURES: dict[str, tuple[Any, Any]] = {
+    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
+    "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
+    "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
+    "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+}
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 272,
+    "max_position_embeddings": 512,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+WEIGHT_STD = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyContinuation:
+    tokens: tuple[int, ...]
+    min_gap: float
+    """The least lead of a chosen token's logit over the second."""
+
+
+def make_checkpoint(folder: Path, architecture: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny random model to `folder`. Overrides are fields of the transformers config."""
+    config_class, model_class = ARCHITECTURES[architecture]
+    model = model_class(config_class(**(TINY | overrides)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            center = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.copy_(center + WEIGHT_STD * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def shared_checkpoint(architecture: str, **overrides: Any) -> Path:
+    """make_checkpoint once a process; not to be changed by a test."""
+    folder = tempfile.mkdtemp(prefix=architecture, dir=_shared_folder().name)
+    return make_checkpoint(Path(folder), architecture, **overrides)
+
+
+@functools.cache
+def reference_model(folder: Path) -> PreTrainedModel:
+    """transformers' own model on the CPU in fp32."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@functools.cache
+def reference_greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> GreedyContinuation:
+    """What transformers generates greedily, by whole forward passes without a cache."""
+    tokens, gaps = list(prompt), []
+    for _ in range(num_tokens):
+        with torch.inference_mode():
+            logits_V = reference_model(folder)(torch.tensor([tokens])).logits[0, -1]
+        first, second = logits_V.topk(2).values.tolist()
+        gaps.append(first - second)
+        tokens.append(int(logits_V.argmax()))
+    return GreedyContinuation(tokens=tuple(tokens[len(prompt) :]), min_gap=min(gaps))
+
+
+@functools.cache
+def _shared_folder() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the interpreter ends, and the cache with it."""
+    return tempfile.TemporaryDirectory(prefix="blockyard-checkpoints-")

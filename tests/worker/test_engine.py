@@ -1,0 +1,142 @@
+"""The engine around scheduler and runner: deadlines, failing steps, load, and the thread that turns it."""
+
+import threading
+
+import pytest
+from blockyard.proto.block_hash import chain
+from blockyard.worker.engine import (
+    Engine,
+    EngineLoad,
+    EngineRequest,
+    EngineThread,
+    SequenceOutput,
+    StepResult,
+)
+from blockyard.worker.scheduler import SchedulerConfig
+from blockyard.worker.sequence import BlockName, FinishReason, SamplingParams, SequenceState, StepPlan
+from blockyard.worker.simulated import SimulatedRunner
+
+from .scheduling import ROOT
+
+
+class Clock:
+    """Virtual time: the simulated runner's sleep moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class FailsAt(SimulatedRunner):
+    """Raises in one of its steps, as a kernel might."""
+
+    failing_step = 2
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        if plan.step == self.failing_step:
+            raise RuntimeError("a kernel failed")
+        return super().execute(plan)
+
+
+def make_engine(
+    clock: Clock, runner: type[SimulatedRunner] = SimulatedRunner, num_blocks: int = 64
+) -> Engine:
+    simulated = runner(vocab_size=100, prefill_tokens_per_second=1000.0, step_seconds=0.1, sleep=clock.sleep)
+    config = SchedulerConfig(max_model_len=512)
+    return Engine(config, simulated, num_blocks=num_blocks, clock=clock)
+
+
+def request(length: int = 20, *, max_tokens: int = 5, deadline: float | None = None) -> EngineRequest:
+    return EngineRequest(
+        token_ids=[7] * length,
+        prompt_length=length,
+        names=[BlockName(name) for name in (ROOT, *chain(ROOT, [7] * length, 16))],
+        sampling=SamplingParams(max_tokens=max_tokens, seed=length),
+        deadline_seconds=deadline,
+    )
+
+
+def outputs_of(engine: Engine) -> list[SequenceOutput]:
+    outputs: list[SequenceOutput] = []
+    while engine.has_work:
+        outputs += engine.step().outputs
+    return outputs
+
+
+def test_a_sequence_past_its_deadline_ends_and_frees_its_blocks() -> None:
+    clock = Clock()
+    engine = make_engine(clock)
+    engine.submit(request(max_tokens=50, deadline=0.35))
+    outputs = outputs_of(engine)
+    assert [output.token is None for output in outputs] == [False] * 4 + [True]
+    assert outputs[-1].expired
+    assert engine.pool.num_used == 0
+
+
+def test_a_step_that_raises_ends_its_requests_and_the_next_one_is_served() -> None:
+    clock = Clock()
+    engine = make_engine(clock, FailsAt)
+    engine.submit(request(max_tokens=9))
+    outputs = outputs_of(engine)
+    assert outputs[-1].state is SequenceState.FAILED
+    engine.submit(request(30))
+    outputs = outputs_of(engine)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert engine.pool.num_used == 0
+
+
+def test_load_counts_what_runs_and_what_was_reused() -> None:
+    clock = Clock()
+    engine = make_engine(clock)
+    engine.submit(request(33))
+    engine.submit(request(33))
+    assert engine.load().queued_prefill_tokens == 66
+    engine.step()
+    load = engine.load()
+    assert (load.running, load.waiting, load.queued_prefill_tokens) == (2, 0, 0)
+    assert (load.prompt_tokens, load.cached_tokens, load.generated_tokens) == (66, 32, 2)
+    assert load.free_blocks + load.cached_blocks + load.used_blocks == 64
+    assert load.prefill_tokens_per_second > 0
+    outputs_of(engine)
+    assert engine.load().decode_tokens_per_second == pytest.approx(20.0)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
+        make_engine(Clock()).submit(request(0))
+
+
+def test_cancel_is_silent_and_harmless_twice() -> None:
+    engine = make_engine(Clock())
+    sequence_id = engine.submit(request())
+    engine.step()
+    engine.cancel(sequence_id)
+    engine.cancel(sequence_id)
+    assert outputs_of(engine) == []
+    assert engine.pool.num_used == 0
+
+
+def test_the_thread_runs_commands_between_steps_and_stops() -> None:
+    done = threading.Event()
+    seen: list[SequenceOutput] = []
+
+    def on_step(result: StepResult, load: EngineLoad) -> None:
+        seen.extend(result.outputs)
+        if any(output.finish_reason for output in result.outputs):
+            done.set()
+
+    thread = EngineThread(make_engine(Clock()), on_step)
+    thread.start()
+    try:
+        assert thread.call(lambda engine: engine.submit(request())).result(timeout=10) == 0
+        assert done.wait(10)
+        with pytest.raises(ValueError, match="a prompt of 0"):
+            thread.call(lambda engine: engine.submit(request(0))).result(timeout=10)
+    finally:
+        thread.stop()
+    assert [output.token_offset for output in seen] == list(range(5))

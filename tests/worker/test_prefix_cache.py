@@ -1,0 +1,71 @@
+"""Names live from scheduling to the eviction of their last copy, and what is published is closed under prefixes."""
+
+from blockyard.worker.block_pool import BlockPool
+from blockyard.worker.prefix_cache import CacheChanges, PrefixCache
+from blockyard.worker.sequence import BlockName
+
+A, B, C = (BlockName(bytes([letter]) * 16) for letter in b"ABC")
+
+
+def make(num_blocks: int = 6) -> tuple[BlockPool, PrefixCache]:
+    pool = BlockPool(num_blocks)
+    return pool, PrefixCache(pool)
+
+
+def test_a_name_is_found_when_scheduled_and_published_when_computed() -> None:
+    pool, cache = make()
+    blocks = pool.allocate(2)
+    cache.assign(blocks[0], A)
+    cache.assign(blocks[1], B)
+    assert cache.match([A, B, C]) == blocks
+    assert cache.take_changes() == CacheChanges(stored=(), removed=())
+    cache.confirm(blocks[0])
+    cache.confirm(blocks[1])
+    assert cache.take_changes() == CacheChanges(stored=(A, B), removed=())
+    cache.check_invariants()
+
+
+def test_a_failed_step_takes_its_names_back_and_nothing_was_published() -> None:
+    pool, cache = make()
+    blocks = pool.allocate(1)
+    cache.assign(blocks[0], A)
+    cache.retract(blocks[0])
+    pool.release(blocks)
+    assert cache.match([A]) == []
+    assert cache.take_changes() == CacheChanges(stored=(), removed=())
+    assert pool.num_free == 6
+
+
+def test_a_match_stops_at_the_first_gap() -> None:
+    pool, cache = make()
+    blocks = pool.allocate(2)
+    cache.assign(blocks[0], A)
+    cache.assign(blocks[1], C)
+    assert cache.match([A, B, C]) == blocks[:1]
+
+
+def test_a_name_is_removed_only_with_its_last_copy() -> None:
+    pool, cache = make(2)
+    first, second = pool.allocate(1), pool.allocate(1)
+    for blocks in (first, second):
+        cache.assign(blocks[0], A)
+        cache.confirm(blocks[0])
+    assert cache.take_changes().stored == (A,)
+    pool.release(first)
+    pool.allocate(1)
+    assert cache.take_changes() == CacheChanges(stored=(), removed=())
+    assert cache.match([A]) == second
+    pool.release(second)
+    pool.allocate(1)
+    assert cache.take_changes().removed == (A,)
+    cache.check_invariants()
+
+
+def test_what_is_stored_and_removed_between_two_looks_is_no_news() -> None:
+    pool, cache = make(1)
+    blocks = pool.allocate(1)
+    cache.assign(blocks[0], A)
+    cache.confirm(blocks[0])
+    pool.release(blocks)
+    pool.allocate(1)
+    assert cache.take_changes() == CacheChanges(stored=(), removed=())

@@ -1,0 +1,110 @@
+"""Any order of submits, cancels and steps, with and without a step in flight, keeps every invariant."""
+
+import random
+
+import pytest
+from blockyard.worker.sequence import Sequence, StepPlan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .scheduling import make_scheduler, make_sequence, run
+
+SHARED = [5 + index % 9 for index in range(200)]
+
+
+def random_sequence(number: int, chance: random.Random) -> Sequence:
+    shared = SHARED[: chance.choice([0, 16, 48, 100])]
+    own = [chance.randint(1, 50) for _ in range(chance.randint(1, 60))]
+    return make_sequence(number, shared + own, max_tokens=chance.randint(1, 40), block_size=16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(13, 40), pipelined=st.booleans())
+def test_a_storm_of_submits_and_cancels_conserves_blocks(seed: int, num_blocks: int, pipelined: bool) -> None:
+    chance = random.Random(seed)
+    scheduler = make_scheduler(
+        num_blocks, max_num_batched_tokens=chance.choice([16, 64, 256]), max_num_seqs=8
+    )
+    sequences: list[Sequence] = []
+    in_flight: list[StepPlan] = []
+    for _ in range(120):
+        if chance.random() < 0.3:
+            sequences.append(random_sequence(len(sequences), chance))
+            scheduler.submit(sequences[-1])
+        if sequences and chance.random() < 0.08:
+            scheduler.cancel(chance.choice(sequences))
+        in_flight.append(scheduler.plan())
+        while len(in_flight) > pipelined:
+            plan = in_flight.pop(0)
+            if chance.random() < 0.01:
+                plans = [plan, *in_flight]
+                in_flight.clear()
+                for failed in plans:
+                    scheduler.fail(failed)
+            else:
+                scheduler.commit(plan, run(plan))
+        scheduler.check_invariants()
+    for plan in in_flight:
+        scheduler.commit(plan, run(plan))
+    for _ in range(20_000):
+        if not scheduler.has_work:
+            break
+        plan = scheduler.plan()
+        scheduler.commit(plan, run(plan))
+    scheduler.check_invariants()
+    assert not scheduler.has_work
+    assert all(sequence.is_over for sequence in sequences)
+    assert scheduler.pool.num_used == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_published_names_equal_the_cache_and_are_closed_under_prefixes(seed: int) -> None:
+    chance = random.Random(seed)
+    scheduler = make_scheduler(20, max_num_batched_tokens=64, max_num_seqs=6)
+    published: set[bytes] = set()
+    parents: dict[bytes, bytes] = {}
+    for number in range(60):
+        sequence = random_sequence(number, chance)
+        scheduler.submit(sequence)
+        for _ in range(chance.randint(0, 12)):
+            plan = scheduler.plan()
+            scheduler.commit(plan, run(plan))
+            for row in plan.rows:
+                names = row.sequence.names
+                parents.update(zip(names[2:], names[1:-1], strict=True))
+            changes = scheduler.cache.take_changes()
+            for name in changes.removed:
+                published.remove(name)
+            for name in changes.stored:
+                assert parents.get(name) is None or parents[name] in published
+                assert name not in published
+                published.add(name)
+            assert all(parents.get(name) is None or parents[name] in published for name in published)
+            assert len(published) == len(scheduler.cache)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [16, 37, 512])
+def test_tokens_do_not_depend_on_the_company(max_num_batched_tokens: int) -> None:
+    chance = random.Random(3)
+    make = lambda: [random_sequence(number, random.Random(number)) for number in range(24)]  # noqa: E731
+    alone = []
+    for sequence in make():
+        scheduler = make_scheduler(30)
+        scheduler.submit(sequence)
+        while scheduler.has_work:
+            plan = scheduler.plan()
+            scheduler.commit(plan, run(plan))
+        alone.append(sequence.tokens)
+    scheduler = make_scheduler(30, max_num_batched_tokens=max_num_batched_tokens)
+    together = make()
+    for sequence in together:
+        scheduler.submit(sequence)
+        if chance.random() < 0.5:
+            plan = scheduler.plan()
+            scheduler.commit(plan, run(plan))
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        scheduler.commit(plan, run(plan))
+        scheduler.check_invariants()
+    assert [sequence.tokens for sequence in together] == alone

@@ -1,0 +1,245 @@
+"""A worker's session over real gRPC: one stream, columns, merging, rejection, cancellation, inspection."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from blockyard.proto.block_hash import chain, pack_tokens, root_name
+from blockyard.proto.v1 import cluster_pb2, session_pb2, session_pb2_grpc
+from blockyard.proto.v1.session_pb2 import (
+    Cancel,
+    EngineSampling,
+    Ping,
+    RejectReason,
+    StepOutput,
+    Submit,
+    ToRouter,
+    ToWorker,
+)
+from blockyard.worker.config import EngineConfig, WorkerConfig
+from blockyard.worker.server import WorkerServer
+
+from .checkpoints import shared_checkpoint
+
+SECRET = (("x-blockyard-secret", "hush"),)
+ROOT = root_name(cluster_secret="hush", model_fingerprint="m", block_size=16, kv_dtype="float32")
+PATIENCE_SECONDS = 20
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[WorkerServer]:
+    engine = EngineConfig(
+        model=str(shared_checkpoint("LlamaForCausalLM")),
+        engine="simulated",
+        kv_cache_memory=64 * 2 * 3 * 2 * 16 * 16 * 4,
+        simulated_step_seconds=0.005,
+        max_num_seqs=4,
+    )
+    server = WorkerServer(WorkerConfig(engine=engine, cluster_secret="hush", max_waiting=2))
+    await server.start()
+    yield server
+    await server.stop(0)
+
+
+class Session:
+    """The router's end of a stream, by hand."""
+
+    def __init__(self, address: str, metadata: Any = SECRET) -> None:
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub = session_pb2_grpc.EngineServiceStub(self.channel)
+        self.call = self.stub.Session(metadata=metadata)
+
+    async def __aenter__(self) -> "Session":
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        self.call.cancel()
+        await self.channel.close()
+
+    async def read(self) -> ToRouter:
+        message = await asyncio.wait_for(self.call.read(), PATIENCE_SECONDS)
+        assert isinstance(message, ToRouter), "the stream has ended"
+        return message
+
+    async def read_until(self, kind: str) -> Any:
+        while True:
+            message = await self.read()
+            if message.WhichOneof("message") == kind:
+                return getattr(message, kind)
+
+    async def submit(self, handle: int, length: int = 20, **changes: Any) -> None:
+        tokens = [5] * length
+        sampling = EngineSampling(
+            temperature=1.0, top_p=1.0, max_tokens=changes.pop("max_tokens", 6), seed=handle
+        )
+        submit = Submit(
+            handle=handle,
+            request_id=f"request-{handle}",
+            token_ids=pack_tokens(tokens),
+            prompt_tokens=length,
+            block_names=b"".join((ROOT, *chain(ROOT, tokens, 16))),
+            sampling=sampling,
+        )
+        for name, value in changes.items():
+            setattr(submit, name, value)
+        await self.call.write(ToWorker(submit=submit))
+
+    async def tokens_of(self, *handles: int) -> dict[int, list[int]]:
+        """Reads until all of them ended, checking offsets."""
+        tokens: dict[int, list[int]] = {handle: [] for handle in handles}
+        open_handles = set(handles)
+        while open_handles:
+            step: StepOutput = await self.read_until("step")
+            taken = iter(step.token_ids)
+            columns = zip(
+                step.handles, step.token_offsets, step.token_counts, step.finish_reasons, strict=True
+            )
+            for handle, offset, count, finish_reason in columns:
+                assert offset == len(tokens[handle])
+                tokens[handle] += [next(taken) for _ in range(count)]
+                if finish_reason:
+                    open_handles.remove(handle)
+        return tokens
+
+
+async def test_hello_comes_first_and_tokens_follow_with_contiguous_offsets(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        hello = await session.read_until("hello")
+        assert (hello.worker_id, hello.incarnation) == ("worker-0", worker.incarnation)
+        assert (hello.block_size, hello.total_blocks, hello.engine) == (16, 64, "simulated")
+        await session.submit(1)
+        await session.submit(2, length=40)
+        tokens = await session.tokens_of(1, 2)
+        assert [len(tokens[1]), len(tokens[2])] == [6, 6]
+
+
+async def test_a_wrong_secret_is_unauthenticated(worker: WorkerServer) -> None:
+    for metadata in ((), (("x-blockyard-secret", "guess"),)):
+        async with Session(worker.address, metadata) as session:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await session.call.read()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_router_that_reads_slowly_gets_merged_rows(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.read_until("hello")
+        await session.submit(1, max_tokens=60)
+        await asyncio.sleep(1.0)
+        assert len((await session.tokens_of(1))[1]) == 60
+
+
+async def test_ping_is_answered_with_the_load(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.call.write(ToWorker(ping=Ping(nonce=9)))
+        pong = await session.read_until("pong")
+        assert (pong.nonce, pong.load.free_blocks) == (9, 64)
+
+
+async def test_cancel_frees_the_blocks_and_nothing_more_comes(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, max_tokens=400)
+        await session.read_until("step")
+        await session.call.write(ToWorker(cancel=Cancel(handle=1)))
+        await until_idle(session.stub)
+
+
+async def test_the_end_of_a_stream_cancels_its_sequences(worker: WorkerServer) -> None:
+    async with Session(worker.address) as other, Session(worker.address) as session:
+        await session.submit(1, max_tokens=400)
+        await session.read_until("step")
+        session.call.cancel()
+        await until_idle(other.stub)
+
+
+async def until_idle(stub: Any) -> None:
+    for _ in range(200):
+        pool = await stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), metadata=SECRET)
+        if not pool.used_blocks and not pool.load.running:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("blocks are still held")
+
+
+async def test_beyond_the_short_queue_requests_are_rejected_as_busy(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        for handle in range(1, 31):
+            await session.submit(handle, max_tokens=200)
+        rejected = await session.read_until("rejected")
+        assert rejected.reason == RejectReason.REJECT_REASON_BUSY
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_tokens": 5000}, "TOO_LARGE"),
+        ({"max_tokens": 0}, "INVALID"),
+        ({"token_ids": b""}, "INVALID"),
+        ({"token_ids": b"\x01\x02\x03"}, "INVALID"),
+        ({"token_ids": pack_tokens([272] * 20)}, "INVALID"),
+        ({"token_ids": pack_tokens([-1] * 20)}, "INVALID"),
+        ({"block_names": b""}, "INVALID"),
+        ({"block_names": b"short"}, "INVALID"),
+        ({"prompt_tokens": 21}, "INVALID"),
+    ],
+)
+async def test_a_bad_submit_is_rejected_and_the_next_one_served(
+    worker: WorkerServer, changes: dict[str, Any], reason: str
+) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, **changes)
+        rejected = await session.read_until("rejected")
+        assert RejectReason.Name(rejected.reason) == f"REJECT_REASON_{reason}"
+        await session.submit(2)
+        await session.tokens_of(2)
+
+
+async def test_bytes_that_are_no_message_are_an_invalid_argument(worker: WorkerServer) -> None:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        name = session_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+        stream = channel.stream_stream(f"/{name}/Session")(metadata=SECRET)
+        await stream.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await stream.read() is not grpc.aio.EOF:
+                continue
+            raise AssertionError("the stream ended well")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_pool_is_seen_whole_and_block_by_block(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, length=40, max_tokens=300)
+        await session.read_until("step")
+        pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), metadata=SECRET)
+        assert pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.total_blocks == 64
+        assert sum(run.length for run in pool.runs) == 64
+        first = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(page_size=40), metadata=SECRET)
+        rest = await session.stub.ListBlocks(
+            cluster_pb2.ListBlocksRequest(page_size=40, page_token=first.next_page_token), metadata=SECRET
+        )
+        blocks = [*first.blocks, *rest.blocks]
+        assert [block.block_id for block in blocks] == list(range(64))
+        assert rest.next_page_token == ""
+        held = [block for block in blocks if block.request_ids]
+        assert held
+        assert all(list(block.request_ids) == ["request-1"] for block in held)
+        assert held[0].name == chain(ROOT, [5] * 16, 16)[0]
+
+
+@pytest.mark.parametrize("request_", [{"page_size": 1001}, {"page_token": "forged"}, {"page_token": "YTow"}])
+async def test_a_bad_page_is_an_invalid_argument(worker: WorkerServer, request_: dict[str, Any]) -> None:
+    async with Session(worker.address) as session:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(**request_), metadata=SECRET)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_port_that_is_taken_is_a_clear_error(worker: WorkerServer) -> None:
+    port = int(worker.address.rpartition(":")[2])
+    second = WorkerServer(dataclasses.replace(worker.config, port=port, host="203.0.113.1"))
+    with pytest.raises(ValueError, match="cannot listen"):
+        await second.start()

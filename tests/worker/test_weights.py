@@ -1,0 +1,225 @@
+"""Reading a model's folder: every tensor in its place, and a sentence for everything that cannot be served."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blockyard.worker.model.config import UnsupportedModelError, load_config, resolve_model
+from blockyard.worker.model.weights import load_weights, num_parameters, random_weights
+from safetensors.torch import load_file, save_file
+
+from tests.worker.checkpoints import ARCHITECTURES, make_checkpoint, reference_model, shared_checkpoint
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of its own, to be spoilt."""
+    return Path(shutil.copytree(shared_checkpoint("Qwen2ForCausalLM"), tmp_path / "model"))
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return load_weights(folder, load_config(folder), dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_tensor_lands_in_its_part_of_the_fused_ones(architecture: str) -> None:
+    folder = shared_checkpoint(architecture)
+    tensors = load_file(folder / "model.safetensors")
+    weights = load(folder)
+    assert torch.equal(weights.lm_head_VH, tensors["lm_head.weight"])
+    for index, layer in enumerate(weights.layers):
+        part = {name.split(".", 3)[3]: t for name, t in tensors.items() if f".layers.{index}." in name}
+        qkv = [part[f"self_attn.{letter}_proj.weight"] for letter in "qkv"]
+        assert torch.equal(layer.qkv_QH, torch.cat(qkv))
+        assert torch.equal(
+            layer.gate_up_2IH, torch.cat((part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"]))
+        )
+        assert (layer.qkv_bias_Q is None) == (architecture != "Qwen2ForCausalLM")
+        assert (layer.q_norm_D is None) == (architecture != "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_as_transformers_counts_them(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied)
+    assert num_parameters(load_config(folder)) == reference_model(folder).num_parameters()
+
+
+def test_a_tied_head_is_the_embedding_itself_even_if_the_file_has_a_copy(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "LlamaForCausalLM", tie_word_embeddings=True)
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(272, 64)}))
+    weights = load(folder)
+    assert weights.lm_head_VH is weights.embedding_VH
+    assert bool(weights.embedding_VH.any())
+
+
+def test_shards_equal_a_single_file(tmp_path: Path) -> None:
+    whole = shared_checkpoint("Qwen3ForCausalLM")
+    reference_model(whole).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    expected, actual = load(whole), load(tmp_path)
+    assert torch.equal(actual.layers[2].qkv_QH, expected.layers[2].qkv_QH)
+    assert torch.equal(actual.embedding_VH, expected.embedding_VH)
+
+
+def test_tensors_are_converted_to_the_type_asked_for(folder: Path) -> None:
+    weights = load(folder, torch.bfloat16)
+    assert weights.layers[1].down_HI.dtype == torch.bfloat16
+    assert torch.equal(weights.layers[1].down_HI, load(folder).layers[1].down_HI.bfloat16())
+
+
+def test_frequencies_stored_by_old_exports_are_passed_over(folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(folder, lambda t: t.update({name: torch.zeros(8)}))
+    load(folder)
+
+
+BROKEN: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "missing": (lambda t: t.pop("model.norm.weight"), "1 tensors are missing.*'model.norm.weight'"),
+    "unexpected": (
+        lambda t: t.update({"model.layers.9.foo": torch.zeros(1)}),
+        "model.safetensors: tensor 'model.layers.9.foo' is unexpected in a Qwen2ForCausalLM",
+    ),
+    "misshapen": (
+        lambda t: t.update({"model.norm.weight": torch.zeros(63)}),
+        r"model.safetensors: tensor 'model.norm.weight' has shape \(63,\), config.json asks for \(64,\)",
+    ),
+    "quantised": (
+        lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+        "tensor 'model.norm.weight' is torch.int8, quantised weights are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_wrong_tensor_is_named_with_its_file(kind: str, folder: Path) -> None:
+    change, message = BROKEN[kind]
+    change_tensors(folder, lambda tensors: (change(tensors), None)[1])
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_a_damaged_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        load(folder)
+
+
+def test_pickled_weights_are_refused_and_never_opened(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
+        load(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(ValueError, match="pickled weights only"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["absent.safetensors", "../model.safetensors"])
+def test_an_index_may_only_name_shards_beside_it(name: str, folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent)
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="which is not beside it"):
+        load(folder)
+
+
+def test_random_weights_are_a_function_of_the_seed(folder: Path) -> None:
+    config = load_config(folder)
+    first, again, other = (random_weights(config, torch.float32, CPU, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.layers[2].qkv_QH, again.layers[2].qkv_QH)
+    assert not torch.equal(first.layers[2].qkv_QH, other.layers[2].qkv_QH)
+    assert not torch.equal(first.layers[0].qkv_QH, first.layers[1].qkv_QH)
+    assert bool((first.final_norm_H == 1).all())
+
+
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
+    ({"architectures": None}, "architectures"),
+    ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ({"sliding_window": 511, "use_sliding_window": True}, "sliding_window=511"),
+    ({"num_experts": 8}, "num_experts=8"),
+    ({"mlp_bias": True}, "mlp_bias=True"),
+    ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), UNSUPPORTED, ids=[named for _, named in UNSUPPORTED])
+def test_what_cannot_be_served_is_refused_by_field_and_value(
+    fields: dict[str, Any], named: str, folder: Path
+) -> None:
+    change_config(folder, **fields)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_config(folder)
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("fields", [{"hidden_size": None}, {"vocab_size": "many"}, {"num_hidden_layers": 0}])
+def test_a_nonsensical_size_is_refused_by_name(fields: dict[str, Any], folder: Path) -> None:
+    change_config(folder, **fields)
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        load_config(folder)
+
+
+def test_a_window_that_hides_nothing_is_served(folder: Path) -> None:
+    change_config(folder, sliding_window=512, use_sliding_window=True)
+    load_config(folder)
+    change_config(folder, sliding_window=16, use_sliding_window=False)
+    load_config(folder)
+
+
+def test_the_rotary_base_is_read_where_either_transformers_writes_it(folder: Path) -> None:
+    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert load_config(folder).rope_theta == 5e5
+    change_config(folder, rope_parameters=None, rope_scaling=None, rope_theta=1e6)
+    assert load_config(folder).rope_theta == 1e6
+
+
+def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:
+    change_config(folder, eos_token_id=5)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert load_config(folder).eos_token_ids == {7, 8}
+    (folder / "generation_config.json").unlink()
+    assert load_config(folder).eos_token_ids == {5}
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no model folder: it has no config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        load_config(tmp_path)
+
+
+def test_a_local_folder_is_itself(folder: Path) -> None:
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_name_that_is_neither_folder_nor_repository_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no folder here"):
+        resolve_model(tmp_path / "not" / "there")

@@ -1,0 +1,110 @@
+"""Every setting of a worker, with its unit, in two frozen values."""
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+EngineKind = Literal["model", "simulated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine runs and how much of the machine it may take. Raises ValueError for bad values."""
+
+    model: str
+    """A local folder in Hugging Face format, or a hub name."""
+    engine: EngineKind = "model"
+    """`simulated` keeps scheduler, pool and cache, and replaces the model by a clock."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "random"] = "auto"
+    """`random` makes weights from the config alone: for benchmarks."""
+    seed: int = 0
+    """Of random weights."""
+    block_size: Literal[16, 32, 64, 128] = 16
+    """Tokens in a block of KV cache."""
+    max_num_seqs: int = 256
+    """Sequences that run at once."""
+    max_model_len: int | None = None
+    """Tokens of prompt and output together. None: what the model's config says."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights and KV cache may take."""
+    kv_cache_memory: int | None = None
+    """Bytes of KV cache. None: from gpu_memory_utilization; on a CPU 1 GiB."""
+    deterministic: bool = False
+    """fp32 with fixed tiles: a request's tokens do not depend on what else runs."""
+    simulated_prefill_tokens_per_second: float = 20_000.0
+    simulated_step_seconds: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (16, 32, 64, 128):
+            raise ValueError(f"block size must be 16, 32, 64 or 128, not {self.block_size}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if self.simulated_prefill_tokens_per_second <= 0 or self.simulated_step_seconds < 0:
+            raise ValueError("the simulated engine's rates must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker process: its engine, its place in the cluster, and where it listens."""
+
+    engine: EngineConfig
+    worker_id: str = "worker-0"
+    cluster: str = "default"
+    cluster_secret: str = field(default="", repr=False)
+    """Shared by routers and workers of a cluster; every session must show it."""
+    host: str = "127.0.0.1"
+    """The interface to bind, and the name under which routers reach it unless `advertise_host` says otherwise."""
+    advertise_host: str | None = None
+    port: int = 0
+    """0 takes a free one."""
+    redis_url: str | None = field(default=None, repr=False)
+    """None: serve without the prefix index."""
+    lease_seconds: float = 3.0
+    metrics_port: int | None = None
+    """Prometheus endpoint; 0 takes a free port, None has none."""
+    max_waiting: int = 64
+    """Requests that wait inside the worker; beyond it they are rejected as busy, and the router keeps them."""
+    pool_map_path: str | None = None
+    """A file that shows the block pool as text, rewritten each second."""
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one option for each field of EngineConfig, with its default."""
+    choices: dict[str, tuple[Any, ...]] = {
+        "engine": ("model", "simulated"),
+        "device": ("auto", "cpu", "cuda"),
+        "dtype": ("auto", "float32", "bfloat16", "float16"),
+        "load_format": ("auto", "random"),
+        "block_size": (16, 32, 64, 128),
+    }
+    kinds: dict[str, type] = {"max_model_len": int, "kv_cache_memory": int}
+    for setting in fields(EngineConfig):
+        option = "--" + setting.name.replace("_", "-")
+        if setting.name == "model":
+            parser.add_argument(option, required=True)
+        elif setting.name == "deterministic":
+            parser.add_argument(option, action="store_true")
+        else:
+            kind = kinds.get(setting.name, type(setting.default))
+            parser.add_argument(
+                option,
+                type=kind,
+                default=setting.default,
+                choices=choices.get(setting.name),
+                help="default: %(default)s",
+            )
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's settings out of parsed options."""
+    return EngineConfig(
+        **{setting.name: getattr(arguments, setting.name) for setting in fields(EngineConfig)}
+    )

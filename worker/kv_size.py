@@ -1,0 +1,50 @@
+"""How large the KV cache is: bytes of a block, blocks of a budget, requests that fit. Pure arithmetic."""
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def bytes_per_block(
+    *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype_bytes: int
+) -> int:
+    """Keys and values of `block_size` tokens in all layers."""
+    return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype_bytes
+
+
+def blocks_in_budget(budget_bytes: int, block_bytes: int) -> int:
+    """Whole blocks that fit; none if the budget is negative."""
+    return max(0, budget_bytes // block_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSize:
+    """One worker's KV pool. `block_size` is in tokens."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def max_concurrency(self, max_model_len: int) -> float:
+        """Requests of `max_model_len` tokens that fit at once, sharing nothing."""
+        return self.num_blocks / self.blocks_for(max_model_len)
+
+    def describe(self, max_model_len: int) -> tuple[str, ...]:
+        """The lines a worker logs when it starts."""
+        return (
+            f"KV cache: {self.num_tokens:,} tokens in {self.num_blocks:,} blocks of {self.block_size}, "
+            f"{self.block_bytes:,} bytes a block, {self.total_bytes / 2**30:.2f} GiB",
+            f"maximum concurrency for requests of {max_model_len:,} tokens: "
+            f"{self.max_concurrency(max_model_len):.2f}",
+        )

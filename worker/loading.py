@@ -1,0 +1,157 @@
+"""From settings to an engine that is ready to step: sizes the KV pool, loads or simulates the model, warms up."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.engine import Engine
+from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block
+from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
+from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
+from blockyard.worker.scheduler import SchedulerConfig
+from blockyard.worker.simulated import SimulatedRunner
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_CACHE_BYTES = 2**30
+ACTIVATION_COPIES = 4
+"""Rows of (2 x intermediate + 6 x hidden) values that live at once in a step, generously."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEngine:
+    """An engine, and what others must know to talk about it."""
+
+    engine: Engine
+    model: ModelConfig
+    model_path: Path
+    kv_size: KVSize
+    max_model_len: int
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    dtype: str
+    device: str
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Raises ValueError for a model or a size that cannot be had; the message says what to change."""
+    path = resolve_model(config.model)
+    model = load_config(path)
+    device = _resolve_device(config)
+    dtype = resolve_dtype(config.dtype, model, device, deterministic=config.deterministic)
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {max_model_len} is beyond the model's {model.max_position_embeddings}"
+        )
+    kv_size = _size_pool(config, model, device, dtype, path)
+    for line in kv_size.describe(max_model_len):
+        logger.info(line)
+    scheduling = SchedulerConfig(
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    _check_one_full_sequence_fits(kv_size, max_model_len)
+    runner = _make_runner(config, model, path, device, kv_size.num_blocks)
+    runner.warm_up()
+    return LoadedEngine(
+        engine=Engine(scheduling, runner, num_blocks=kv_size.num_blocks, bytes_per_block=kv_size.block_bytes),
+        model=model,
+        model_path=path,
+        kv_size=kv_size,
+        max_model_len=max_model_len,
+        model_fingerprint=model_fingerprint(
+            path, load_format=config.load_format, seed=config.seed, dtype=f"{config.engine}:{dtype}"
+        ),
+        tokenizer_fingerprint=tokenizer_fingerprint(path),
+        dtype=dtype,
+        device=str(device),
+    )
+
+
+def _check_one_full_sequence_fits(kv_size: KVSize, max_model_len: int) -> None:
+    """Before the weights are loaded, which may take minutes."""
+    if kv_size.num_tokens < max_model_len:
+        raise ValueError(
+            f"the KV cache holds {kv_size.num_tokens} tokens, fewer than max_model_len {max_model_len}: give it "
+            "more memory (--kv-cache-memory, --gpu-memory-utilization) or lower --max-model-len"
+        )
+
+
+def _resolve_device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, and torch sees none")
+    if config.engine == "simulated" or config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda:0")
+
+
+def _make_runner(
+    config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, num_blocks: int
+) -> Runner:
+    match config.engine:
+        case "simulated":
+            return SimulatedRunner(
+                vocab_size=model.vocab_size,
+                prefill_tokens_per_second=config.simulated_prefill_tokens_per_second,
+                step_seconds=config.simulated_step_seconds,
+            )
+        case "model":
+            return TorchRunner.create(
+                path,
+                device=device,
+                dtype=config.dtype,
+                load_format=config.load_format,
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                deterministic=config.deterministic,
+                seed=config.seed,
+            )
+
+
+def _size_pool(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str, path: Path
+) -> KVSize:
+    block_bytes = bytes_per_block(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+        dtype_bytes=DTYPE_BYTES[dtype],
+    )
+    if config.kv_cache_memory is not None:
+        budget = config.kv_cache_memory
+    elif device.type == "cpu":
+        budget = CPU_KV_CACHE_BYTES
+    else:
+        budget = _gpu_budget(config, model, device, dtype, path)
+    num_blocks = blocks_in_budget(budget, block_bytes)
+    if not num_blocks:
+        raise ValueError(f"{budget} bytes of KV cache hold no block of {block_bytes} bytes")
+    return KVSize(num_blocks=num_blocks, block_size=config.block_size, block_bytes=block_bytes)
+
+
+def _gpu_budget(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str, path: Path
+) -> int:
+    """What utilisation leaves beside what is taken, the weights and one step's activations, estimated."""
+    free, total = torch.cuda.mem_get_info(device)
+    size = DTYPE_BYTES[dtype]
+    weights = num_parameters(model) * size
+    per_token = ACTIVATION_COPIES * (2 * model.intermediate_size + 6 * model.hidden_size) * size
+    logits = config.max_num_seqs * model.vocab_size * 12
+    activations = config.max_num_batched_tokens * per_token + logits
+    return int(config.gpu_memory_utilization * total) - (total - free) - weights - activations
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Weights of the decoder, without the few of norms and biases."""
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    feed_forward = 3 * model.hidden_size * model.intermediate_size
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    return model.num_layers * (attention + feed_forward) + embeddings

@@ -1,0 +1,203 @@
+"""Which models this engine can run, read from a Hugging Face folder's config.json.
+
+Owns the refusal of everything it cannot run exactly: every key of the file that changes the arithmetic is
+either read here or named in the error. Does not read weights or tokenizers, and does not import torch.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+DataTypeName = Literal["float32", "bfloat16", "float16"]
+
+HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
+# Mistral's repositories hold the same weights a second time in a format of their own.
+HUB_IGNORED_PATTERNS = ("consolidated*",)
+HUB_TIMEOUT_SECONDS = 10.0
+
+
+class UnsupportedModelError(ValueError):
+    """The model would need something this engine does not have; the message names the field and its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Everything the decoder, the weight loader and the KV pool need to know of a model."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    attention_bias: bool
+    """Whether queries, keys and values have a bias (Qwen2)."""
+    qk_norm: bool
+    """Whether each head's query and key are normalised before the rotation (Qwen3)."""
+    tie_word_embeddings: bool
+    dtype: DataTypeName
+    """What the checkpoint says it was saved in; float32 if it does not say."""
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read config.json and, for the end-of-text ids, generation_config.json.
+
+    Raises UnsupportedModelError for a model this engine cannot run, ValueError for a file it cannot read.
+    """
+    raw = _read_json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.exists() else {}
+    architecture = _architecture(raw)
+    _refuse_unsupported(raw, architecture)
+    num_heads = _positive(raw, "num_attention_heads")
+    hidden_size = _positive(raw, "hidden_size")
+    config = ModelConfig(
+        architecture=architecture,
+        num_layers=_positive(raw, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=_positive(raw, "num_key_value_heads", num_heads),
+        head_dim=_positive(raw, "head_dim", hidden_size // num_heads),
+        intermediate_size=_positive(raw, "intermediate_size"),
+        vocab_size=_positive(raw, "vocab_size"),
+        max_position_embeddings=_positive(raw, "max_position_embeddings"),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=_rope_theta(raw),
+        attention_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        dtype=_dtype(raw),
+        eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
+        bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
+    )
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise UnsupportedModelError(
+            f"num_attention_heads={config.num_heads}, num_key_value_heads={config.num_kv_heads} and "
+            f"head_dim={config.head_dim}: heads must divide into groups and halves"
+        )
+    return config
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The local folder of a model: the folder itself, or a snapshot of a repository on the hub.
+
+    Raises ValueError if it is neither.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    # Here, because a worker that serves a local folder needs no hub client.
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = snapshot_download(
+            str(name_or_path),
+            allow_patterns=list(HUB_PATTERNS),
+            ignore_patterns=list(HUB_IGNORED_PATTERNS),
+            etag_timeout=HUB_TIMEOUT_SECONDS,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {str(name_or_path)!r} is no folder here, and the hub did not give it: {error}"
+        ) from error
+    return Path(snapshot)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file.parent} is no model folder: it has no {file.name}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    named = raw.get("architectures") or []
+    if len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise UnsupportedModelError(f"architectures={named} is not one of {', '.join(ARCHITECTURES)}")
+    return str(named[0])
+
+
+def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
+    _refuse_unless(raw, "hidden_act", ("silu", None), "the decoder computes SiLU only")
+    _refuse_unless(raw, "quantization_config", (None,), "quantised checkpoints are not supported")
+    _refuse_unless(raw, "mlp_bias", (False, None), "the decoder has no bias in its MLP")
+    for key in ("num_experts", "num_local_experts"):
+        _refuse_unless(raw, key, (None, 0), "mixtures of experts are not supported")
+    if architecture != "Qwen2ForCausalLM":
+        _refuse_unless(raw, "attention_bias", (False, None), f"{architecture} is supported without biases")
+    _refuse_window(raw)
+    _refuse_rope_scaling(raw)
+
+
+def _refuse_unless(raw: dict[str, Any], key: str, allowed: tuple[object, ...], why: str) -> None:
+    if raw.get(key) not in allowed:
+        raise UnsupportedModelError(f"{key}={raw[key]!r} in config.json: {why}")
+
+
+def _refuse_window(raw: dict[str, Any]) -> None:
+    """A window no shorter than the longest context never hides a token."""
+    window = raw.get("sliding_window")
+    # Qwen keeps a window in its file and switches it off beside it.
+    if window is None or raw.get("use_sliding_window") is False:
+        return
+    if window < _positive(raw, "max_position_embeddings"):
+        raise UnsupportedModelError(
+            f"sliding_window={window} in config.json: attention windows are not supported"
+        )
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes rope_parameters with the base inside; 4 wrote rope_scaling, with it outside."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _refuse_rope_scaling(raw: dict[str, Any]) -> None:
+    rope = _rope(raw)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    nested = any(isinstance(value, dict) for value in rope.values())
+    if kind != "default" or nested:
+        raise UnsupportedModelError(f"rope scaling {rope} in config.json: only the default is supported")
+    for place in (raw, rope):
+        _refuse_unless(place, "partial_rotary_factor", (None, 1), "heads are rotated whole")
+
+
+def _rope_theta(raw: dict[str, Any]) -> float:
+    return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+
+
+def _dtype(raw: dict[str, Any]) -> DataTypeName:
+    named = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    for known in get_args(DataTypeName):
+        if named == known:
+            return known  # type: ignore[no-any-return]
+    raise UnsupportedModelError(f"dtype={named!r} in config.json is not one of {get_args(DataTypeName)}")
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r} in config.json must be a positive whole number")
+    return value

@@ -1,0 +1,97 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one forward pass, driven by the configuration.
+
+Owns the order of operations of a layer, nothing of their arithmetic: every operation is the kernel backend's.
+Every layer stores all keys and values of the step before any token attends, so a sequence may read blocks
+that another sequence fills in the same step.
+
+Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads,
+D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions of the rotary table.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.backend import Backend
+from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.weights import LayerWeights, Weights
+
+
+class Decoder:
+    """Weights and backend of one model. Holds no state of any request."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, backend: Backend) -> None:
+        self._config = config
+        self._weights = weights
+        self._backend = backend
+        self._scale = config.head_dim**-0.5
+        self._cos_sin_MD = rotary_table(config).to(weights.embedding_VH.device)
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        kv_pools: Sequence[torch.Tensor],
+        plan: AttentionPlan,
+        logits_rows_S: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [S, V] of the tokens at the indices `logits_rows_S`, in the data type of the weights.
+
+        `tokens_T` stand at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer.
+        """
+        weights, eps = self._weights, self._config.rms_norm_eps
+        # The residual stays as it is in the first norm, and takes each block's output in the following ones.
+        residual_TH = weights.embedding_VH[tokens_T]
+        x_TH = torch.empty_like(residual_TH)
+        self._backend.rms_norm(residual_TH, weights.layers[0].input_norm_H, eps, out_TH=x_TH)
+        for index, layer in enumerate(weights.layers):
+            x_TH = self._attend(layer, x_TH, kv_pools[index], plan)
+            self._backend.add_rms_norm(x_TH, residual_TH, layer.mlp_norm_H, eps, out_TH=x_TH)
+            x_TH = self._mlp(layer, x_TH)
+            if index + 1 < len(weights.layers):
+                next_norm_H = weights.layers[index + 1].input_norm_H
+                self._backend.add_rms_norm(x_TH, residual_TH, next_norm_H, eps, out_TH=x_TH)
+        last_SH, residual_SH = x_TH[logits_rows_S], residual_TH[logits_rows_S]
+        self._backend.add_rms_norm(last_SH, residual_SH, weights.final_norm_H, eps, out_TH=last_SH)
+        return self._backend.linear(last_SH, weights.lm_head_VH)
+
+    def _attend(
+        self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        q_TND, k_TKD, v_TKD = self._queries_keys_values(layer, x_TH)
+        self._backend.rotary(q_TND, k_TKD, self._cos_sin_MD, plan.positions_T)
+        self._backend.write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
+        out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
+        self._backend.attention(q_TND, kv_pool_B2KPD, plan, scale=self._scale, out_TND=out_TND)
+        return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA)
+
+    def _queries_keys_values(
+        self, layer: LayerWeights, x_TH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = self._config
+        qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
+        heads = qkv.view(len(x_TH), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        q_TND, k_TKD, v_TKD = torch.split(heads, counts, dim=1)
+        if layer.q_norm_D is not None and layer.k_norm_D is not None:
+            q_TND = self._norm_heads(q_TND, layer.q_norm_D)
+            k_TKD = self._norm_heads(k_TKD, layer.k_norm_D)
+        return q_TND, k_TKD, v_TKD
+
+    def _norm_heads(self, heads: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        flat = heads.reshape(-1, heads.shape[-1])
+        self._backend.rms_norm(flat, weight_D, self._config.rms_norm_eps, out_TH=flat)
+        return flat.view(heads.shape)
+
+    def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
+        gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
+        hidden_TI = gate_up_T2I.new_empty(len(x_TH), self._config.intermediate_size)
+        self._backend.silu_mul(gate_up_T2I, out_TI=hidden_TI)
+        return self._backend.linear(hidden_TI, layer.down_HI)
+
+
+def rotary_table(config: ModelConfig) -> torch.Tensor:
+    """[M, D] in fp32: cosines of position * theta^(-2 i / D) in the first half of the columns, then sines."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequency = 1.0 / config.rope_theta**exponent
+    angle = torch.arange(config.max_position_embeddings).float()[:, None] * frequency
+    return torch.cat((angle.cos(), angle.sin()), dim=1)

@@ -1,0 +1,195 @@
+"""A model's weights in memory: where each tensor of a checkpoint goes, loaded from safetensors or drawn.
+
+Owns the names of Hugging Face checkpoints and the fusing of their matrices (q, k, v into one; gate, up into
+one): the fused tensors are allocated first, and each tensor of a shard is copied into its part of them, so
+that no more than one tensor is held twice. Never unpickles: a .bin checkpoint is refused. Does not know how
+the weights are used.
+
+Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size,
+Q = (N + 2 K) D fused query, key and value width, A = N D attention width.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blockyard.worker.model.config import ModelConfig
+from safetensors import SafetensorError, safe_open
+
+RANDOM_STD = 0.02
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    input_norm_H: torch.Tensor
+    qkv_QH: torch.Tensor
+    qkv_bias_Q: torch.Tensor | None
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+    attention_out_HA: torch.Tensor
+    mlp_norm_H: torch.Tensor
+    gate_up_2IH: torch.Tensor
+    down_HI: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """`lm_head_VH` is the embedding itself where the model ties them."""
+
+    embedding_VH: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm_H: torch.Tensor
+    lm_head_VH: torch.Tensor
+
+
+def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Load a checkpoint, one shard after the other, converting each tensor on its way.
+
+    Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or quantised.
+    """
+    files = _shard_files(folder)
+    weights = _allocate(config, dtype, device)
+    missing = _checkpoint_tensors(weights, config)
+    for file in files:
+        for name, tensor in _read_shard(file):
+            if _is_redundant(name, config):
+                continue
+            place = missing.pop(name, None)
+            if place is None:
+                raise ValueError(f"{file}: tensor {name!r} is unexpected in a {config.architecture}")
+            _check_tensor(file, name, tensor, place)
+            place.copy_(tensor)
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)!r}")
+    return weights
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> Weights:
+    """Weights drawn as an untrained model's, norms at 1. The same for the same seed and kind of device.
+
+    They are drawn on the device, because an 8B model would take a CPU minutes.
+    """
+    weights = _allocate(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in _checkpoint_tensors(weights, config).items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(std=RANDOM_STD, generator=generator)
+    return weights
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Counted without allocating any."""
+    weights = _allocate(config, torch.float32, torch.device("meta"))
+    return sum(tensor.numel() for tensor in _checkpoint_tensors(weights, config).values())
+
+
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    hidden, head_dim = config.hidden_size, config.head_dim
+    attention_width = config.num_heads * head_dim
+    qkv_width = attention_width + 2 * config.num_kv_heads * head_dim
+    embedding_VH = empty(config.vocab_size, hidden)
+    layers = [
+        LayerWeights(
+            input_norm_H=empty(hidden),
+            qkv_QH=empty(qkv_width, hidden),
+            qkv_bias_Q=empty(qkv_width) if config.attention_bias else None,
+            q_norm_D=empty(head_dim) if config.qk_norm else None,
+            k_norm_D=empty(head_dim) if config.qk_norm else None,
+            attention_out_HA=empty(hidden, attention_width),
+            mlp_norm_H=empty(hidden),
+            gate_up_2IH=empty(2 * config.intermediate_size, hidden),
+            down_HI=empty(hidden, config.intermediate_size),
+        )
+        for _ in range(config.num_layers)
+    ]
+    return Weights(
+        embedding_VH=embedding_VH,
+        layers=tuple(layers),
+        final_norm_H=empty(hidden),
+        lm_head_VH=embedding_VH if config.tie_word_embeddings else empty(config.vocab_size, hidden),
+    )
+
+
+def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Every tensor a checkpoint must have, by its name there, as a view of where it goes."""
+    tensors = {"model.embed_tokens.weight": weights.embedding_VH, "model.norm.weight": weights.final_norm_H}
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = weights.lm_head_VH
+    for index, layer in enumerate(weights.layers):
+        for name, tensor in _layer_tensors(layer, config).items():
+            tensors[f"model.layers.{index}.{name}"] = tensor
+    return tensors
+
+
+def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.Tensor]:
+    gate_IH, up_IH = layer.gate_up_2IH.chunk(2)
+    tensors = {
+        "input_layernorm.weight": layer.input_norm_H,
+        "self_attn.o_proj.weight": layer.attention_out_HA,
+        "post_attention_layernorm.weight": layer.mlp_norm_H,
+        "mlp.gate_proj.weight": gate_IH,
+        "mlp.up_proj.weight": up_IH,
+        "mlp.down_proj.weight": layer.down_HI,
+    }
+    kv_width = config.num_kv_heads * config.head_dim
+    widths = [config.num_heads * config.head_dim, kv_width, kv_width]
+    for kind, fused in (("weight", layer.qkv_QH), ("bias", layer.qkv_bias_Q)):
+        if fused is not None:
+            for letter, part in zip("qkv", torch.split(fused, widths), strict=True):
+                tensors[f"self_attn.{letter}_proj.{kind}"] = part
+    for letter, norm_D in (("q", layer.q_norm_D), ("k", layer.k_norm_D)):
+        if norm_D is not None:
+            tensors[f"self_attn.{letter}_norm.weight"] = norm_D
+    return tensors
+
+
+def _shard_files(folder: Path) -> list[Path]:
+    index_file = folder / INDEX_FILE
+    if index_file.exists():
+        names = sorted(set(json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+        for file in files:
+            if file.parent != folder or not file.exists():
+                raise ValueError(f"{index_file} names the shard {file.name!r}, which is not beside it")
+        return files
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ValueError(
+            f"{folder} holds pickled weights only (.bin): loading them could run any code, "
+            "so convert them to safetensors"
+        )
+    raise ValueError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}")
+
+
+def _read_shard(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118, the reader is no mapping
+                yield name, shard.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Old exports store the rotary frequencies, and some the tied head: both are computed from the rest."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _check_tensor(file: Path, name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
+    if tensor.shape != place.shape:
+        raise ValueError(
+            f"{file}: tensor {name!r} has shape {tuple(tensor.shape)}, "
+            f"config.json asks for {tuple(place.shape)}"
+        )
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{file}: tensor {name!r} is {tensor.dtype}, quantised weights are not supported")

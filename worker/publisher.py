@@ -1,0 +1,255 @@
+"""Tells the prefix index which blocks this worker holds, off the step loop.
+
+Owns the worker's berth, its lease and what is on its way. Does not own the cache, the arithmetic of changes
+(net_difference.py), the connection, or what a router makes of it. Nothing here may raise into the engine
+or make it wait: without the index the worker serves on, and the difference is kept until the index is back.
+
+    record() -> net difference -> batches of <= 512 names, one on its way -> the index
+                                    lost reply: the same batch again, DUPLICATE is as good as OK
+                                    GAP, UNKNOWN: a new berth, and everything again, root first
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from blockyard.proto.prefix_index import (
+    FIRST_SEQUENCE,
+    MAX_BATCH_NAMES,
+    ApplyResult,
+    Batch,
+    Berth,
+    ErrorKind,
+    PrefixIndex,
+    PrefixIndexError,
+    RenewResult,
+    WorkerRecord,
+)
+from blockyard.worker.net_difference import NetDifference
+
+logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherConfig:
+    """Paces of the publisher. Times are in seconds."""
+
+    lease_seconds: float = 3.0
+    """Renewed each third of it; a dead worker's blocks are believed in no longer than this."""
+    flush_seconds: float = 0.02
+    """How long changes are gathered before they are sent: what is undone meanwhile is never sent."""
+    purge_seconds: float = 3.0
+    purge_slice_seconds: float = 0.05
+    """Between two slices while a walk is under way."""
+    resync_jitter_seconds: float = 0.25
+    """Spreads the workers that all find out at once that the index lost its memory."""
+    first_backoff_seconds: float = 0.05
+    max_backoff_seconds: float = 1.0
+    call_timeout_seconds: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherState:
+    """What metrics and operators see."""
+
+    berth: Berth | None
+    num_pending: int
+    """Names whose change the index has not confirmed."""
+    num_entries: int
+    """Names the cache holds."""
+    lag_seconds: float
+    """Age of the oldest change that the index has not confirmed; 0 when it knows everything."""
+    last_error: ErrorKind | None
+    """None once a call has succeeded again."""
+    num_errors: int
+    num_resyncs: int
+
+
+class IndexPublisher:
+    """`record` after each step; `run` as a task for the life of the worker; `close` to say goodbye."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        record: WorkerRecord,
+        *,
+        config: PublisherConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._index = index
+        self._record = record
+        self._config = config or PublisherConfig()
+        self._clock = clock
+        self._difference = NetDifference()
+        self._berth: Berth | None = None
+        self._on_its_way: Batch | None = None
+        self._applied_sequence = 0
+        self._renew_at = self._purge_at = 0.0
+        self._taken_at = 0.0
+        self._changed_at: float | None = None
+        self._last_error: ErrorKind | None = None
+        self._num_errors = self._num_registrations = 0
+        self._changed, self._closing = asyncio.Event(), asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._stopped.set()
+
+    def record(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """What one step did to the cache: `removed`, leaf-first, then `stored`, root-first. Cheap; to be
+        called on the event loop."""
+        self._difference.record(stored, removed)
+        self._note_age()
+        self._changed.set()
+
+    def state(self) -> PublisherState:
+        batch = self._on_its_way
+        num_on_its_way = len(batch.removed) + len(batch.added) if batch is not None else 0
+        return PublisherState(
+            berth=self._berth,
+            num_pending=len(self._difference) + num_on_its_way,
+            num_entries=len(self._difference.held),
+            lag_seconds=self._clock() - self._changed_at if self._changed_at is not None else 0.0,
+            last_error=self._last_error,
+            num_errors=self._num_errors,
+            num_resyncs=max(0, self._num_registrations - 1),
+        )
+
+    async def run(self) -> None:
+        """Until `close`, or cancelled. Raises nothing of the index's."""
+        self._stopped.clear()
+        backoff_seconds = self._config.first_backoff_seconds
+        try:
+            while not self._closing.is_set():
+                try:
+                    await self._do_what_is_most_urgent()
+                    backoff_seconds = self._config.first_backoff_seconds
+                except PrefixIndexError as error:
+                    self._note(error)
+                    await self._pause(backoff_seconds * random.uniform(0.5, 1.0))
+                    backoff_seconds = min(2 * backoff_seconds, self._config.max_backoff_seconds)
+        finally:
+            self._stopped.set()
+
+    async def close(self) -> None:
+        """Stops `run` and retires the berth: no router is sent here from now on. Harmless twice."""
+        self._closing.set()
+        self._changed.set()
+        await self._stopped.wait()
+        berth, self._berth = self._berth, None
+        if berth is not None:
+            try:
+                await self._call(self._index.retire(berth))
+            except PrefixIndexError as error:
+                self._note(error)
+
+    async def _do_what_is_most_urgent(self) -> None:
+        now = self._clock()
+        if self._berth is None:
+            await self._register()
+        elif now >= self._renew_at:
+            await self._renew(self._berth)
+        elif now >= self._purge_at:
+            await self._purge()
+        elif self._on_its_way is not None or self._difference:
+            await self._publish(self._berth)
+        else:
+            await self._wait_for_changes()
+
+    async def _register(self) -> None:
+        if self._num_registrations:
+            await self._pause(random.uniform(0, self._config.resync_jitter_seconds))
+        lease_seconds = self._config.lease_seconds
+        berth = await self._call(self._index.register(self._record, lease_seconds=lease_seconds))
+        self._berth, self._on_its_way, self._applied_sequence = berth, None, FIRST_SEQUENCE - 1
+        self._difference.restart()
+        self._note_age()
+        self._num_registrations += 1
+        self._renew_at = self._clock() + lease_seconds / 3
+        logger.info(
+            "stands in the prefix index at berth %d with %d blocks", berth.number, len(self._difference)
+        )
+
+    async def _renew(self, berth: Berth) -> None:
+        result = await self._call(
+            self._index.renew(
+                berth, lease_seconds=self._config.lease_seconds, applied_sequence=self._applied_sequence
+            )
+        )
+        self._renew_at = self._clock() + self._config.lease_seconds / 3
+        if result is RenewResult.UNKNOWN:
+            self._berth = None
+
+    async def _publish(self, berth: Berth) -> None:
+        """One batch. It stays on its way until the index has answered, whatever is recorded meanwhile."""
+        if self._on_its_way is None:
+            removed, added = self._difference.take(MAX_BATCH_NAMES)
+            self._on_its_way = Batch(sequence=self._applied_sequence + 1, removed=removed, added=added)
+            self._taken_at = self._clock()
+        match await self._call(self._index.apply(berth, self._on_its_way)):
+            case ApplyResult.OK | ApplyResult.DUPLICATE:
+                self._applied_sequence = self._on_its_way.sequence
+                self._on_its_way = None
+                await self._after_a_batch()
+            case ApplyResult.GAP | ApplyResult.UNKNOWN:
+                self._berth = None
+
+    async def _after_a_batch(self) -> None:
+        """What changed while the batch was on its way is gathered like any other change."""
+        if not self._difference:
+            self._changed_at = None
+        elif len(self._difference) < MAX_BATCH_NAMES:
+            self._changed_at = self._taken_at
+            await self._pause(self._config.flush_seconds)
+
+    async def _purge(self) -> None:
+        progress = await self._call(self._index.purge())
+        pause = self._config.purge_slice_seconds if progress.active else self._config.purge_seconds
+        # Workers that started together need not all look for the dead at the same moment.
+        self._purge_at = self._clock() + pause * random.uniform(0.75, 1.25)
+
+    async def _wait_for_changes(self) -> None:
+        self._changed.clear()
+        until_due = min(self._renew_at, self._purge_at) - self._clock()
+        try:
+            async with asyncio.timeout(max(0.0, until_due)):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        await self._pause(self._config.flush_seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        """Cut short by `close`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            return
+
+    async def _call(self, call: Awaitable[Reply]) -> Reply:
+        try:
+            async with asyncio.timeout(self._config.call_timeout_seconds):
+                reply = await call
+        except TimeoutError as error:
+            raise PrefixIndexError(ErrorKind.TIMEOUT, "the publisher's own time-out") from error
+        if self._last_error is not None:
+            logger.warning("the prefix index answers again")
+        self._last_error = None
+        return reply
+
+    def _note_age(self) -> None:
+        if not self._difference and self._on_its_way is None:
+            self._changed_at = None
+        elif self._changed_at is None:
+            self._changed_at = self._clock()
+
+    def _note(self, error: PrefixIndexError) -> None:
+        """One line when the index goes away, not one for each attempt."""
+        self._num_errors += 1
+        if self._last_error is not error.kind:
+            logger.warning("the prefix index does not answer, serving on without it: %s", error)
+        self._last_error = error.kind

@@ -1,0 +1,194 @@
+"""One worker as a server: engine thread, session service, index publisher and pool map, started and stopped together.
+
+Needs no Ray: `python -m blockyard.worker` runs it in a process, worker/actor.py in a Ray actor.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import grpc.aio
+from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.v1.session_pb2 import Hello
+from blockyard.worker.config import WorkerConfig
+from blockyard.worker.engine import EngineLoad, EngineThread, StepResult
+from blockyard.worker.loading import LoadedEngine, load_engine
+from blockyard.worker.pool_view import load_message, map_text
+from blockyard.worker.publisher import IndexPublisher, PublisherConfig
+from blockyard.worker.session import SessionService
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+REDIS_TIMEOUT_SECONDS = 1.0
+POOL_MAP_SECONDS = 1.0
+LOG_LINE_SECONDS = 10.0
+STOP_GRACE_SECONDS = 1.0
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+
+
+class WorkerServer:
+    """Serves one engine from `start` to `stop`."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.incarnation = secrets.token_hex(8)
+        self.address = ""
+        self._loaded: LoadedEngine
+        self._service: SessionService
+        self._engine: EngineThread
+        self._server: grpc.aio.Server
+        self._publisher: IndexPublisher | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> str:
+        """Loads the model and serves; the address "host:port" under which routers reach it.
+
+        Raises ValueError for a model, size or interface that cannot be had.
+        """
+        self._loaded = await asyncio.to_thread(load_engine, self.config.engine)
+        self._service = SessionService(
+            hello=self._hello(),
+            cluster_secret=self.config.cluster_secret,
+            vocab_size=self._loaded.model.vocab_size,
+            max_waiting=self.config.max_waiting,
+        )
+        self._engine = EngineThread(self._loaded.engine, self._service.on_step)
+        self._service.attach(self._engine, self._loaded.engine.load())
+        self._engine.start()
+        self._server = grpc.aio.server(options=KEEPALIVE)
+        self._server.add_generic_rpc_handlers((self._service.handler(),))
+        try:
+            port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        except RuntimeError as error:
+            self._engine.stop()
+            raise ValueError(f"cannot listen on {self.config.host}:{self.config.port}") from error
+        await self._server.start()
+        self.address = f"{self.config.advertise_host or self.config.host}:{port}"
+        self._start_tasks()
+        logger.info("worker %s serves at %s", self.config.worker_id, self.address)
+        return self.address
+
+    def _hello(self) -> Hello:
+        loaded = self._loaded
+        return Hello(
+            worker_id=self.config.worker_id,
+            incarnation=self.incarnation,
+            model_fingerprint=loaded.model_fingerprint,
+            tokenizer_fingerprint=loaded.tokenizer_fingerprint,
+            block_size=loaded.kv_size.block_size,
+            kv_dtype=loaded.dtype,
+            total_blocks=loaded.kv_size.num_blocks,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.model.vocab_size,
+            device=loaded.device,
+            engine=self.config.engine.engine,
+            version=version("blockyard"),
+            load=load_message(loaded.engine.load()),
+        )
+
+    def _start_tasks(self) -> None:
+        if self.config.redis_url is not None:
+            self._publisher = self._make_publisher(self.config.redis_url)
+            self._service.on_changes = self._publish
+            self._tasks.append(asyncio.create_task(self._publisher.run(), name="index publisher"))
+        if self.config.pool_map_path is not None:
+            path = Path(self.config.pool_map_path)
+            self._tasks.append(asyncio.create_task(self._write_pool_map(path), name="pool map"))
+        self._tasks.append(asyncio.create_task(self._log_load(), name="load log"))
+
+    def _publish(self, result: StepResult) -> None:
+        if self._publisher is not None and (result.changes.stored or result.changes.removed):
+            self._publisher.record(result.changes.stored, result.changes.removed)
+
+    def _make_publisher(self, redis_url: str) -> IndexPublisher:
+        index = RedisPrefixIndex(
+            connect(redis_url, timeout_seconds=REDIS_TIMEOUT_SECONDS), self.config.cluster
+        )
+        record = WorkerRecord(
+            worker_id=WorkerId(self.config.worker_id),
+            incarnation=Incarnation(self.incarnation),
+            address=self.address,
+            fingerprint=self._loaded.model_fingerprint,
+            block_size=self._loaded.kv_size.block_size,
+        )
+        return IndexPublisher(index, record, config=PublisherConfig(lease_seconds=self.config.lease_seconds))
+
+    async def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """Leaves the index, ends the sessions, then the engine."""
+        self._service.draining = True
+        if self._publisher is not None:
+            await self._publisher.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.stop(grace_seconds)
+        await asyncio.to_thread(self._engine.stop)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters as of the last step, by name."""
+        load = self._service.load
+        stats = {
+            "blocks_free": load.free_blocks,
+            "blocks_cached": load.cached_blocks,
+            "blocks_used": load.used_blocks,
+            "running": load.running,
+            "waiting": load.waiting,
+            "prompt_tokens": load.prompt_tokens,
+            "generated_tokens": load.generated_tokens,
+            "cached_tokens": load.cached_tokens,
+            "preemptions": load.preemptions,
+            "index_lag_seconds": 0.0,
+        }
+        if self._publisher is not None:
+            stats["index_lag_seconds"] = self._publisher.state().lag_seconds
+        return stats
+
+    async def _write_pool_map(self, path: Path) -> None:
+        """Rewrites the file each second, whole or not at all; a folder that is gone fails no request."""
+        scratch = path.with_name(f".{path.name}.new")
+        complained = False
+        while True:
+            text = map_text(await self._service.block_pool())
+            try:
+                scratch.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
+                scratch.replace(path)
+                complained = False
+            except OSError as error:
+                if not complained:
+                    logger.warning("cannot write the pool map: %s", error)
+                complained = True
+            await asyncio.sleep(POOL_MAP_SECONDS)
+
+    async def _log_load(self) -> None:
+        """One line each ten seconds in which something ran."""
+        before = self._service.load
+        while True:
+            await asyncio.sleep(LOG_LINE_SECONDS)
+            now = self._service.load
+            if now.generated_tokens != before.generated_tokens or now.running or now.waiting:
+                logger.info(load_line(before, now, LOG_LINE_SECONDS))
+            before = now
+
+
+def load_line(before: EngineLoad, now: EngineLoad, seconds: float) -> str:
+    """What ran between two looks, for the log."""
+    total = now.free_blocks + now.cached_blocks + now.used_blocks
+    prompt = now.prompt_tokens - before.prompt_tokens
+    cached = now.cached_tokens - before.cached_tokens
+    hits = f"{cached / prompt:.1%}" if prompt else "-"
+    return (
+        f"running {now.running}, waiting {now.waiting}, KV usage {now.used_blocks / total:.1%}, "
+        f"prompt {prompt / seconds:.1f} tokens/s, "
+        f"generated {(now.generated_tokens - before.generated_tokens) / seconds:.1f} tokens/s, "
+        f"prefix cache hit rate {hits}"
+    )
