@@ -10,6 +10,7 @@ from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
+from blockyard.worker.model.weights import num_parameters
 from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.simulated import SimulatedRunner
@@ -147,11 +148,3 @@ def _gpu_budget(
     logits = config.max_num_seqs * model.vocab_size * 12
     activations = config.max_num_batched_tokens * per_token + logits
     return int(config.gpu_memory_utilization * total) - (total - free) - weights - activations
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """Weights of the decoder, without the few of norms and biases."""
-    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    feed_forward = 3 * model.hidden_size * model.intermediate_size
-    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    return model.num_layers * (attention + feed_forward) + embeddings

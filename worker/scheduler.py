@@ -165,13 +165,15 @@ class Scheduler:
         """Names the blocks whose last token is scheduled and known."""
         size = self.config.block_size
         full = min(sequence.num_scheduled, len(sequence.tokens)) // size
+        if full <= sequence.num_named:
+            return
         known = len(sequence.names) - 1
         if full > known:
             tail = sequence.tokens[known * size : full * size]
             sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
         for index in range(sequence.num_named, full):
             self.cache.assign(sequence.block_table[index], sequence.names[index + 1])
-        sequence.num_named = max(sequence.num_named, full)
+        sequence.num_named = full
 
     def _choose_victim(self, rows: dict[SequenceId, ScheduledRow]) -> Sequence | None:
         """The sequence with the least to recompute for each block that it really frees; ties go to the youngest.
@@ -285,13 +287,11 @@ class Scheduler:
 
     def _confirm(self, sequence: Sequence) -> None:
         """Publishes the names of blocks that are computed, newest last, stopping at the first known one."""
-        full = min(sequence.num_computed // self.config.block_size, sequence.num_named)
-        fresh = []
-        for block in reversed(sequence.block_table[:full]):
-            if not self.cache.is_unconfirmed(block):
-                break
-            fresh.append(block)
-        for block in reversed(fresh):
+        table = sequence.block_table
+        known = full = min(sequence.num_computed // self.config.block_size, sequence.num_named)
+        while known and self.cache.is_unconfirmed(table[known - 1]):
+            known -= 1
+        for block in table[known:full]:
             self.cache.confirm(block)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:

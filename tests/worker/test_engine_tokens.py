@@ -118,7 +118,7 @@ def test_with_a_cached_prefix(checkpoint: Path) -> None:
 
 def test_sharing_within_the_step_that_computes_the_prefix(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
-    prompts = [prompt_of(40) + (5 + number,) for number in range(3)]
+    prompts = [(*prompt_of(40), 5 + number) for number in range(3)]
     for prompt in prompts:
         submit(engine, prompt, 8)
     results = run(engine)
