@@ -63,8 +63,8 @@ def parse(arguments: list[str]) -> WorkerConfig:
     )
 
 
-async def serve(config: WorkerConfig) -> None:
-    """Until SIGTERM or SIGINT."""
+async def serve(config: WorkerConfig) -> int:
+    """Until SIGTERM or SIGINT, or until the engine fails; the exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -76,19 +76,22 @@ async def serve(config: WorkerConfig) -> None:
         registry.register(StatsCollector(server))
         http, _ = start_http_server(config.metrics_port, addr=config.host, registry=registry)
         logger.info("metrics at http://%s:%d/metrics", config.host, http.server_port)
-    await stop.wait()
+    ends = [asyncio.create_task(event.wait()) for event in (stop, server.failed)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
     logger.info("stopping")
     await server.stop()
+    return int(server.failed.is_set())
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(serve(parse(sys.argv[1:])))
+        return asyncio.run(serve(parse(sys.argv[1:])))
     except ValueError as error:
         logger.error("%s", error)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 from blockyard.worker.config import WorkerConfig
@@ -93,7 +94,8 @@ class WorkerActor:
 def _placed(config: WorkerConfig) -> WorkerConfig:
     """The config with what only the node knows: its address, and where the dashboard's Logs tab looks."""
     node_id = ray.get_runtime_context().get_node_id()
-    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    node = next(node for node in nodes if node["NodeID"] == node_id)
     # `<session>/sockets/raylet`: the one public place that tells this node's session folder.
     logs = Path(node["RayletSocketName"]).parent.parent / "logs"
     return replace(

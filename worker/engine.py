@@ -225,10 +225,16 @@ def _smooth(old: float, new: float) -> float:
 class EngineThread:
     """Turns an engine in a thread of its own, as long as there is work; commands run between steps."""
 
-    def __init__(self, engine: Engine, on_step: Callable[[StepResult, EngineLoad], None]) -> None:
-        """`on_step` is called on the engine's thread after each step that brought something."""
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepResult, EngineLoad], None],
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Both are called on the engine's thread: `on_step` after each step, `on_death` if a defect ends the thread."""
         self._engine = engine
         self._on_step = on_step
+        self._on_death = on_death
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
@@ -257,6 +263,13 @@ class EngineThread:
         return future
 
     def _run(self) -> None:
+        try:
+            self._turn()
+        except Exception:
+            logger.critical("a defect ends the engine", exc_info=True)
+            self._on_death()
+
+    def _turn(self) -> None:
         while self._run_commands():
             if not self._engine.has_work:
                 continue

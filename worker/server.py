@@ -43,6 +43,8 @@ class WorkerServer:
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self.address = ""
+        self.failed = asyncio.Event()
+        """Set when the engine has ended by a defect: whoever runs this worker must end it."""
         self._loaded: LoadedEngine
         self._service: SessionService
         self._engine: EngineThread
@@ -62,7 +64,10 @@ class WorkerServer:
             vocab_size=self._loaded.model.vocab_size,
             max_waiting=self.config.max_waiting,
         )
-        self._engine = EngineThread(self._loaded.engine, self._service.on_step)
+        loop = asyncio.get_running_loop()
+        self._engine = EngineThread(
+            self._loaded.engine, self._service.on_step, lambda: loop.call_soon_threadsafe(self.failed.set)
+        )
         self._service.attach(self._engine, self._loaded.engine.load())
         self._engine.start()
         self._server = grpc.aio.server(options=KEEPALIVE)

@@ -186,25 +186,25 @@ class SessionService:
 
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
         """Called on the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._deliver, result, load)
-
-    def _deliver(self, result: StepResult, load: EngineLoad) -> None:
-        self._load = load
+        news = []
         for output in result.outputs:
             route = self._routes.get(output.sequence_id)
-            if route is not None:
-                route.link.add(route.handle, output)
-                if output.token is None or output.state is not SequenceState.RUNNING:
-                    self._forget(output)
-        self.on_changes(result)
+            if route is None:
+                continue
+            news.append((route, output))
+            if output.state is not SequenceState.RUNNING:
+                del self._routes[output.sequence_id]
+                route.link.sequences.pop(route.handle, None)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._deliver, news, result, load)
 
-    def _forget(self, output: SequenceOutput) -> None:
-        """A preempted sequence is WAITING and comes back; only what is over is forgotten."""
-        if output.state is SequenceState.WAITING and not output.expired:
-            return
-        route = self._routes.pop(output.sequence_id)
-        route.link.sequences.pop(route.handle, None)
+    def _deliver(
+        self, news: list[tuple[_Route, SequenceOutput]], result: StepResult, load: EngineLoad
+    ) -> None:
+        self._load = load
+        for route, output in news:
+            route.link.add(route.handle, output)
+        self.on_changes(result)
 
     async def _check_secret(self, context: Context) -> None:
         metadata = context.invocation_metadata() or ()

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 CHECKPOINT = Path(next(iter(demo_model.__path__))) / "checkpoint"
 
-# Measured 00.0 on Python 3.11; other versions have other texts of the same modules.
-MAX_HELD_OUT_PERPLEXITY = 0.0
+# Measured 32.7 on Python 3.11; other versions have other texts of the same modules.
+MAX_HELD_OUT_PERPLEXITY = 45.0
 
 
 @cache
@@ -70,6 +70,12 @@ def greedy(prompt: str, max_tokens: int) -> str:
     ids = load_tokenizer()(prompt, return_tensors="pt").input_ids
     out = load_model().generate(ids, do_sample=False, temperature=None, max_new_tokens=max_tokens)
     return str(load_tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def ask(system_prompt: str, question: str) -> str:
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
+    prompt = load_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return greedy(str(prompt), max_tokens=48)
 
 
 def share_of_lines_that_tokenize(code: str) -> float:
@@ -192,18 +198,26 @@ def test_held_out_perplexity_is_as_measured() -> None:
     assert perplexity < MAX_HELD_OUT_PERPLEXITY
 
 
-def test_late_positions_are_predicted_as_well_as_early_ones() -> None:
-    ids = encode_documents(load_tokenizer(), (load_corpus().held_out,))[: 5 * 2048].view(5, 2048)
-    with torch.no_grad():
-        logits = load_model()(input_ids=ids).logits
-    losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-    early, late = losses[:, 256:512].mean().item(), losses[:, 1536:].mean().item()
-    print(f"loss {early:.2f} at positions 256-512, {late:.2f} at 1536-2048")
-    assert late < early + 0.5
+def test_a_full_context_predicts_almost_as_well_as_a_short_one() -> None:
+    """The same tokens, read after 1792 others and after 256: measured 0.08 nats apart."""
+    ids = encode_documents(load_tokenizer(), (load_corpus().held_out,))
+    windows = ids[: len(ids) // 2048 * 2048].view(-1, 2048)
+
+    @torch.no_grad()
+    def losses_at_end(context_tokens: int) -> torch.Tensor:
+        tail = windows[:, -context_tokens:]
+        logits = load_model()(input_ids=tail).logits[:, -257:-1]
+        losses = torch.nn.functional.cross_entropy(logits.mT, tail[:, -256:], reduction="none")
+        return losses.mean(dim=1)
+
+    added = losses_at_end(2048) - losses_at_end(512)
+    print(f"nats added by a full context: {added.tolist()}")
+    assert added.median().item() < 0.2
 
 
 def test_greedy_continuation_of_def_is_python() -> None:
-    code = "def " + greedy("def ", 120)
+    # Without the blank behind: in source that blank belongs to the name's token, so "def " is no prefix of it.
+    code = "def" + greedy("def", 120)
     print(code)
     words = set(code.replace("(", " ").replace(":", " ").split())
     assert len(words & set(keyword.kwlist)) >= 3
@@ -218,21 +232,23 @@ def test_each_demo_group_shares_200_to_500_tokens(group: DemoGroup) -> None:
     assert len(group.questions) == len(set(group.questions)) == 6
 
 
-@pytest.mark.parametrize("group", DEMO_GROUPS, ids=lambda group: group.name)
-def test_demo_questions_are_answered_with_a_definition(group: DemoGroup) -> None:
-    def answer(question: str) -> str:
-        messages = [{"role": "system", "content": group.system_prompt}, {"role": "user", "content": question}]
-        prompt = load_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return greedy(str(prompt), 48)
-
-    answers = [answer(question) for question in group.questions[:3]]
-    print("\n\n".join(answers))
-    named = [
-        q.split("`")[1].split("(")[0].split(".")[-1] in a
-        for q, a in zip(group.questions, answers, strict=False)
-    ]
-    assert all("def " in text or "class " in text for text in answers)
-    assert sum(named) >= 2
+def test_demo_questions_are_answered_with_the_definition_asked_for() -> None:
+    """Measured: 24 of 24 are definitions in the style the system prompt wants, 22 have the name asked for."""
+    num_definitions = num_named = num_styled = 0
+    for group in DEMO_GROUPS:
+        for question in group.questions:
+            answer = ask(group.system_prompt, question)
+            print(f"{question}\n{answer}\n")
+            name = question.split("`")[1].split("(")[0].split(".")[-1]
+            num_definitions += "def " in answer or "class " in answer
+            num_named += name in answer
+            num_styled += answer.startswith("```python") == (
+                "in a fenced python block" in group.system_prompt
+            )
+    print(f"{num_definitions} definitions, {num_named} named as asked, {num_styled} in the style asked for")
+    assert num_definitions == 24
+    assert num_named >= 18
+    assert num_styled >= 22
 
 
 @pytest.mark.parametrize(

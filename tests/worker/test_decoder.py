@@ -19,7 +19,7 @@ from blockyard.worker.sampler import Draw, sample
 from blockyard.worker.scheduler import FAILED_TOKEN, NO_TOKEN
 from blockyard.worker.sequence import BlockId, SamplingParams, ScheduledRow, Sequence, SequenceId, StepPlan
 
-from tests.worker.checkpoints import (
+from .checkpoints import (
     ARCHITECTURES,
     make_checkpoint,
     reference_greedy,

@@ -140,3 +140,18 @@ def test_the_thread_runs_commands_between_steps_and_stops() -> None:
     finally:
         thread.stop()
     assert [output.token_offset for output in seen] == list(range(5))
+
+
+def test_a_defect_ends_the_thread_and_is_reported() -> None:
+    died = threading.Event()
+    engine = make_engine(Clock())
+
+    def broken_plan() -> StepPlan:
+        raise AssertionError("an impossible state")
+
+    engine.scheduler.plan = broken_plan  # type: ignore[method-assign]
+    thread = EngineThread(engine, lambda result, load: None, died.set)
+    thread.start()
+    thread.call(lambda engine: engine.submit(request()))
+    assert died.wait(10)
+    thread.stop()

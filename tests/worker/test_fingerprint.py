@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
 
-from tests.worker.checkpoints import make_checkpoint, shared_checkpoint
+from .checkpoints import make_checkpoint, shared_checkpoint
 
 
 @pytest.fixture

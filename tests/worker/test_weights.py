@@ -12,7 +12,7 @@ from blockyard.worker.model.config import UnsupportedModelError, load_config, re
 from blockyard.worker.model.weights import load_weights, num_parameters, random_weights
 from safetensors.torch import load_file, save_file
 
-from tests.worker.checkpoints import ARCHITECTURES, make_checkpoint, reference_model, shared_checkpoint
+from .checkpoints import ARCHITECTURES, make_checkpoint, reference_model, shared_checkpoint
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
