@@ -12,6 +12,7 @@ from blockyard.router.server import RouterServer
 
 SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 """The secret comes by environment: arguments can be read by anybody on the machine."""
+REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
 GRACE_SECONDS = 600.0
 
 
@@ -26,7 +27,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="local folder or hub name; weights are not read")
     parser.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
     parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="may be repeated")
-    parser.add_argument("--redis-url", help="the prefix index; without it placement goes by load and hashing")
+    parser.add_argument(
+        "--redis-url",
+        default=os.environ.get(REDIS_URL_VARIABLE),
+        help="the prefix index (default: BLOCKYARD_REDIS_URL); without it placement goes by load and hashing",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one and logs it")
     parser.add_argument("--policy", choices=get_args(PolicyName), default="prefix")

@@ -17,7 +17,8 @@ BYTES_PER_TOKEN = 4
 """Of text, for an estimate that costs nothing; real tokenizers take 3 to 5."""
 RETRY_AFTER_SECONDS = 0.5
 PROBE_SECONDS = 0.1
-"""A worker that said BUSY gets one request to try after so long, even if nothing was heard of it."""
+"""A worker that said BUSY gets one request to try after so long, even if nothing was heard of it. For as long its
+load reports may be older than its BUSY and are not believed when they say that nobody waits there."""
 RECHECK_SECONDS = 0.05
 """The head of the line looks again after so long, even if nothing happened: probes come due by time."""
 
@@ -67,6 +68,8 @@ class WorkerGate:
     places: int = 0
     """While shut: requests that left the worker's queue and have not been replaced."""
     probe_at: float = 0.0
+    shut_at: float = 0.0
+    """When it last said BUSY."""
 
     def admits(self, now: float) -> bool:
         return not self.is_shut or self.places > 0 or now >= self.probe_at
@@ -84,10 +87,13 @@ class WorkerGate:
         if not self.is_shut:
             self.is_shut = True
             self.places = 0
+        self.shut_at = now
         self.probe_at = now + PROBE_SECONDS
 
-    def open(self) -> None:
-        self.is_shut = False
+    def nobody_waits(self, now: float) -> None:
+        """The worker reported an empty queue."""
+        if now >= self.shut_at + PROBE_SECONDS:
+            self.is_shut = False
 
 
 class WaitingLine:

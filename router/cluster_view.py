@@ -133,7 +133,7 @@ class ClusterView:
         if load is not None:
             worker.load = load
             if load.waiting == 0:
-                worker.gate.open()
+                worker.gate.nobody_waits(self._clock())
 
     def placed(self, address: str, *, names: Sequence[bytes], uncached_tokens: int, blocks: int) -> Placed:
         worker = self._workers[address]

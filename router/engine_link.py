@@ -112,6 +112,7 @@ class EngineLink:
         self._stub: EngineServiceStub | None = None
         self._last_heard = 0.0
         self._nonce = 0
+        self._is_stopped = False
 
     @property
     def is_up(self) -> bool:
@@ -122,12 +123,19 @@ class EngineLink:
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while True:
             was_up, reason = await self._one_stream()
+            if self._is_stopped:
+                return
             self._events.disconnected(self.address, reason)
             if was_up:
                 logger.warning("lost worker at %s: %s", self.address, reason)
                 backoff_seconds = FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff_seconds * random.uniform(0.5, 1.0))
             backoff_seconds = min(backoff_seconds * 2, LAST_BACKOFF_SECONDS)
+
+    def stop(self) -> None:
+        """To be called before `run` is cancelled: a task group whose child fails in that very moment reports the
+        failure and swallows the cancellation."""
+        self._is_stopped = True
 
     def submit(self, submit: session_pb2.Submit, sink: Sink) -> int:
         """Sends a request under a handle of this link's choosing. A link that is down answers `Lost` at once."""

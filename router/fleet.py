@@ -96,19 +96,22 @@ class Fleet(LinkEvents):
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             running: dict[str, asyncio.Task[None]] = {}
-            while True:
-                self._rearrange.clear()
-                for address in self._wanted - running.keys():
-                    running[address] = tasks.create_task(self._link(address).run())
-                for address in running.keys() - self._wanted:
-                    if not self.links[address].is_up:
-                        running.pop(address).cancel()
-                        del self.links[address]
-                        self.view.forget(address)
-                        self._changed()
-                await self._rearrange.wait()
+            try:
+                while True:
+                    self._rearrange.clear()
+                    for address in self._wanted - running.keys():
+                        running[address] = tasks.create_task(self._link(address).run())
+                    for address in running.keys() - self._wanted:
+                        if not self.links[address].is_up:
+                            self._drop(address, running.pop(address))
+                    await self._rearrange.wait()
+            finally:
+                for link in self.links.values():
+                    link.stop()
 
     def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
+        if address not in self.links:
+            return "no longer wanted"
         refusal = self._refusal(hello)
         if refusal is None:
             self.identity = self.identity or ModelIdentity.of(hello)
@@ -136,6 +139,12 @@ class Fleet(LinkEvents):
         )
         self.links[address] = link
         return link
+
+    def _drop(self, address: str, task: asyncio.Task[None]) -> None:
+        self.links.pop(address).stop()
+        task.cancel()
+        self.view.forget(address)
+        self._changed()
 
     def _refusal(self, hello: session_pb2.Hello) -> str | None:
         if hello.tokenizer_fingerprint != self._tokenizer_fingerprint:

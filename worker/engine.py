@@ -229,7 +229,7 @@ class EngineThread:
         self,
         engine: Engine,
         on_step: Callable[[StepResult, EngineLoad], None],
-        on_death: Callable[[], None] = lambda: None,
+        on_death: Callable[[], object] = lambda: None,
     ) -> None:
         """Both are called on the engine's thread: `on_step` after each step, `on_death` if a defect ends the thread."""
         self._engine = engine

@@ -105,6 +105,11 @@ class FakeWorker(EngineServiceServicer):
         for stream in self._streams:
             stream.hung = True
 
+    def report(self) -> cluster_pb2.WorkerLoad:
+        is_full = self.max_running is not None and self.num_running >= self.max_running
+        self.load.waiting = 1 if is_full else 0
+        return self.load
+
     @property
     def num_running(self) -> int:
         return sum(len(stream.tasks) for stream in self._streams)
@@ -126,7 +131,9 @@ class FakeWorker(EngineServiceServicer):
             for task in stream.tasks.values():
                 task.cancel()
 
-    async def GetBlockPool(self, request: cluster_pb2.GetBlockPoolRequest, context: Any) -> cluster_pb2.BlockPool:
+    async def GetBlockPool(
+        self, request: cluster_pb2.GetBlockPoolRequest, context: Any
+    ) -> cluster_pb2.BlockPool:
         await self._check_secret(context)
         return cluster_pb2.BlockPool(worker_id=request.worker_id, total_blocks=7)
 
@@ -146,7 +153,7 @@ class FakeWorker(EngineServiceServicer):
         async for message in requests:
             match message.WhichOneof("message"):
                 case "ping":
-                    stream.send(pong=session_pb2.Pong(nonce=message.ping.nonce, load=self.load))
+                    stream.send(pong=session_pb2.Pong(nonce=message.ping.nonce, load=self.report()))
                 case "cancel":
                     self.cancelled.append(message.cancel.handle)
                     if (task := stream.tasks.pop(message.cancel.handle, None)) is not None:
@@ -169,7 +176,9 @@ class FakeWorker(EngineServiceServicer):
         done = len(unpack_tokens(submit.token_ids)) - submit.prompt_tokens
         last = script.stop_token_at or submit.sampling.max_tokens
         tokens = expected_tokens(submit.sampling.seed, last)
-        assert unpack_tokens(submit.token_ids)[submit.prompt_tokens :] == tokens[:done], "a replay of other tokens"
+        assert unpack_tokens(submit.token_ids)[submit.prompt_tokens :] == tokens[:done], (
+            "a replay of other tokens"
+        )
         while done < last:
             await asyncio.sleep(script.step_seconds)
             if script.die_after is not None and done >= script.die_after:
@@ -203,5 +212,5 @@ class FakeWorker(EngineServiceServicer):
             finish_reasons=[reason if is_last else 0],
             stop_tokens=[token_ids[-1] + 1 if stopped else 0],
             cached_tokens=[32],
-            load=self.load,
+            load=self.report(),
         )

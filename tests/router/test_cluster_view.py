@@ -160,7 +160,11 @@ def test_a_busy_worker_is_left_alone_until_a_place_is_free() -> None:
     assert len(view.candidates([], 10, {})) == 1, "a probe in case a word was missed"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["place", "start", "end", "busy", "tick"]), st.integers(0, 30)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["place", "start", "end", "busy", "tick"]), st.integers(0, 30)), max_size=60
+    )
+)
 def test_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
     view, clock = view_of("a")
     open_requests = []

@@ -10,7 +10,10 @@ from blockyard.router.placement import Candidate, PlacementRequest, PlacementWei
 
 def candidate(name: str, **beliefs: float) -> Candidate:
     return Candidate(
-        address=f"{name}:1", worker_id=WorkerId(name), total_blocks=1000, **{"prefill_tokens_per_second": 1000.0, **beliefs}
+        address=f"{name}:1",
+        worker_id=WorkerId(name),
+        total_blocks=1000,
+        **{"prefill_tokens_per_second": 1000.0, **beliefs},
     )
 
 
@@ -64,14 +67,18 @@ def test_an_unmeasured_worker_is_taken_to_be_typical_rather_than_free() -> None:
 def test_round_robin_takes_turns_whatever_is_cached() -> None:
     workers = [candidate("b", cached_tokens=96), candidate("a"), candidate("c")]
     turns = [
-        chosen(PlacementRequest(prompt_tokens=100, turn=turn), *workers, policy="round_robin") for turn in range(6)
+        chosen(PlacementRequest(prompt_tokens=100, turn=turn), *workers, policy="round_robin")
+        for turn in range(6)
     ]
     assert turns == ["a", "b", "c", "a", "b", "c"]
 
 
 def test_least_loaded_ignores_the_cache() -> None:
     holder = candidate("holder", cached_tokens=960, sequences=3)
-    assert chosen(PlacementRequest(prompt_tokens=1000), holder, candidate("idle"), policy="least_loaded") == "idle"
+    assert (
+        chosen(PlacementRequest(prompt_tokens=1000), holder, candidate("idle"), policy="least_loaded")
+        == "idle"
+    )
 
 
 def test_without_the_index_a_prefix_sticks_to_two_workers_until_both_are_loaded() -> None:

@@ -1,0 +1,108 @@
+"""What a client reads: merged when it is slow, cut off when it stops, never split and never past a stop string."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from blockyard.proto.text import load_tokenizer
+from blockyard.router.errors import SlowReader, WorkerLost, as_router_error
+from blockyard.router.output import Delta, Outbox, TextOutput, deliver
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .rig import MODEL
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(MODEL)
+
+
+def delta(number: int) -> Delta:
+    return Delta(text=f"{number} ", token_ids=[number], token_offset=number)
+
+
+async def deltas(count: int) -> AsyncIterator[Delta]:
+    for number in range(count):
+        yield delta(number)
+
+
+async def test_a_slow_reader_gets_fewer_and_larger_pieces_and_everything() -> None:
+    outbox = Outbox(4)
+    await outbox.fill(deltas(100))
+    assert len(outbox) == 4
+    pieces = []
+    while (piece := await outbox.take()) is not None:
+        assert piece.token_offset == sum(len(earlier.token_ids) for earlier in pieces)
+        pieces.append(piece)
+    assert [token for piece in pieces for token in piece.token_ids] == list(range(100))
+    assert "".join(piece.text for piece in pieces) == "".join(f"{number} " for number in range(100))
+
+
+async def test_a_reader_who_takes_nothing_is_cut_off_and_the_source_is_closed() -> None:
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncIterator[Delta]:
+        try:
+            for number in range(10**9):
+                yield delta(number)
+                await asyncio.sleep(0.001)
+        finally:
+            closed.set()
+
+    async def never(_: Delta) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as group:
+        await deliver(endless(), never, max_deltas=8, slow_reader_seconds=0.05)
+    assert isinstance(as_router_error(group.value), SlowReader)
+    assert closed.is_set()
+
+
+async def test_what_came_before_an_error_is_still_delivered() -> None:
+    async def failing() -> AsyncIterator[Delta]:
+        yield delta(0)
+        yield delta(1)
+        raise WorkerLost("gone")
+
+    written: list[int] = []
+
+    async def write(piece: Delta) -> None:
+        await asyncio.sleep(0)
+        written.extend(piece.token_ids)
+
+    with pytest.raises(ExceptionGroup) as group:
+        await deliver(failing(), write, max_deltas=8, slow_reader_seconds=1.0)
+    assert isinstance(as_router_error(group.value), WorkerLost)
+    assert written == [0, 1]
+
+
+@given(data=st.data())
+def test_the_text_ends_where_the_first_stop_string_begins(tokenizer: Any, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(300, 1300), min_size=1, max_size=40))
+    whole = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    start = data.draw(st.integers(0, max(len(whole) - 1, 0)))
+    stop = whole[start : start + data.draw(st.integers(1, 6))] or "never"
+    sizes = data.draw(st.lists(st.integers(1, 7), min_size=40, max_size=40))
+    output = TextOutput(tokenizer, stop=[stop], min_tokens=0)
+    text, taken, position = "", 0, 0
+    for size in sizes:
+        run = tokens[position : position + size]
+        position += size
+        piece = output.push(run, is_last=position >= len(tokens), has_stop_token=False)
+        text, taken = text + piece.text, taken + len(piece.token_ids)
+        if piece.stop is not None or position >= len(tokens):
+            break
+    found = whole.find(stop)
+    assert text == (whole if found < 0 else whole[:found])
+    if found >= 0:
+        assert stop in tokenizer.decode(tokens[:taken], skip_special_tokens=True) or taken == len(tokens)
+
+
+def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tokenizer: Any) -> None:
+    tokens = tokenizer.encode("stop then stop again", add_special_tokens=False)
+    output = TextOutput(tokenizer, stop=["stop"], min_tokens=len(tokens) // 2)
+    piece = output.push(tokens, is_last=True, has_stop_token=False)
+    assert piece.stop == "stop"
+    assert piece.text.startswith("stop then")

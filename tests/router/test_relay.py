@@ -1,0 +1,283 @@
+"""Tokens exactly once, whatever workers do: real links to scripted workers, without the router's own server."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from blockyard.proto.block_hash import chain, pack_tokens, unpack_tokens
+from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.router.cluster_view import WorkerState
+from blockyard.router.errors import EngineFailed, NoWorkers, RequestTooLarge, RouterError, WorkerLost
+from blockyard.router.fleet import Fleet
+from blockyard.router.placer import Placer
+from blockyard.router.relay import Generation, Progress, Relay, TokenChunk
+
+from .fake_worker import BLOCK_SIZE, SECRET, FakeWorker, Script, expected_tokens
+
+ROOT = b"r" * 16
+Scripts = Callable[[session_pb2.Submit], Script]
+
+
+@dataclass
+class Rig:
+    fleet: Fleet
+    placer: Placer
+    relay: Relay
+    workers: list[FakeWorker]
+
+    def states(self) -> dict[str, WorkerState]:
+        return {worker.address: self.fleet.view.state(worker) for worker in self.fleet.view.workers()}
+
+    def is_undecided(self) -> bool:
+        """Whether some link has neither come up nor said why not."""
+        connecting = WorkerState.CONNECTING
+        view = self.fleet.view
+        return any(view.state(worker) is connecting and not worker.reason for worker in view.workers())
+
+    async def until(self, holds: Callable[[], bool], seconds: float = 5.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not holds():  # noqa: ASYNC110 - what is waited for is state of the product, not an event
+                await asyncio.sleep(0.005)
+
+    async def until_quiet(self) -> None:
+        """Nothing runs on any worker and the router has nothing booked."""
+        view = self.fleet.view
+        await self.until(lambda: not any(worker.num_running for worker in self.workers))
+        await self.until(lambda: not any(worker.placed for worker in view.workers()))
+        view.check_invariants()
+
+
+@asynccontextmanager
+async def rig(*workers: FakeWorker, lost_seconds: float = 1.0, secret: str = SECRET) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker)
+        fleet = Fleet(
+            tokenizer_fingerprint="tokenizer",
+            secret=secret,
+            suspect_seconds=lost_seconds / 2,
+            lost_seconds=lost_seconds,
+        )
+        placer = Placer(fleet, None, policy="prefix", rng=Random(0), no_worker_seconds=0.5)
+        fleet.set_addresses([worker.address for worker in workers])
+        made = Rig(fleet, placer, Relay(fleet, placer), list(workers))
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(fleet.run())
+            await made.until(
+                lambda: len(made.fleet.view.workers()) == len(workers) and not made.is_undecided()
+            )
+            yield made
+            running.cancel()
+
+
+def generation(seed: int = 1, *, max_tokens: int = 20, prompt_tokens: int = 40) -> Generation:
+    prompt = pack_tokens(range(seed, seed + prompt_tokens))
+    return Generation(
+        request_id=f"request-{seed}",
+        prompt=prompt,
+        prompt_tokens=prompt_tokens,
+        block_names=b"".join([ROOT, *chain(ROOT, prompt, BLOCK_SIZE)]),
+        sampling=session_pb2.EngineSampling(temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=seed),
+        deadline=time.monotonic() + 30,
+    )
+
+
+async def collect(
+    rig: Rig, request: Generation, progress: Progress | None = None
+) -> tuple[list[int], TokenChunk]:
+    """All tokens, proven contiguous, and the last chunk."""
+    tokens: list[int] = []
+    chunk = None
+    async with asyncio.timeout(10):
+        async for chunk in rig.relay.run(request, progress or Progress()):
+            assert chunk.offset == len(tokens)
+            tokens += chunk.token_ids
+    assert chunk is not None
+    assert chunk.finish is not None
+    return tokens, chunk
+
+
+def only_first(script: Script) -> Scripts:
+    """The first request a worker gets meets the script, later ones fare well."""
+    first: list[int] = []
+
+    def choose(submit: session_pb2.Submit) -> Script:
+        first.append(submit.handle)
+        return script if len(first) == 1 else Script()
+
+    return choose
+
+
+async def test_tokens_come_in_order_with_finish_and_cached_tokens() -> None:
+    async with rig(FakeWorker("a")) as made:
+        progress = Progress()
+        tokens, last = await collect(made, generation(3), progress)
+        assert tokens == expected_tokens(3, 20)
+        assert last.finish is not None
+        assert last.finish.reason == inference_pb2.FINISH_REASON_LENGTH
+        assert (progress.worker_id, progress.cached_tokens, progress.num_generated) == ("a", 32, 20)
+        await made.until_quiet()
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 19])
+@pytest.mark.parametrize("kind", ["die", "hang"])
+async def test_a_worker_that_dies_or_hangs_costs_no_token_and_doubles_none(kind: str, after: int) -> None:
+    fault = Script(die_after=after) if kind == "die" else Script(hang_after=after)
+    shared = only_first(fault)
+    async with rig(FakeWorker("a", script=shared), FakeWorker("b", script=shared)) as made:
+        progress = Progress()
+        tokens, _ = await collect(made, generation(5), progress)
+        assert tokens == expected_tokens(5, 20)
+        assert progress.num_deaths == 1
+        submits = [submit for worker in made.workers for submit in worker.submits]
+        replay = max(submits, key=lambda submit: len(submit.token_ids))
+        assert replay.prompt_tokens == 40
+        assert unpack_tokens(replay.token_ids)[40:] == expected_tokens(5, after)
+        assert {submit.sampling.seed for submit in submits} == {5}
+        await made.until_quiet()
+
+
+async def test_all_of_24_requests_survive_the_death_of_their_worker() -> None:
+    async with rig(FakeWorker("a"), FakeWorker("b")) as made:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(collect(made, generation(seed, max_tokens=60))) for seed in range(24)
+            ]
+            await made.until(lambda: made.workers[0].num_running > 0 and made.workers[1].num_running > 0)
+            await asyncio.sleep(0.03)
+            await made.workers[0].kill()
+        for seed, task in enumerate(running):
+            assert task.result()[0] == expected_tokens(seed, 60)
+        await made.until_quiet()
+
+
+@pytest.mark.parametrize(
+    "script", [Script(repeat_tokens=3), Script(tokens_a_step=7), Script(repeat_tokens=2, tokens_a_step=5)]
+)
+async def test_repeated_and_merged_rows_are_joined_by_offset(script: Script) -> None:
+    async with rig(FakeWorker("a", script=lambda submit: script)) as made:
+        assert (await collect(made, generation(2)))[0] == expected_tokens(2, 20)
+
+
+async def test_a_worker_that_skips_a_token_is_not_believed() -> None:
+    bad = FakeWorker("a", script=only_first(Script(skip_token=True)))
+    async with rig(bad) as made:
+        assert (await collect(made, generation(2)))[0] == expected_tokens(2, 20)
+        await made.until_quiet()
+
+
+async def test_a_request_that_sees_three_workers_die_is_given_up() -> None:
+    async with rig(FakeWorker("a", script=lambda submit: Script(die_after=2))) as made:
+        with pytest.raises(WorkerLost) as lost:
+            await collect(made, generation(1))
+        assert lost.value.metadata == {"tokens_emitted": "2"}
+        assert len(made.workers[0].submits) == 3
+        await made.until_quiet()
+
+
+async def test_busy_workers_make_requests_wait_in_order_and_lose_none() -> None:
+    worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.001))
+    worker.max_running = 2
+    async with rig(worker) as made:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(collect(made, generation(seed, max_tokens=10))) for seed in range(30)
+            ]
+        assert all(task.result()[0] == expected_tokens(seed, 10) for seed, task in enumerate(running))
+        assert len(worker.submits) < 30 * 5, "a busy worker must not be hammered"
+        print(f"{len(worker.submits)} submits for 30 requests on 2 places")
+        await made.until_quiet()
+
+
+async def test_a_draining_worker_is_left_for_another() -> None:
+    draining = Script(reject=session_pb2.REJECT_REASON_DRAINING)
+    async with rig(FakeWorker("a", script=lambda submit: draining), FakeWorker("b")) as made:
+        for seed in range(6):
+            progress = Progress()
+            assert (await collect(made, generation(seed), progress))[0] == expected_tokens(seed, 20)
+            assert (progress.worker_id, progress.num_deaths) == ("b", 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (Script(reject=session_pb2.REJECT_REASON_TOO_LARGE), RequestTooLarge),
+        (Script(reject=session_pb2.REJECT_REASON_INVALID), EngineFailed),
+        (Script(fail_after=3), EngineFailed),
+    ],
+)
+async def test_what_no_other_worker_would_cure_is_not_tried_again(
+    script: Script, error: type[RouterError]
+) -> None:
+    async with rig(
+        FakeWorker("a", script=lambda submit: script), FakeWorker("b", script=lambda submit: script)
+    ) as made:
+        with pytest.raises(error):
+            await collect(made, generation())
+        assert sum(len(worker.submits) for worker in made.workers) == 1
+        await made.until_quiet()
+
+
+async def test_closing_the_stream_cancels_on_the_worker_at_once() -> None:
+    async with rig(FakeWorker("a")) as made:
+        async with aclosing(made.relay.run(generation(1, max_tokens=500), Progress())) as chunks:
+            async for chunk in chunks:
+                if chunk.offset >= 3:
+                    break
+        await made.until(lambda: made.workers[0].cancelled == [1], seconds=0.5)
+        await made.until_quiet()
+
+
+async def test_without_workers_a_request_ends_within_the_bound() -> None:
+    async with rig(FakeWorker("a")) as made:
+        await made.workers[0].kill()
+        await made.until(lambda: not made.fleet.view.ready())
+        started = time.monotonic()
+        with pytest.raises(NoWorkers) as refused:
+            await collect(made, generation())
+        assert 0.4 < time.monotonic() - started < 2.0
+        assert refused.value.retry_after_seconds is not None
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        ({"model_fingerprint": "other"}, "model"),
+        ({"tokenizer_fingerprint": "other"}, "tokenizer"),
+        ({"block_size": 32}, "block size"),
+        ({"kv_dtype": "int8"}, "KV dtype"),
+        ({"max_model_len": 100}, "context"),
+    ],
+)
+async def test_a_worker_of_another_kind_is_refused_with_a_reason(
+    hello: dict[str, object], reason: str
+) -> None:
+    async with rig(FakeWorker("a")) as made, FakeWorker("b", **hello) as other:
+        made.fleet.set_addresses([made.workers[0].address, other.address])
+        await made.until(lambda: made.states().get(other.address) is WorkerState.REFUSED)
+        view = made.fleet.view.at(other.address)
+        assert view is not None
+        assert reason in view.reason
+        assert (await collect(made, generation(1)))[0] == expected_tokens(1, 20)
+        assert other.submits == []
+
+
+async def test_a_wrong_secret_opens_no_session() -> None:
+    async with rig(FakeWorker("a"), secret="not-it") as made:
+        with pytest.raises(NoWorkers):
+            await made.placer.identity()
+        assert "UNAUTHENTICATED" in made.fleet.view.workers()[0].reason
+
+
+async def test_an_address_no_longer_named_is_dropped_only_with_its_connection() -> None:
+    async with rig(FakeWorker("a"), FakeWorker("b")) as made:
+        first, second = (worker.address for worker in made.workers)
+        made.fleet.set_addresses([second])
+        await asyncio.sleep(0.05)
+        assert set(made.states()) == {first, second}
+        await made.workers[0].kill()
+        await made.until(lambda: set(made.states()) == {second})
