@@ -62,8 +62,10 @@ class WorkerActor:
         return await asyncio.shield(self._starting)
 
     async def until_stopped(self) -> None:
-        """Answers only by the actor's death, which Ray reports to the caller within milliseconds."""
-        await asyncio.Event().wait()
+        """Answers only by the actor's death, which Ray reports to the caller within milliseconds, or if the
+        engine has failed, with RuntimeError."""
+        await self._server.failed.wait()
+        raise RuntimeError("the engine has failed; the worker's log says why")
 
     async def stop(self) -> None:
         """Says goodbye to routers and index; the caller ends the actor."""

@@ -1,0 +1,252 @@
+"""The `blockyard` command: up, down, status, generate, chat, workers, blocks, size, doctor.
+
+Owns words, tables and exit codes. What is done lives in cluster.py; what is asked goes through the public
+gRPC client, so that everything but `up`, `down` and `status` needs neither Ray nor torch. Prints no secret.
+"""
+
+import json
+import signal
+import sys
+from typing import Any
+
+import click
+from blockyard.deploy import cluster as clusters
+from blockyard.deploy import doctor as doctors
+from blockyard.deploy import on_ray, pool_map, size, state, views
+from blockyard.deploy.options import (
+    byte_size,
+    cluster_option,
+    engine_config,
+    engine_options,
+    model_path,
+    output_option,
+    router_option,
+    sampling_options,
+    served_name,
+)
+from blockyard.deploy.progress import StageProgress
+from blockyard.router.client import BlockyardError, Client
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Console, RenderableType
+
+ASK_SECONDS = 10.0
+"""For the commands that only look."""
+
+
+class _Commands(click.Group):
+    """Turns what an operator can act on into one line and exit code 1; anything else is a traceback on
+    purpose."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (BlockyardError, ValueError, RuntimeError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="blockyard")
+def main() -> None:
+    """A distributed LLM serving cluster: gRPC routers, workers on Ray, one prefix index in Redis."""
+
+
+@main.command()
+@cluster_option
+@engine_options
+@click.option("--model-name", help="What clients call the model. Default: the last part of --model.")
+@click.option("--workers", "num_workers", type=int, help="Default: one for each GPU, or one on the CPU.")
+@click.option("--routers", "num_routers", type=int, default=1, show_default=True)
+@click.option("--router-port", type=int, default=0, help="Of the first router; 0 takes a free one.")
+@click.option("--policy", type=click.Choice(["prefix", "round_robin", "least_loaded"]), default="prefix")
+@click.option("--cpus-per-worker", type=float, help="Default: the cluster's CPUs in equal shares.")
+@click.option("--address", help="An existing Ray cluster, host:port. Default: a local one is started.")
+@click.option("--redis-url", envvar="BLOCKYARD_REDIS_URL", help="Default: a private Redis is started.")
+def up(cluster: str, **values: Any) -> None:
+    """Bring a cluster up and wait until it serves."""
+    model_name = values.pop("model_name") or served_name(values["model"])
+    options = clusters.UpOptions(
+        cluster=cluster, engine=engine_config(values), model_name=model_name, **values
+    )
+    # A time-out's SIGTERM is to clean up as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with StageProgress() as progress:
+        started = clusters.up(options, progress.report)
+    _console().print(views.summary(started))
+
+
+@main.command()
+@cluster_option
+@click.option("--drain", "drain_seconds", type=float, default=clusters.DRAIN_SECONDS, show_default=True)
+@click.option(
+    "--forget", is_flag=True, help="Do not ask Ray: for a joined Ray cluster that is gone for good."
+)
+def down(cluster: str, drain_seconds: float, forget: bool) -> None:
+    """Stop everything that `up` started."""
+    with StageProgress() as progress:
+        clusters.down(state.load(cluster), drain_seconds=drain_seconds, forget=forget, report=progress.report)
+    _console().print(f"cluster {cluster} is down, nothing of it is left")
+
+
+@main.command()
+@cluster_option
+@output_option
+def status(cluster: str, output: str) -> None:
+    """Who should run, who does, and what the routers see."""
+    remembered = state.load(cluster)
+    with on_ray.driver(remembered):
+        report = on_ray.supervisor_report()
+    with Client(list(remembered.routers), timeout_seconds=ASK_SECONDS) as client:
+        info = client.cluster_info()
+    document = {
+        "supervisor_pid": report.pid,
+        "places": [views.place_dict(place) for place in report.places],
+        "cluster": _as_dict(info),
+    }
+    _show(output, document, views.status_view(remembered, report.places, info))
+
+
+@main.command()
+@cluster_option
+@router_option
+@output_option
+def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """The workers as a router sees them."""
+    with _client(cluster, routers, ASK_SECONDS) as client:
+        known = client.list_workers()
+    _show(output, [_as_dict(worker) for worker in known], views.workers_table(known))
+
+
+@main.command()
+@click.argument("worker", required=False)
+@cluster_option
+@router_option
+@output_option
+def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Each worker's block pool as a map, or one worker's."""
+    with _client(cluster, routers, ASK_SECONDS) as client:
+        names = [worker] if worker else [known.worker_id for known in client.list_workers()]
+        pools = [client.block_pool(name) for name in names]
+    if output == "json":
+        _show(output, [{**_as_dict(pool), "cells": pool_map.block_cells(pool)} for pool in pools], "")
+        return
+    for pool in pools:
+        _console().print(pool_map.pool_map(pool))
+
+
+@main.command()
+@click.argument("prompt")
+@cluster_option
+@router_option
+@sampling_options
+def generate(
+    prompt: str, cluster: str, routers: tuple[str, ...], timeout_seconds: float, **sampling: Any
+) -> None:
+    """Continue PROMPT (`-` reads it from stdin), streaming."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _client(cluster, routers, timeout_seconds) as client:
+        _print_stream(client, prompt=text, **sampling)
+
+
+@main.command()
+@click.option("--system", help="The system prompt.")
+@cluster_option
+@router_option
+@sampling_options
+def chat(
+    system: str | None, cluster: str, routers: tuple[str, ...], timeout_seconds: float, **sampling: Any
+) -> None:
+    """Talk with the model, a line at a time; an empty line or Ctrl-D ends it."""
+    messages = [{"role": "system", "content": system}] if system else []
+    with _client(cluster, routers, timeout_seconds) as client:
+        while question := _next_question():
+            messages.append({"role": "user", "content": question})
+            answer = _print_stream(client, messages=messages, **sampling)
+            messages.append({"role": "assistant", "content": answer})
+
+
+@main.command(name="size")
+@click.argument("model")
+@click.option(
+    "--memory",
+    callback=byte_size,
+    default="60GB",
+    metavar="SIZE",
+    show_default=True,
+    help="Budget of the KV cache.",
+)
+@click.option("--block-size", type=click.Choice(["16", "32", "64", "128"]), default="16", show_default=True)
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
+@click.option("--max-model-len", type=int, help="Default: what the model's config says.")
+@output_option
+def size_command(
+    model: str, memory: int, block_size: str, dtype: str, max_model_len: int | None, output: str
+) -> None:
+    """How many blocks, tokens and requests of MODEL a memory budget holds."""
+    sized = size.size_model(
+        model_path(model),
+        budget_bytes=memory,
+        block_size=int(block_size),
+        dtype=dtype,
+        max_model_len=max_model_len,
+    )
+    _show(output, sized.as_dict(), views.size_view(sized))
+
+
+@main.command()
+@click.option("--model", help="Also check this model's folder.")
+@click.option("--redis-url", envvar="BLOCKYARD_REDIS_URL")
+def doctor(model: str | None, redis_url: str | None) -> None:
+    """What on this machine would keep a cluster from serving. Exit code 1 if anything would."""
+    findings = []
+    for finding in doctors.examine(model_path(model) if model else None, redis_url):
+        findings.append(finding)
+        _console().print(views.finding_line(finding))
+    sys.exit(doctors.exit_code(findings))
+
+
+def _client(cluster: str, routers: tuple[str, ...], timeout_seconds: float) -> Client:
+    return Client(list(routers or state.load(cluster).routers), timeout_seconds=timeout_seconds)
+
+
+def _print_stream(client: Client, *, stop: tuple[str, ...], **request: Any) -> str:
+    """Prints text as it comes, then how it went on stderr; returns the text."""
+    pieces = []
+    for delta in client.stream(stop=list(stop), **request):
+        pieces.append(delta.text)
+        click.echo(delta.text, nl=False)
+        if delta.finish is not None:
+            click.echo()
+            click.echo(views.finish_line(delta.finish), err=True)
+    return "".join(pieces)
+
+
+def _next_question() -> str:
+    try:
+        return str(input("> " if sys.stdin.isatty() else "")).strip()
+    except EOFError:
+        return ""
+
+
+def _show(output: str, document: Any, view: RenderableType) -> None:
+    if output == "json":
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _console().print(view)
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def _console() -> Console:
+    """Made for each use: it looks at stdout, which tests and pipes replace. Never folds a row off a
+    terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The demo's requests: four groups of chats, each under one system prompt, all in flight at once.
+
+Owns who asks what and when, and what came back. Does not own the cluster or how anything looks. Within a
+group the first request leads: the others follow when its first token is there, which is when its prompt's
+blocks can be found.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from blockyard.deploy.demo_model.prompts import DemoGroup
+from blockyard.router.client import AsyncClient, Finish
+
+MAX_TOKENS = 64
+TEMPERATURE = 0.7
+
+
+@dataclass(slots=True, kw_only=True)
+class Chat:
+    """One request under way or done."""
+
+    name: str
+    group: str
+    number: int
+    """Within its group, from 1."""
+    system_prompt: str
+    question: str
+    text: str = ""
+    time_to_first_token_seconds: float | None = None
+    """As the client saw it."""
+    finish: Finish | None = None
+    unread_from: int = 0
+    """How much of `text` has been shown."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        if self.finish is None or self.time_to_first_token_seconds is None:
+            return 0.0
+        decoding_seconds = self.finish.total_seconds - self.finish.time_to_first_token_seconds
+        return (self.finish.completion_tokens - 1) / decoding_seconds if decoding_seconds > 0 else 0.0
+
+
+def chats_of(group: DemoGroup) -> list[Chat]:
+    return [
+        Chat(
+            name=f"{group.name}-{number}",
+            group=group.name,
+            number=number,
+            system_prompt=group.system_prompt,
+            question=question,
+        )
+        for number, question in enumerate(group.questions, start=1)
+    ]
+
+
+async def run_chats(routers: Sequence[str], chats: Sequence[Chat], on_text: Callable[[Chat], None]) -> None:
+    """`on_text` hears of every piece and of every end. Raises an ExceptionGroup of BlockyardErrors."""
+    leaders = [chat for chat in chats if chat.number == 1]
+    leading = {chat.name for chat in leaders}
+    prompts_are_cached = asyncio.Event()
+
+    def lead(chat: Chat) -> None:
+        leading.discard(chat.name)
+        if not leading:
+            prompts_are_cached.set()
+        on_text(chat)
+
+    async with AsyncClient(routers) as client, asyncio.TaskGroup() as requests:
+        for chat in leaders:
+            requests.create_task(_run_chat(client, chat, lead))
+        await prompts_are_cached.wait()
+        # The groups take turns: in the order of arrival no worker is busier than another for long.
+        for chat in sorted(chats, key=lambda chat: chat.number):
+            if chat.number > 1:
+                requests.create_task(_run_chat(client, chat, on_text))
+
+
+async def _run_chat(client: AsyncClient, chat: Chat, on_text: Callable[[Chat], None]) -> None:
+    messages = [
+        {"role": "system", "content": chat.system_prompt},
+        {"role": "user", "content": chat.question},
+    ]
+    asked_at = time.monotonic()
+    async for delta in client.stream(messages=messages, max_tokens=MAX_TOKENS, temperature=TEMPERATURE):
+        if chat.time_to_first_token_seconds is None and delta.token_ids:
+            chat.time_to_first_token_seconds = time.monotonic() - asked_at
+        chat.text += delta.text
+        chat.finish = delta.finish
+        on_text(chat)

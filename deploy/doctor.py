@@ -1,0 +1,172 @@
+"""`blockyard doctor`: looks at this machine and says what would keep a cluster from serving.
+
+Owns the checks, one line each: ok, warn (serves, but not as it could), fail (does not serve). Changes
+nothing.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import redis
+from blockyard.deploy import state
+from blockyard.deploy.redis_server import RedisStartError, configured_redis_url, find_redis_server
+
+Verdict = Literal["ok", "warn", "fail"]
+PACKAGES = ("torch", "triton", "transformers", "ray", "grpcio", "protobuf", "redis", "numpy")
+OPTIONAL_PACKAGES = frozenset({"triton"})
+OLDEST_REDIS = (6, 2)
+REDIS_SECONDS = 2.0
+DASHBOARD_PORT = 8265
+NEEDED_MEMORY_BYTES = 2 * 2**30
+NEEDED_DISK_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    verdict: Verdict
+    subject: str
+    detail: str
+
+
+def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
+    """Each finding as it is made."""
+    yield _python()
+    yield from (_package(name) for name in PACKAGES)
+    yield _backend()
+    yield _memory()
+    yield _temporary_directory()
+    yield _state_directory()
+    yield _dashboard_port()
+    yield _redis(redis_url or configured_redis_url())
+    if model is not None:
+        yield from _model(model)
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    verdict: Verdict = "ok" if sys.version_info >= (3, 11) and sys.platform.startswith("linux") else "fail"
+    return Finding(
+        verdict=verdict, subject="python", detail=f"{version} on {sys.platform} (needs 3.11 on Linux)"
+    )
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(verdict="ok", subject=name, detail=importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        verdict: Verdict = "warn" if name in OPTIONAL_PACKAGES else "fail"
+        return Finding(verdict=verdict, subject=name, detail="not installed")
+
+
+def _backend() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding(verdict="fail", subject="backend", detail=f"torch does not import: {error}")
+    if not torch.cuda.is_available():
+        threads = torch.get_num_threads()
+        return Finding(
+            verdict="ok", subject="backend", detail=f"torch on the CPU, {threads} threads: no GPU here"
+        )
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Finding(verdict="ok", subject="backend", detail=f"triton on {names}")
+
+
+def _memory() -> Finding:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        return Finding(verdict="warn", subject="memory", detail=f"cannot be read: {error.strerror}")
+    available_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    verdict: Verdict = "ok" if available_bytes >= NEEDED_MEMORY_BYTES else "warn"
+    detail = f"{available_bytes / 2**30:.1f} GiB available (Ray and two small workers take about 2)"
+    return Finding(verdict=verdict, subject="memory", detail=detail)
+
+
+def _temporary_directory() -> Finding:
+    directory = tempfile.gettempdir()
+    if not os.access(directory, os.W_OK):
+        return Finding(verdict="fail", subject="temp", detail=f"{directory} cannot be written")
+    free_bytes = shutil.disk_usage(directory).free
+    verdict: Verdict = "ok" if free_bytes >= NEEDED_DISK_BYTES else "warn"
+    return Finding(verdict=verdict, subject="temp", detail=f"{directory}, {free_bytes / 2**30:.1f} GiB free")
+
+
+def _state_directory() -> Finding:
+    directory = state.home()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    verdict: Verdict = "ok" if os.access(existing, os.W_OK) else "fail"
+    clusters = ", ".join(state.known_clusters()) or "none"
+    return Finding(verdict=verdict, subject="state", detail=f"{directory}, clusters known: {clusters}")
+
+
+def _dashboard_port() -> Finding:
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", DASHBOARD_PORT)) == 0
+    if taken:
+        return Finding(
+            verdict="warn",
+            subject="dashboard",
+            detail=f"port {DASHBOARD_PORT} is taken: Ray will use the next",
+        )
+    return Finding(verdict="ok", subject="dashboard", detail=f"port {DASHBOARD_PORT} is free")
+
+
+def _redis(url: str | None) -> Finding:
+    if url is None:
+        try:
+            return Finding(
+                verdict="ok", subject="redis-server", detail=f"private, from {find_redis_server()}"
+            )
+        except RedisStartError as error:
+            return Finding(verdict="fail", subject="redis-server", detail=str(error))
+    try:
+        with redis.Redis.from_url(
+            url, socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS
+        ) as client:
+            version = str(client.info("server")["redis_version"])
+    except (redis.RedisError, OSError, ValueError) as error:
+        # The URL may hold a password, and some errors quote it.
+        detail = f"the configured Redis does not answer: {type(error).__name__}"
+        return Finding(verdict="fail", subject="redis", detail=detail)
+    old = tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS
+    return Finding(verdict="fail" if old else "ok", subject="redis", detail=f"{version} (needs 6.2)")
+
+
+def _model(model: str) -> Iterator[Finding]:
+    from blockyard.worker.model.config import load_config, resolve_model
+
+    try:
+        folder = resolve_model(model)
+        config = load_config(folder)
+    except ValueError as error:
+        yield Finding(verdict="fail", subject="model", detail=str(error))
+        return
+    context = config.max_position_embeddings
+    yield Finding(verdict="ok", subject="model", detail=f"{config.architecture}, context {context:,}")
+    shards = sorted(folder.glob("*.safetensors"))
+    yield _readable("weights", shards)
+    yield _readable("tokenizer", [folder / "tokenizer.json"])
+
+
+def _readable(subject: str, files: list[Path]) -> Finding:
+    unreadable = [file.name for file in files if not os.access(file, os.R_OK)]
+    if not files or unreadable:
+        detail = f"cannot be read: {', '.join(unreadable)}" if unreadable else "there are none"
+        return Finding(verdict="fail", subject=subject, detail=detail)
+    total_bytes = sum(file.stat().st_size for file in files)
+    return Finding(verdict="ok", subject=subject, detail=f"{len(files)} files, {total_bytes / 2**20:.1f} MiB")
+
+
+def exit_code(findings: list[Finding]) -> int:
+    return 1 if any(finding.verdict == "fail" for finding in findings) else 0

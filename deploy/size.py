@@ -1,0 +1,73 @@
+"""`blockyard size`: what a memory budget holds of a model's KV cache. Owns the arithmetic's words, not the
+sizes."""
+
+import re
+from dataclasses import dataclass
+
+from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block
+from blockyard.worker.model.config import load_config, resolve_model
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """One model's KV cache in one budget."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    kv: KVSize
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "block_size": self.kv.block_size,
+            "bytes_per_block": self.kv.block_bytes,
+            "blocks": self.kv.num_blocks,
+            "tokens": self.kv.num_tokens,
+            "max_model_len": self.max_model_len,
+            "max_concurrency": round(self.kv.max_concurrency(self.max_model_len), 2),
+        }
+
+
+def parse_bytes(text: str) -> int:
+    """`60GB` is decimal, `60GiB` binary, `60` bytes. Raises ValueError."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"a size is a number with B, KB, MB, GB, KiB, MiB or GiB, not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def size_model(
+    model: str, *, budget_bytes: int, block_size: int, dtype: str, max_model_len: int | None
+) -> ModelSize:
+    """Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
+    config = load_config(resolve_model(model))
+    chosen = config.dtype if dtype == "auto" else dtype
+    context = max_model_len or config.max_position_embeddings
+    if context > config.max_position_embeddings:
+        raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    block_bytes = bytes_per_block(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype_bytes=DTYPE_BYTES[chosen],
+    )
+    kv = KVSize(
+        num_blocks=blocks_in_budget(budget_bytes, block_bytes), block_size=block_size, block_bytes=block_bytes
+    )
+    return ModelSize(model=model, dtype=chosen, max_model_len=context, kv=kv)

@@ -1,0 +1,232 @@
+"""Keeps a cluster's workers and routers alive: one detached Ray actor.
+
+Owns who should run, who does, and the pause before another try. Does not own serving: it may die at any
+moment and Ray restarts it (max_restarts=-1); it remembers nothing and adopts the running by name. Workers and
+routers are detached actors of max_restarts=0: a death is seen in milliseconds, where Ray's own restart takes
+more than a second, and each restart is a new incarnation.
+
+    place: STARTING -> SERVING -> (death) -> WAITING, longer each time -> STARTING
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import ray
+from blockyard.router.actor import RouterActor
+from blockyard.router.config import RouterConfig
+from blockyard.worker.actor import StartedWorker, WorkerActor
+from blockyard.worker.config import WorkerConfig
+from ray.exceptions import RayActorError, RayTaskError
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 10.0
+STEADY_SECONDS = 30.0
+"""Who has served so long is forgiven the deaths before."""
+START_SECONDS = 600.0
+PUSH_SECONDS = 2.0
+"""Routers are told again this often, in case a call was lost."""
+CALL_SECONDS = 5.0
+
+Kind = Literal["worker", "router"]
+Phase = Literal["starting", "serving", "waiting"]
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """What should run. The configs are templates: each place gets its own id and port."""
+
+    namespace: str
+    worker: WorkerConfig
+    num_workers: int
+    num_cpus_per_worker: float
+    num_gpus_per_worker: float
+    router: RouterConfig
+    num_routers: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """One worker or router that should run, and how it is doing."""
+
+    name: str
+    kind: Kind
+    phase: Phase = "starting"
+    address: str = ""
+    pid: int = 0
+    node_id: str = ""
+    incarnation: str = ""
+    serving_since: float | None = None
+    """By the supervisor's monotonic clock."""
+    num_starts: int = 0
+    num_failures_in_a_row: int = 0
+    error: str = ""
+    """Why the last one ended or did not start: a kind of failure, never a prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorReport:
+    """Who should run and how each is doing."""
+
+    pid: int
+    """The supervisor's own."""
+    places: list[Place]
+
+
+def places_of(spec: ClusterSpec) -> list[Place]:
+    workers = [Place(name=f"worker-{number}", kind="worker") for number in range(spec.num_workers)]
+    return workers + [Place(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]
+
+
+def backoff_seconds(num_failures_in_a_row: int) -> float:
+    """Doubles from FIRST_BACKOFF_SECONDS to MAX_BACKOFF_SECONDS. The first death is answered almost at
+    once."""
+    doublings = max(0, min(num_failures_in_a_row - 1, 16))
+    return min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**doublings)
+
+
+class Supervisor:
+    """The actor. Every loop of its life is a child of one task group that its constructor starts."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._spec = spec
+        self._places = places_of(spec)
+        self._actors: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self._keeping = asyncio.get_running_loop().create_task(self._keep_all())
+        self._keeping.add_done_callback(_end_unless_cancelled)
+
+    def __repr__(self) -> str:
+        return f"supervisor({self._spec.num_workers} workers, {self._spec.num_routers} routers)"
+
+    async def report(self) -> SupervisorReport:
+        return SupervisorReport(pid=os.getpid(), places=self._places)
+
+    async def shut_down(self, grace_seconds: float) -> None:
+        """Routers finish their streams, workers say goodbye, all end. The caller ends the supervisor."""
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        routers, workers = self._actors_of("router"), self._actors_of("worker")
+        await _all(
+            *(_answer(actor.stop.remote(grace_seconds), grace_seconds + CALL_SECONDS) for actor in routers)
+        )
+        await _all(*(_answer(actor.stop.remote(), CALL_SECONDS) for actor in workers))
+        for actor in (*routers, *workers):
+            ray.kill(actor)
+
+    async def _keep_all(self) -> None:
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._keep_routers_informed())
+            for place in self._places:
+                loops.create_task(self._keep(place))
+
+    async def _keep(self, place: Place) -> None:
+        while True:
+            place.phase, place.serving_since = "starting", None
+            try:
+                await self._run_once(place)
+            except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
+                place.error = _reason(error)
+                logger.warning("%s ended: %s", place.name, place.error)
+            place.phase = "waiting"
+            self._changed.set()
+            since = place.serving_since
+            steady = since is not None and time.monotonic() - since > STEADY_SECONDS
+            place.num_failures_in_a_row = 1 if steady else place.num_failures_in_a_row + 1
+            # A call of ours may be what failed, while the actor lives: a new incarnation needs the name.
+            if (actor := self._actors.pop(place.name, None)) is not None:
+                ray.kill(actor)
+            await asyncio.sleep(backoff_seconds(place.num_failures_in_a_row))
+
+    async def _run_once(self, place: Place) -> None:
+        """Adopts the actor of this name or makes it; raises RayError when it dies."""
+        actor = self._actors[place.name] = self._adopt_or_create(place)
+        started = await _answer(actor.start.remote(), START_SECONDS)
+        place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
+        place.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
+        place.num_starts += 1
+        place.phase, place.serving_since = "serving", time.monotonic()
+        logger.info("%s serves at %s", place.name, place.address)
+        self._changed.set()
+        await actor.until_stopped.remote()
+
+    def _adopt_or_create(self, place: Place) -> Any:
+        options = {
+            "name": place.name,
+            "namespace": self._spec.namespace,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "max_restarts": 0,
+        }
+        if place.kind == "worker":
+            config = replace(self._spec.worker, worker_id=place.name)
+            resources = {
+                "num_cpus": self._spec.num_cpus_per_worker,
+                "num_gpus": self._spec.num_gpus_per_worker,
+            }
+            return ray.remote(WorkerActor).options(**options, **resources).remote(config)
+        # The port is kept over a restart, so that clients find a router where it was.
+        port = int(place.address.rpartition(":")[2]) if place.address else self._first_port(place)
+        router = replace(self._spec.router, port=port)
+        return ray.remote(RouterActor).options(**options, num_cpus=0).remote(router, place.name)
+
+    def _first_port(self, place: Place) -> int:
+        """Routers stand side by side from the port asked for; with 0 each takes a free one."""
+        base = self._spec.router.port
+        return base + int(place.name.rpartition("-")[2]) if base else 0
+
+    async def _keep_routers_informed(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PUSH_SECONDS):
+                    await self._changed.wait()
+            self._changed.clear()
+            serving = [place for place in self._places if place.phase == "serving"]
+            addresses = [place.address for place in serving if place.kind == "worker"]
+            routers = [self._actors[place.name] for place in serving if place.kind == "router"]
+            await _all(*(_answer(router.set_workers.remote(addresses), PUSH_SECONDS) for router in routers))
+
+    def _actors_of(self, kind: Kind) -> list[Any]:
+        return [
+            self._actors[place.name]
+            for place in self._places
+            if place.kind == kind and place.name in self._actors
+        ]
+
+
+def _end_unless_cancelled(keeping: asyncio.Task[None]) -> None:
+    """A supervisor that no longer supervises is worse than a dead one, which Ray starts again."""
+    if not keeping.cancelled():
+        logger.error("supervision failed", exc_info=keeping.exception())
+        os._exit(1)
+
+
+async def _answer(reference: Awaitable[Reply], timeout_seconds: float) -> Reply:
+    async with asyncio.timeout(timeout_seconds):
+        return await reference
+
+
+async def _all(*calls: Awaitable[object]) -> None:
+    """Waits for each; who has died or hangs is found out by its own `until_stopped`, not here."""
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case RayTaskError():
+            return f"{type(error.cause).__name__}: {error.cause}"
+        case RayActorError():
+            return "its process died"
+        case TimeoutError():
+            return f"did not start within {START_SECONDS:.0f} s"
+        case _:
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,93 @@
+"""What the cluster tests share: the command that users type, with a home of its own, and a cluster that
+serves."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.deploy import state
+from blockyard.router.client import Client
+
+UP = (
+    "up",
+    "--model",
+    "demo",
+    "--workers",
+    "2",
+    "--device",
+    "cpu",
+    "--kv-cache-memory",
+    "18MiB",
+    "--deterministic",
+)
+COMMAND_SECONDS = 90.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """The `blockyard` command with a home of its own, so that no test meets a user's cluster."""
+
+    home: Path
+    cluster: str
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "blockyard.deploy.cli", *arguments, "--cluster", self.cluster],
+            env={**os.environ, state.HOME_VARIABLE: str(self.home)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def run(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        with self.start(*arguments, stdin=subprocess.PIPE) as process:
+            try:
+                output, errors = process.communicate(stdin, timeout=COMMAND_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def json(self, *arguments: str) -> Any:
+        result = self.run(*arguments, "--output", "json")
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    def place(self, name: str) -> dict[str, Any]:
+        """One worker or router as the supervisor knows it."""
+        places: list[dict[str, Any]] = self.json("status")["places"]
+        return next(place for place in places if place["name"] == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A cluster that serves."""
+
+    command: Command
+    state: state.ClusterState
+
+    def client(self) -> Client:
+        return Client(list(self.state.routers), timeout_seconds=60.0)
+
+
+def remembered_state(command: Command) -> state.ClusterState:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(state.HOME_VARIABLE, str(command.home))
+        return state.load(command.cluster)
+
+
+def eventually(is_so: Callable[[], bool], *, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if is_so():
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,42 @@
+"""An `up` that is interrupted takes everything back that it has started."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .harness import UP, Command, eventually
+
+pytestmark = pytest.mark.cluster
+
+
+def processes_of(home: Path) -> list[int]:
+    """Every process that inherited this test's BLOCKYARD_HOME: Ray's and Redis's are among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(home).encode() in environment:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("stage", ["starting Ray", "loading the model"])
+def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str) -> None:
+    command = Command(home=tmp_path / "home", cluster="interrupted")
+    with command.start(*UP, stdin=subprocess.DEVNULL) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if stage in line:
+                break
+        assert eventually(lambda: len(processes_of(command.home)) > 2, seconds=20)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert processes_of(command.home) == []
+    assert list(command.home.iterdir()) == []

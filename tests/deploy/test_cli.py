@@ -1,0 +1,218 @@
+"""The command line without a cluster: what it computes, what it refuses, and what it never shows."""
+
+import json
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from blockyard.deploy import state
+from blockyard.deploy.cli import main
+from blockyard.deploy.cluster import UpOptions, cpus_per_worker
+from blockyard.deploy.options import engine_config, model_path
+from blockyard.deploy.processes import ProcessIdentity
+from blockyard.deploy.size import parse_bytes
+from blockyard.worker.config import EngineConfig
+from click.testing import CliRunner, Result
+
+SECRET = "a-secret-that-nobody-may-see"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "home"
+    monkeypatch.setenv(state.HOME_VARIABLE, str(directory))
+    for variable in ("BLOCKYARD_REDIS_URL", "BLOCKYARD_ROUTER", "BLOCKYARD_CLUSTER"):
+        monkeypatch.delenv(variable, raising=False)
+    return directory
+
+
+@pytest.fixture
+def large_model(tmp_path: Path) -> Path:
+    """The config of a model of 32 layers, 8 kv heads of 128, in fp16; `size` needs no weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float16",
+    }
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def cluster_state(**changes: object) -> state.ClusterState:
+    values: dict[str, object] = {
+        "cluster": "trial",
+        "model": "demo",
+        "secret": SECRET,
+        "redis_url": f"redis://:{SECRET}@127.0.0.1:1/0",
+        "routers": ("127.0.0.1:1",),
+        "head": state.HeadState(session=7, processes=(ProcessIdentity(pid=7, start_ticks=1),)),
+        "redis": state.RedisState(
+            process=ProcessIdentity(pid=8, start_ticks=2), port=1, log_path="redis.log"
+        ),
+    }
+    return state.ClusterState(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_size_counts_two_mebibytes_a_block_for_a_large_model(large_model: Path) -> None:
+    result = run("size", str(large_model), "--memory", "60GB", "--output", "json")
+    assert result.exit_code == 0, result.output
+    sized = json.loads(result.stdout)
+    print(f"bytes a block: {sized['bytes_per_block']:,}; blocks in 60 GB: {sized['blocks']:,}")
+    assert sized["bytes_per_block"] == 2_097_152
+    assert sized["blocks"] == 60 * 10**9 // 2_097_152
+    assert sized["tokens"] == 16 * sized["blocks"]
+    assert sized["max_concurrency"] == round(sized["blocks"] / 512, 2)
+
+
+def test_size_names_the_context_that_a_model_does_not_have(large_model: Path) -> None:
+    result = run("size", str(large_model), "--max-model-len", "9000")
+    assert result.exit_code == 1
+    assert "9000" in result.output
+    assert "8192" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("17", 17), ("60GB", 60 * 10**9), ("1.5 GiB", 3 * 2**29), ("2mib", 2**21)]
+)
+def test_sizes_are_decimal_or_binary_as_their_unit_says(text: str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 PB", "nan"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a size is a number"):
+        parse_bytes(text)
+
+
+def test_doctor_passes_this_machine_with_the_demo_model() -> None:
+    result = run("doctor", "--model", "demo")
+    assert result.exit_code == 0, result.output
+    assert not any(line.startswith("fail") for line in result.stdout.splitlines())
+    assert "LlamaForCausalLM" in result.stdout
+
+
+def test_doctor_fails_on_a_model_folder_without_a_model(tmp_path: Path) -> None:
+    result = run("doctor", "--model", str(tmp_path))
+    assert result.exit_code == 1
+    assert any(line.startswith("fail model") for line in result.stdout.splitlines())
+
+
+def test_doctor_fails_on_a_redis_that_does_not_answer_and_keeps_its_password() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    result = run("doctor", "--redis-url", f"redis://:{SECRET}@127.0.0.1:{port}/0")
+    assert result.exit_code == 1
+    assert any(line.startswith("fail redis") for line in result.stdout.splitlines())
+    assert SECRET not in result.output
+
+
+@pytest.mark.parametrize("command", ["down", "status", "workers", "blocks", "chat"])
+def test_a_cluster_that_is_not_known_is_named(command: str) -> None:
+    result = run(command, "--cluster", "nowhere")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: no cluster 'nowhere' is known here")
+
+
+def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:
+    result = run("generate", "def", "--router", "127.0.0.1:1", "--timeout", "0.5")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--block-size", "17"),
+        ("--kv-cache-memory", "much"),
+        ("--workers", "0"),
+        ("--max-num-seqs", "0"),
+        ("--gpu-memory-utilization", "1.5"),
+        ("--cluster", "../../etc"),
+        ("--model", "/no/such/folder"),
+    ],
+)
+def test_up_refuses_bad_settings_before_it_starts_anything(arguments: tuple[str, ...], home: Path) -> None:
+    result = run("up", "--model", "demo", *arguments)
+    assert result.exit_code in (1, 2)
+    assert "Error" in result.output
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
+def test_up_gives_up_at_once_where_no_ray_answers_and_leaves_nothing(
+    address: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKYARD_REDIS_URL", "redis://127.0.0.1:1/0")
+    result = run("up", "--model", "demo", "--address", address)
+    assert result.exit_code == 1
+    assert address in result.output
+    assert list(home.iterdir()) == []
+
+
+def test_down_says_that_a_joined_ray_is_gone_and_forgets_it_on_request() -> None:
+    state.save(cluster_state(ray_address="127.0.0.1:1", head=None, redis=None))
+    refused = run("down", "--cluster", "trial")
+    assert refused.exit_code == 1
+    assert "no Ray answers at 127.0.0.1:1" in refused.output
+    assert run("down", "--cluster", "trial", "--forget").exit_code == 0
+    assert state.known_clusters() == []
+
+
+def test_the_options_of_up_are_the_engines_settings_with_their_defaults() -> None:
+    parameters = {parameter.name: parameter for parameter in main.commands["up"].params}
+    names = [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
+    values = {name: parameters[name].default for name in names}
+    assert engine_config({"model": "demo", **values}) == EngineConfig(model=model_path("demo"))
+
+
+def test_a_state_file_is_its_owners_alone_and_reads_back_the_same(home: Path) -> None:
+    state.save(cluster_state())
+    path = state.state_path("trial")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    assert state.load("trial") == cluster_state()
+    assert [entry.name for entry in home.iterdir()] == ["trial.json"]
+
+
+def test_a_state_shows_no_secret() -> None:
+    assert SECRET not in repr(cluster_state())
+
+
+def test_a_state_whose_processes_are_gone_is_not_alive_but_a_joined_cluster_is() -> None:
+    assert not cluster_state(ray_address="10.0.0.1:6379").anything_alive()
+    assert cluster_state(ray_address="10.0.0.1:6379", head=None).anything_alive()
+
+
+@pytest.mark.parametrize(
+    ("node_cpus", "num_workers", "share"),
+    [([2], 1, 2), ([2], 2, 1), ([8], 3, 2), ([2], 8, 0.25), ([3, 3], 3, 1), ([2, 2], 1, 2), ([1, 1], 3, 0.5)],
+)
+def test_workers_get_the_most_cpus_with_which_all_fit_on_the_nodes(
+    node_cpus: list[float], num_workers: int, share: float
+) -> None:
+    assert cpus_per_worker(node_cpus, num_workers) == share
+    assert sum(int(cpus // share) for cpus in node_cpus) >= num_workers
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"num_routers": 0}, {"cluster": "a b"}])
+def test_a_cluster_without_a_worker_a_router_or_a_name_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="cluster"):
+        UpOptions(engine=EngineConfig(model="demo"), **settings)  # type: ignore[arg-type]

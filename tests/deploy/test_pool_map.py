@@ -1,0 +1,66 @@
+"""The pool's picture: every block once, in order, and the same as in the worker's own text map."""
+
+import io
+
+from blockyard.deploy.pool_map import MAX_CELLS, block_cells, cells_of_map, merged_cells, pool_map
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.worker.pool_view import map_text
+from rich.console import Console
+
+
+def pool_of(*runs: tuple[cluster_pb2.BlockState, int, int]) -> cluster_pb2.BlockPool:
+    """Runs of (state, length, references)."""
+    lengths = {state: sum(length for other, length, _ in runs if other == state) for state, _, _ in runs}
+    return cluster_pb2.BlockPool(
+        worker_id="worker-7",
+        incarnation="abc",
+        block_size=16,
+        bytes_per_block=1024,
+        total_blocks=sum(length for _, length, _ in runs),
+        free_blocks=lengths.get(cluster_pb2.BLOCK_STATE_FREE, 0),
+        cached_blocks=lengths.get(cluster_pb2.BLOCK_STATE_CACHED, 0),
+        used_blocks=lengths.get(cluster_pb2.BLOCK_STATE_USED, 0),
+        runs=[cluster_pb2.BlockRun(state=s, length=length, references=refs) for s, length, refs in runs],
+    )
+
+
+MIXED = pool_of(
+    (cluster_pb2.BLOCK_STATE_USED, 2, 1),
+    (cluster_pb2.BLOCK_STATE_USED, 3, 6),
+    (cluster_pb2.BLOCK_STATE_USED, 1, 40),
+    (cluster_pb2.BLOCK_STATE_CACHED, 70, 0),
+    (cluster_pb2.BLOCK_STATE_FREE, 57, 0),
+)
+
+
+def drawn(pool: cluster_pb2.BlockPool) -> str:
+    page = io.StringIO()
+    Console(file=page, width=200).print(pool_map(pool))
+    return page.getvalue()
+
+
+def test_each_block_is_one_character_in_block_order() -> None:
+    assert block_cells(MIXED) == "11" + "666" + "+" + "c" * 70 + "." * 57
+
+
+def test_the_workers_text_map_reads_back_as_the_same_blocks() -> None:
+    assert cells_of_map(map_text(MIXED)) == block_cells(MIXED)
+
+
+def test_the_picture_shows_counts_cells_and_legend_without_colour_codes() -> None:
+    page = drawn(MIXED)
+    assert "133 blocks of 16 tokens (133.0 KiB): 57 free, 70 cached, 6 used" in page
+    assert "  0 11666+" + "c" * 58 in page
+    assert "\x1b" not in page
+
+
+def test_of_merged_blocks_the_busiest_shows() -> None:
+    assert merged_cells("..c.c1..21+.....", 4) == "c1+."
+
+
+def test_a_pool_of_any_size_fits_the_picture() -> None:
+    pool = pool_of((cluster_pb2.BLOCK_STATE_FREE, 30_000, 0), (cluster_pb2.BLOCK_STATE_USED, 1, 1))
+    page = drawn(pool)
+    assert page.count(".") <= MAX_CELLS + 3
+    assert "15 blocks each" in page
+    assert "1" in page.splitlines()[-2]
