@@ -36,7 +36,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch, ray, grpc and the rest into $(VENV): a minute or two, once"
-	@$(PIP) install --progress-bar on -q -c constraints.txt -e '.[dev]'
+	@$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # For tools that do not follow setuptools' package-dir: the same tree under its import name.

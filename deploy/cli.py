@@ -26,6 +26,7 @@ from blockyard.deploy.options import (
 )
 from blockyard.deploy.progress import StageProgress
 from blockyard.router.client import BlockyardError, Client
+from blockyard.worker.pool_map import block_cells
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
@@ -128,7 +129,7 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
         names = [worker] if worker else [known.worker_id for known in client.list_workers()]
         pools = [client.block_pool(name) for name in names]
     if output == "json":
-        _show(output, [{**_as_dict(pool), "cells": pool_map.block_cells(pool)} for pool in pools], "")
+        _show(output, [{**_as_dict(pool), "cells": block_cells(pool)} for pool in pools], "")
         return
     for pool in pools:
         _console().print(pool_map.pool_map(pool))

@@ -22,11 +22,12 @@ from blockyard.deploy.cluster import UpOptions, down, leftovers, up
 from blockyard.deploy.demo_model.prompts import DEMO_GROUPS
 from blockyard.deploy.demo_traffic import Chat, chats_of, run_chats
 from blockyard.deploy.options import model_path
-from blockyard.deploy.pool_map import block_cells, cells_of_map, pool_map
+from blockyard.deploy.pool_map import cells_of_map, pool_map
 from blockyard.deploy.progress import StageProgress
 from blockyard.deploy.state import ClusterState
 from blockyard.router.client import BlockyardError, Client
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.pool_map import block_cells
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table

@@ -4,6 +4,7 @@ Owns one file for each cluster, `$BLOCKYARD_HOME/<cluster>.json` (default ~/.blo
 only: it holds the cluster secret and the Redis URL. Does not own the processes it names.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -114,6 +115,8 @@ def load(cluster: str) -> ClusterState:
 
 def forget(cluster: str) -> None:
     state_path(cluster).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other clusters live here, or it is gone
+        home().rmdir()
 
 
 def known_clusters() -> list[str]:

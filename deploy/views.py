@@ -5,6 +5,8 @@ Owns words and looks; asks nobody and prints nothing. Never shows a secret, only
 in pool_map.py.
 """
 
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,16 +58,25 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 def summary(cluster: ClusterState) -> RenderableType:
     """What `up` says at the end. Shows where secrets lie, never what they are."""
     name = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
+    command = command_name()
     lines = [
         f"cluster {cluster.cluster} serves {cluster.model} on {cluster.num_workers} workers",
         *(f"router     {address}" for address in cluster.routers),
         *dashboard_lines(cluster),
         "try next:",
-        f'  blockyard generate{name} "def main():"',
-        f"  blockyard chat{name}        blockyard workers{name}        blockyard blocks{name}",
-        f"  blockyard down{name}",
+        f'  {command} generate{name} "def main():"',
+        f"  {command} chat{name}        {command} workers{name}        {command} blocks{name}",
+        f"  {command} down{name}",
     ]
     return Text("\n".join(lines))
+
+
+def command_name() -> str:
+    """`blockyard` as the shell here would find it."""
+    installed = Path(sys.executable).parent / "blockyard"
+    if shutil.which("blockyard") or not installed.exists():
+        return "blockyard"
+    return str(installed.relative_to(Path.cwd())) if installed.is_relative_to(Path.cwd()) else str(installed)
 
 
 def dashboard_lines(cluster: ClusterState) -> list[str]:

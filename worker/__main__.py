@@ -64,32 +64,38 @@ def parse(arguments: list[str]) -> WorkerConfig:
 
 
 async def serve(config: WorkerConfig) -> int:
-    """Until SIGTERM or SIGINT, or until the engine fails; the exit code."""
+    """Until SIGTERM or SIGINT, or until the worker fails; the exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = WorkerServer(config)
     await server.start()
-    if config.metrics_port is not None:
-        registry = CollectorRegistry()
-        registry.register(StatsCollector(server))
-        http, _ = start_http_server(config.metrics_port, addr=config.host, registry=registry)
-        logger.info("metrics at http://%s:%d/metrics", config.host, http.server_port)
-    ends = [asyncio.create_task(event.wait()) for event in (stop, server.failed)]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
-    logger.info("stopping")
-    await server.stop()
+    try:
+        if config.metrics_port is not None:
+            _serve_metrics(server, config.metrics_port)
+        ends = [asyncio.create_task(event.wait()) for event in (stop, server.failed)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+    finally:
+        logger.info("stopping")
+        await server.stop()
     return int(server.failed.is_set())
+
+
+def _serve_metrics(server: WorkerServer, port: int) -> None:
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(server))
+    http, _ = start_http_server(port, addr=server.config.host, registry=registry)
+    logger.info("metrics at http://%s:%d/metrics", server.config.host, http.server_port)
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return asyncio.run(serve(parse(sys.argv[1:])))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         logger.error("%s", error)
         return 1
 

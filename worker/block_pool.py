@@ -122,6 +122,10 @@ class BlockPool:
             del self._cached[block]
             self._free[block] = None
 
+    def snapshot(self) -> tuple[list[int], bytes]:
+        """Copies of every block's references and of whether it is kept."""
+        return list(self._references), bytes(self._kept)
+
     def check_invariants(self) -> None:
         """Raises AssertionError where the pool contradicts itself. O(blocks)."""
         assert self.num_free + self.num_cached + self.num_used == self.num_blocks

@@ -75,6 +75,12 @@ class WorkerConfig:
     pool_map_path: str | None = None
     """A file that shows the block pool as text, rewritten each second."""
 
+    def __post_init__(self) -> None:
+        if self.host in ("0.0.0.0", "::") and self.advertise_host is None:
+            raise ValueError(
+                f"host {self.host} binds every interface: say with advertise_host where routers find it"
+            )
+
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds one option for each field of EngineConfig, with its default."""

@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 RATE_SMOOTHING = 0.2
 """Weight of the newest step in the measured rates."""
+MIN_MEASURED_PREFILL_TOKENS = 64
+"""A smaller prefill measures the overhead of a step, not the rate."""
+MAX_FAILED_STEPS_IN_A_ROW = 3
+"""After so many the device, not a request, is what fails: the engine ends, and its worker is started afresh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,10 @@ class _Counters:
     decode_tokens_per_second: float = 0.0
 
 
+class EngineFailed(RuntimeError):
+    """Every step fails; this engine serves nobody any more."""
+
+
 class Engine:
     """One model over one pool. Not thread-safe."""
 
@@ -115,6 +123,7 @@ class Engine:
         self._clock = clock
         self._next_id = 0
         self._counters = _Counters()
+        self._failed_steps_in_a_row = 0
 
     @property
     def has_work(self) -> bool:
@@ -145,7 +154,12 @@ class Engine:
             self.scheduler.cancel(sequence)
 
     def step(self) -> StepResult:
-        """Plans, runs and commits one step. A step that raises ends its own sequences as FAILED, and is logged."""
+        """Plans, runs and commits one step. A step that raises ends its own sequences as FAILED, and is logged.
+
+        Raises EngineFailed at the beginning of a step after MAX_FAILED_STEPS_IN_A_ROW that raised.
+        """
+        if self._failed_steps_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise EngineFailed(f"{self._failed_steps_in_a_row} steps in a row have failed")
         expired = self._expire()
         plan = self.scheduler.plan()
         started = self._clock()
@@ -154,7 +168,10 @@ class Engine:
         except Exception:
             logger.exception("step %d failed; its %d requests end", plan.step, len(plan.rows))
             updates = self.scheduler.fail(plan)
+            self._failed_steps_in_a_row += 1
         else:
+            if plan.rows:
+                self._failed_steps_in_a_row = 0
             updates = self.scheduler.commit(plan, tokens)
             self._measure(plan, self._clock() - started)
         outputs = (*expired, *(self._output(update) for update in updates))
@@ -194,10 +211,10 @@ class Engine:
         if seconds <= 0:
             return
         counters = self._counters
-        if prefill:
+        if prefill >= MIN_MEASURED_PREFILL_TOKENS:
             rate = plan.num_tokens / seconds
             counters.prefill_tokens_per_second = _smooth(counters.prefill_tokens_per_second, rate)
-        elif decodes:
+        elif decodes and not prefill:
             counters.decode_tokens_per_second = _smooth(counters.decode_tokens_per_second, decodes / seconds)
 
     def load(self) -> EngineLoad:

@@ -45,15 +45,17 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
+        ignore_eos: bool = False,
     ) -> list[Completion]:
         """Runs all prompts (texts, or token ids) together; completions in the order of the prompts.
 
-        Every prompt uses the same sampling. Raises ValueError for an empty prompt or one that can never fit.
+        Every prompt uses the same sampling; its end-of-sequence tokens are the model's unless it names others. Stop
+        strings count from the text after `min_tokens`. Raises ValueError for an empty prompt or one that can never fit.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = sampling or SamplingParams(max_tokens=128)
-        if not sampling.eos_token_ids:
-            sampling = replace(sampling, eos_token_ids=self._loaded.model.eos_token_ids)
+        ends = frozenset() if ignore_eos else sampling.eos_token_ids or self._loaded.model.eos_token_ids
+        sampling = replace(sampling, eos_token_ids=ends)
         answers: dict[SequenceId, _Answer] = {}
         try:
             for text in texts:
@@ -83,7 +85,9 @@ class LLM:
             names=[BlockName(name) for name in names],
             sampling=sampling,
         )
-        answer = _Answer(len(token_ids), IncrementalDetokenizer(self.tokenizer), StopChecker(stop))
+        answer = _Answer(
+            len(token_ids), IncrementalDetokenizer(self.tokenizer), StopChecker(stop), sampling.min_tokens
+        )
         answers[self._loaded.engine.submit(request)] = answer
 
     def _take(self, answer: "_Answer", output: SequenceOutput) -> None:
@@ -97,10 +101,13 @@ class LLM:
 class _Answer:
     """What has come for one prompt so far."""
 
-    def __init__(self, prompt_tokens: int, detokenizer: IncrementalDetokenizer, stops: StopChecker) -> None:
+    def __init__(
+        self, prompt_tokens: int, detokenizer: IncrementalDetokenizer, stops: StopChecker, min_tokens: int
+    ) -> None:
         self._prompt_tokens = prompt_tokens
         self._detokenizer = detokenizer
         self._stops = stops
+        self._min_tokens = min_tokens
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._cached_tokens = 0
@@ -115,6 +122,9 @@ class _Answer:
         delta = "" if output.stop_token is not None else self._detokenizer.push([output.token])
         if output.finish_reason is not None:
             delta += self._detokenizer.finish()
+        if len(self._token_ids) <= self._min_tokens and output.finish_reason is None:
+            self._text.append(delta)
+            return
         safe, stop = self._stops.push(delta)
         self._text.append(safe)
         if stop is None and output.finish_reason is not None:

@@ -1,13 +1,17 @@
-"""A worker's block pool as messages and as text, read between two steps."""
+"""A worker's block pool as messages.
 
-from itertools import groupby
+`take_snapshot` and `block_messages` run on the engine's thread, between two steps, and copy what they need; the rest is
+done wherever it delays nobody.
+"""
 
+from dataclasses import dataclass
+
+import numpy as np
 from blockyard.proto.v1.cluster_pb2 import Block, BlockPool, BlockRun, BlockState, WorkerLoad
 from blockyard.worker.block_pool import BlockState as State
 from blockyard.worker.engine import Engine, EngineLoad
 from blockyard.worker.sequence import BlockId, SequenceId
 
-MAP_WIDTH = 64
 STATES = {
     State.FREE: BlockState.BLOCK_STATE_FREE,
     State.CACHED: BlockState.BLOCK_STATE_CACHED,
@@ -15,30 +19,63 @@ STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSnapshot:
+    """A pool between two steps."""
+
+    references: list[int]
+    kept: bytes
+    """1 for each block that the prefix cache can find."""
+    block_size: int
+    bytes_per_block: int
+    load: EngineLoad
+
+
 def load_message(load: EngineLoad) -> WorkerLoad:
     return WorkerLoad(**{name: getattr(load, name) for name in EngineLoad.__dataclass_fields__})
 
 
-def pool_message(engine: Engine, *, worker_id: str, incarnation: str) -> BlockPool:
-    """The whole pool, run-length encoded in block order. To be called on the engine's thread."""
-    pool = engine.pool
-    states = ((STATES[pool.state(block)], pool.references(block)) for block in pool.blocks())
-    runs = [
-        BlockRun(state=state, length=sum(1 for _ in group), references=references)
-        for (state, references), group in groupby(states)
-    ]
+def take_snapshot(engine: Engine) -> PoolSnapshot:
+    """Copies, in microseconds also for a large pool. To be called on the engine's thread."""
+    references, kept = engine.pool.snapshot()
+    return PoolSnapshot(
+        references=references,
+        kept=kept,
+        block_size=engine.scheduler.config.block_size,
+        bytes_per_block=engine.bytes_per_block,
+        load=engine.load(),
+    )
+
+
+def pool_message(snapshot: PoolSnapshot, *, worker_id: str, incarnation: str) -> BlockPool:
+    """The whole pool, run-length encoded in block order."""
+    load = snapshot.load
     return BlockPool(
         worker_id=worker_id,
         incarnation=incarnation,
-        block_size=engine.scheduler.config.block_size,
-        bytes_per_block=engine.bytes_per_block,
-        total_blocks=pool.num_blocks,
-        free_blocks=pool.num_free,
-        cached_blocks=pool.num_cached,
-        used_blocks=pool.num_used,
-        runs=runs,
-        load=load_message(engine.load()),
+        block_size=snapshot.block_size,
+        bytes_per_block=snapshot.bytes_per_block,
+        total_blocks=len(snapshot.references),
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        used_blocks=load.used_blocks,
+        runs=_runs(snapshot),
+        load=load_message(load),
     )
+
+
+def _runs(snapshot: PoolSnapshot) -> list[BlockRun]:
+    references = np.array(snapshot.references)
+    kept = np.frombuffer(snapshot.kept, dtype=np.uint8)
+    # Equal keys, equal run: 0 free, 1 cached, one more than the references where it is used.
+    keys = np.where(references > 0, references + 1, kept)
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(keys)) + 1))
+    lengths = np.diff(np.append(starts, len(keys)))
+    states = (BlockState.BLOCK_STATE_FREE, BlockState.BLOCK_STATE_CACHED, BlockState.BLOCK_STATE_USED)
+    return [
+        BlockRun(state=states[min(key, 2)], length=length, references=max(0, key - 1))
+        for key, length in zip(keys[starts].tolist(), lengths.tolist(), strict=True)
+    ]
 
 
 def block_messages(engine: Engine, start: int, count: int, request_ids: dict[SequenceId, str]) -> list[Block]:
@@ -58,26 +95,3 @@ def block_messages(engine: Engine, start: int, count: int, request_ids: dict[Seq
         )
         for block in map(BlockId, range(start, min(start + count, pool.num_blocks)))
     ]
-
-
-def symbol(run: BlockRun) -> str:
-    """One character a block: `.` free, `c` cached, a digit (or `+`) for how many sequences hold it."""
-    if run.state == BlockState.BLOCK_STATE_USED:
-        return str(run.references) if run.references < 10 else "+"
-    return "c" if run.state == BlockState.BLOCK_STATE_CACHED else "."
-
-
-def map_text(pool: BlockPool) -> str:
-    """The pool as lines of text, `MAP_WIDTH` blocks a line, with its counts and a legend."""
-    cells = "".join(symbol(run) * run.length for run in pool.runs)
-    lines = [cells[start : start + MAP_WIDTH] for start in range(0, len(cells), MAP_WIDTH)]
-    load = pool.load
-    head = (
-        f"worker {pool.worker_id}  incarnation {pool.incarnation}\n"
-        f"blocks: {pool.total_blocks} of {pool.block_size} tokens = {pool.free_blocks} free + "
-        f"{pool.cached_blocks} cached + {pool.used_blocks} used\n"
-        f"sequences: {load.running} running, {load.waiting} waiting\n"
-        "legend: . free   c cached prefix   1-9 held by so many sequences   + by ten or more\n"
-    )
-    rows = "\n".join(f"{index * MAP_WIDTH:>7}  {line}" for index, line in enumerate(lines))
-    return f"{head}{rows}\n"

@@ -75,6 +75,11 @@ class Scheduler:
         self._leaving: dict[SequenceId, Sequence] = {}
         self._steps_in_flight = 0
         self._next_step = 0
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs "
+                f"{config.max_num_seqs}: some sequences would never decode"
+            )
         if pool.num_blocks < self._blocks_for(config.max_model_len):
             raise ValueError(
                 f"the KV cache holds {pool.num_blocks * config.block_size} tokens, fewer than max_model_len "
@@ -90,8 +95,11 @@ class Scheduler:
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Tokens known and not yet scheduled, beyond the one that each decode computes next."""
-        waiting = sum(len(sequence.tokens) for sequence in self.waiting)
+        """Tokens known and not yet scheduled, beyond the one that each decode computes next.
+
+        Of the waiting only what was not cached when they were submitted counts: it is what placement waits for.
+        """
+        waiting = sum(len(sequence.tokens) - sequence.cached_at_submit for sequence in self.waiting)
         return waiting + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
 
     def submit(self, sequence: Sequence) -> None:
@@ -101,7 +109,13 @@ class Scheduler:
             raise CapacityError(f"{longest} tokens asked for, {self.config.max_model_len} fit the context")
         if sequence.num_generated >= sequence.sampling.max_tokens:
             raise CapacityError("nothing is left to generate")
+        sequence.cached_at_submit = len(self._hits(sequence)) * self.config.block_size
         insort(self.waiting, sequence, key=lambda waiting: waiting.arrival)
+
+    def _hits(self, sequence: Sequence) -> list[BlockId]:
+        """Cached blocks of its leading tokens; the last token is always left to compute, for its logits."""
+        usable = (len(sequence.tokens) - 1) // self.config.block_size
+        return self.cache.match(sequence.names[1 : 1 + usable])
 
     def cancel(self, sequence: Sequence, state: SequenceState = SequenceState.CANCELLED) -> None:
         """Ends a sequence in any state; its blocks go back at once, or with the step that still computes it."""
@@ -219,7 +233,7 @@ class Scheduler:
         while budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
             size = self.config.block_size
-            hits = self.cache.match(sequence.names[1 : 1 + (len(sequence.tokens) - 1) // size])
+            hits = self._hits(sequence)
             if not self._fits(sequence, hits):
                 return
             self.waiting.pop(0)
@@ -268,7 +282,8 @@ class Scheduler:
         sequence.num_in_flight -= 1
         sequence.num_computed = row.end
         if sequence.is_over:
-            self._confirm(sequence)
+            if token != FAILED_TOKEN:
+                self._confirm(sequence)
             self._release_if_idle(sequence)
             return None
         if token == FAILED_TOKEN:
@@ -286,7 +301,7 @@ class Scheduler:
         return SequenceUpdate(sequence=sequence, token=token)
 
     def _confirm(self, sequence: Sequence) -> None:
-        """Publishes the names of blocks that are computed, newest last, stopping at the first known one."""
+        """Publishes the names of blocks that are computed, root first."""
         table = sequence.block_table
         known = full = min(sequence.num_computed // self.config.block_size, sequence.num_named)
         while known and self.cache.is_unconfirmed(table[known - 1]):
@@ -331,10 +346,10 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        for block in sequence.block_table[sequence.num_computed // self.config.block_size :]:
-            self.cache.retract(block)
-        if sequence.state is SequenceState.FAILED:
-            for block in sequence.block_table:
+        """Gives the blocks back. What no step has confirmed is not to be found again, unless another sequence that
+        holds it confirms it: so a child's name never outlives its parent's."""
+        for block in sequence.block_table:
+            if self.pool.references(block) == 1:
                 self.cache.retract(block)
         self.pool.release(sequence.block_table)
         sequence.block_table = []

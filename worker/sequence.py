@@ -12,6 +12,10 @@ BlockId = NewType("BlockId", int)
 BlockName = NewType("BlockName", bytes)
 
 
+MAX_TEMPERATURE = 1e4
+"""Flatter than any use has for it, and far from where float32 overflows."""
+
+
 class FinishReason(Enum):
     STOP = auto()
     LENGTH = auto()
@@ -45,8 +49,8 @@ class SamplingParams:
     """Empty means ignore_eos."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and not negative, not {self.temperature}")
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"temperature must be between 0 and {MAX_TEMPERATURE:g}, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
@@ -84,6 +88,8 @@ class Sequence:
     """Leading blocks of the table that the prefix cache knows by name."""
     num_in_flight: int = 0
     """Steps planned and not yet committed that compute this sequence."""
+    cached_at_submit: int = 0
+    """Tokens that were cached when the scheduler got it: an estimate of what it will reuse."""
     cached_tokens: int | None = None
     """Prompt tokens reused at the first admission; None before it."""
     num_preemptions: int = 0

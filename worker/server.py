@@ -7,8 +7,10 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Coroutine
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
@@ -17,7 +19,8 @@ from blockyard.proto.v1.session_pb2 import Hello
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.engine import EngineLoad, EngineThread, StepResult
 from blockyard.worker.loading import LoadedEngine, load_engine
-from blockyard.worker.pool_view import load_message, map_text
+from blockyard.worker.pool_map import map_text
+from blockyard.worker.pool_view import load_message
 from blockyard.worker.publisher import IndexPublisher, PublisherConfig
 from blockyard.worker.session import SessionService
 
@@ -28,11 +31,13 @@ REDIS_TIMEOUT_SECONDS = 1.0
 POOL_MAP_SECONDS = 1.0
 LOG_LINE_SECONDS = 10.0
 STOP_GRACE_SECONDS = 1.0
-KEEPALIVE = (
+SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 1_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A port of its own: a second worker on it would take half of its sessions.
+    ("grpc.so_reuseport", 0),
 )
 
 
@@ -70,7 +75,7 @@ class WorkerServer:
         )
         self._service.attach(self._engine, self._loaded.engine.load())
         self._engine.start()
-        self._server = grpc.aio.server(options=KEEPALIVE)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._service.handler(),))
         try:
             port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
@@ -105,11 +110,22 @@ class WorkerServer:
         if self.config.redis_url is not None:
             self._publisher = self._make_publisher(self.config.redis_url)
             self._service.on_changes = self._publish
-            self._tasks.append(asyncio.create_task(self._publisher.run(), name="index publisher"))
+            self._run(self._publisher.run(), "index publisher")
         if self.config.pool_map_path is not None:
-            path = Path(self.config.pool_map_path)
-            self._tasks.append(asyncio.create_task(self._write_pool_map(path), name="pool map"))
-        self._tasks.append(asyncio.create_task(self._log_load(), name="load log"))
+            self._run(self._write_pool_map(Path(self.config.pool_map_path)), "pool map")
+        self._run(self._log_load(), "load log")
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs until `stop`; work that fails by a defect fails the worker, rather than leaving it half alive."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.critical("a defect ends the %s", name, exc_info=error)
+                self.failed.set()
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(ended)
+        self._tasks.append(task)
 
     def _publish(self, result: StepResult) -> None:
         if self._publisher is not None and (result.changes.stored or result.changes.removed):

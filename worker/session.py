@@ -2,7 +2,7 @@
 
 Owns who asked for which sequence, and what waits to be sent to whom. A router that reads slowly costs nothing but its
 own freshness: what it has not taken yet is merged, so an outbox never holds more rows than its sequences. The engine
-never waits for a stream; the end of a stream cancels its sequences.
+never waits for a stream; the end of a stream cancels its sequences. (outbox.py holds what waits.)
 
 Threads: `_routes` and each link's `sequences` are changed on the engine's thread only, everything else on the loop's.
 """
@@ -26,10 +26,7 @@ from blockyard.proto.block_hash import NAME_BYTES, split_names, unpack_tokens
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2 import (
     Hello,
-    Pong,
-    Rejected,
     RejectReason,
-    StepOutput,
     Submit,
     ToRouter,
     ToWorker,
@@ -42,9 +39,10 @@ from blockyard.worker.engine import (
     SequenceOutput,
     StepResult,
 )
-from blockyard.worker.pool_view import block_messages, load_message, pool_message
+from blockyard.worker.outbox import Outbox
+from blockyard.worker.pool_view import block_messages, load_message, pool_message, take_snapshot
 from blockyard.worker.scheduler import CapacityError
-from blockyard.worker.sequence import BlockName, FinishReason, SamplingParams, SequenceId, SequenceState
+from blockyard.worker.sequence import BlockName, SamplingParams, SequenceId, SequenceState
 from google.protobuf.message import DecodeError, Message
 
 if TYPE_CHECKING:
@@ -57,7 +55,6 @@ LOAD_REPORT_SECONDS = 0.05
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 M = TypeVar("M", bound=Message)
-FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
 
 
 class _Refused(Exception):
@@ -68,70 +65,21 @@ class _Refused(Exception):
         self.reason = reason
 
 
-@dataclass(slots=True)
-class _Row:
-    """One sequence's tokens that its router has not taken yet."""
-
-    token_offset: int
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: int = 0
-    stop_token: int = 0
-    cached_tokens: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Link:
     """One router's stream: what waits for it, and which sequences are its."""
 
     sequences: dict[int, SequenceId] = field(default_factory=dict)
-    rows: dict[int, _Row] = field(default_factory=dict)
-    failed: dict[int, RejectReason] = field(default_factory=dict)
-    replies: list[ToRouter] = field(default_factory=list)
+    outbox: Outbox = field(default_factory=Outbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    reported: EngineLoad | None = None
 
-    def reply(self, message: ToRouter) -> None:
-        self.replies.append(message)
+    def reject(self, handle: int, reason: RejectReason) -> None:
+        self.outbox.reject(handle, reason)
         self.has_news.set()
-
-    def add(self, handle: int, output: SequenceOutput) -> None:
-        """Merges a step's news of one sequence into what waits."""
-        self.has_news.set()
-        if output.token is None:
-            expired = RejectReason.REJECT_REASON_DEADLINE
-            self.failed[handle] = expired if output.expired else RejectReason.REJECT_REASON_INTERNAL
-            return
-        row = self.rows.setdefault(handle, _Row(token_offset=output.token_offset))
-        row.token_ids.append(output.token)
-        row.finish_reason = FINISH_REASONS[output.finish_reason]
-        row.stop_token = 0 if output.stop_token is None else output.stop_token + 1
-        row.cached_tokens = output.cached_tokens
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
-        """Everything that waits, as messages; the outbox is empty afterwards."""
         self.has_news.clear()
-        messages, self.replies = self.replies, []
-        rows, self.rows = self.rows, {}
-        failed, self.failed = self.failed, {}
-        if rows or failed or load != self.reported:
-            self.reported = load
-            messages.append(ToRouter(step=_columns(rows, failed, load)))
-        return messages
-
-
-def _columns(rows: dict[int, _Row], failed: dict[int, RejectReason], load: EngineLoad) -> StepOutput:
-    return StepOutput(
-        handles=list(rows),
-        token_offsets=[row.token_offset for row in rows.values()],
-        token_counts=[len(row.token_ids) for row in rows.values()],
-        token_ids=[token for row in rows.values() for token in row.token_ids],
-        finish_reasons=[row.finish_reason for row in rows.values()],
-        stop_tokens=[row.stop_token for row in rows.values()],
-        cached_tokens=[row.cached_tokens for row in rows.values()],
-        failed_handles=list(failed),
-        failed_reasons=list(failed.values()),
-        load=load_message(load),
-    )
+        return self.outbox.take(load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +151,8 @@ class SessionService:
     ) -> None:
         self._load = load
         for route, output in news:
-            route.link.add(route.handle, output)
+            route.link.outbox.add(route.handle, output)
+            route.link.has_news.set()
         self.on_changes(result)
 
     async def _check_secret(self, context: Context) -> None:
@@ -234,7 +183,7 @@ class SessionService:
         """Until something waits for the router, the load has changed, or the router is gone."""
         news = asyncio.create_task(link.has_news.wait())
         try:
-            while not news.done() and not reader.done() and self._load == link.reported:
+            while not news.done() and not reader.done() and self._load == link.outbox.reported:
                 await asyncio.wait(
                     (news, reader), timeout=LOAD_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -250,8 +199,8 @@ class SessionService:
                 case "cancel":
                     self._engine.call(partial(self._cancel, link, message.cancel.handle))
                 case "ping":
-                    pong = Pong(nonce=message.ping.nonce, load=load_message(self._load))
-                    link.reply(ToRouter(pong=pong))
+                    link.outbox.answer_ping(message.ping.nonce, self._load)
+                    link.has_news.set()
                 case None:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message says nothing")
 
@@ -260,8 +209,13 @@ class SessionService:
             try:
                 self._start(engine, link, submit)
             except _Refused as refused:
-                rejected = Rejected(handle=submit.handle, reason=refused.reason)
-                self._loop.call_soon_threadsafe(link.reply, ToRouter(rejected=rejected))
+                reason = refused.reason
+            except Exception:
+                logger.exception("a submit failed")
+                reason = RejectReason.REJECT_REASON_INTERNAL
+            else:
+                return
+            self._loop.call_soon_threadsafe(link.reject, submit.handle, reason)
 
         self._engine.call(run)
 
@@ -325,10 +279,9 @@ class SessionService:
     async def block_pool(self) -> cluster_pb2.BlockPool:
         """The pool as it is between two steps."""
         hello = self._hello
-        return await asyncio.wrap_future(
-            self._engine.call(
-                lambda engine: pool_message(engine, worker_id=hello.worker_id, incarnation=hello.incarnation)
-            )
+        snapshot = await asyncio.wrap_future(self._engine.call(take_snapshot))
+        return await asyncio.to_thread(
+            pool_message, snapshot, worker_id=hello.worker_id, incarnation=hello.incarnation
         )
 
     async def _list_blocks(self, data: bytes, context: Context) -> cluster_pb2.ListBlocksResponse:

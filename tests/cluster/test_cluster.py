@@ -14,10 +14,11 @@ import torch
 from blockyard.deploy.cluster import leftovers
 from blockyard.deploy.demo_model.prompts import DEMO_GROUPS, DemoGroup
 from blockyard.deploy.options import model_path
-from blockyard.deploy.pool_map import block_cells, cells_of_map
+from blockyard.deploy.pool_map import cells_of_map
 from blockyard.deploy.processes import session_members
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import BlockyardError, Client, Completion, NotFoundError
+from blockyard.worker.pool_map import block_cells
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .harness import Cluster, eventually

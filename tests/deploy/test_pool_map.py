@@ -2,9 +2,9 @@
 
 import io
 
-from blockyard.deploy.pool_map import MAX_CELLS, block_cells, cells_of_map, merged_cells, pool_map
+from blockyard.deploy.pool_map import cells_of_map, pool_map
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.worker.pool_view import map_text
+from blockyard.worker.pool_map import MAX_CELLS, block_cells, map_text, merged_cells
 from rich.console import Console
 
 
@@ -64,3 +64,11 @@ def test_a_pool_of_any_size_fits_the_picture() -> None:
     assert page.count(".") <= MAX_CELLS + 3
     assert "15 blocks each" in page
     assert "1" in page.splitlines()[-2]
+
+
+def test_the_workers_text_map_of_a_large_pool_stays_short() -> None:
+    pool = pool_of((cluster_pb2.BLOCK_STATE_FREE, 500_000, 0), (cluster_pb2.BLOCK_STATE_CACHED, 1, 0))
+    lines = map_text(pool).splitlines()
+    assert len(lines) <= 4 + MAX_CELLS // 64
+    assert lines[-1].endswith("c")
+    assert "245 blocks each" in lines[3]

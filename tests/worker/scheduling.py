@@ -10,7 +10,12 @@ ROOT = root_name(cluster_secret="", model_fingerprint="test", block_size=16, kv_
 
 
 def make_scheduler(num_blocks: int, **settings: int) -> Scheduler:
-    config = SchedulerConfig(**{"max_model_len": num_blocks * settings.get("block_size", 16), **settings})
+    budget = settings.get("max_num_batched_tokens", 2048)
+    defaults = {
+        "max_model_len": num_blocks * settings.get("block_size", 16),
+        "max_num_seqs": min(256, budget),
+    }
+    config = SchedulerConfig(**(defaults | settings))
     pool = BlockPool(num_blocks)
     return Scheduler(config, pool, PrefixCache(pool))
 

@@ -6,6 +6,7 @@ import pytest
 from blockyard.proto.block_hash import chain
 from blockyard.worker.engine import (
     Engine,
+    EngineFailed,
     EngineLoad,
     EngineRequest,
     EngineThread,
@@ -90,6 +91,34 @@ def test_a_step_that_raises_ends_its_requests_and_the_next_one_is_served() -> No
     assert engine.pool.num_used == 0
 
 
+class AlwaysFails(SimulatedRunner):
+    """A device that is lost."""
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        raise RuntimeError("the device is gone")
+
+
+def test_an_engine_whose_every_step_fails_ends_rather_than_failing_all_who_come() -> None:
+    engine = make_engine(Clock(), AlwaysFails)
+    for _ in range(3):
+        engine.submit(request())
+        outputs_of(engine)
+    engine.submit(request())
+    with pytest.raises(EngineFailed, match="3 steps in a row"):
+        engine.step()
+
+
+def test_small_prefills_do_not_pass_for_the_prefill_rate() -> None:
+    engine = make_engine(Clock())
+    engine.submit(request(400, max_tokens=1))
+    outputs_of(engine)
+    measured = engine.load().prefill_tokens_per_second
+    for length in range(402, 420):
+        engine.submit(request(length, max_tokens=1))
+        outputs_of(engine)
+    assert engine.load().prefill_tokens_per_second == measured > 0
+
+
 def test_load_counts_what_runs_and_what_was_reused() -> None:
     clock = Clock()
     engine = make_engine(clock)
@@ -101,7 +130,6 @@ def test_load_counts_what_runs_and_what_was_reused() -> None:
     assert (load.running, load.waiting, load.queued_prefill_tokens) == (2, 0, 0)
     assert (load.prompt_tokens, load.cached_tokens, load.generated_tokens) == (66, 32, 2)
     assert load.free_blocks + load.cached_blocks + load.used_blocks == 64
-    assert load.prefill_tokens_per_second > 0
     outputs_of(engine)
     assert engine.load().decode_tokens_per_second == pytest.approx(20.0)
 

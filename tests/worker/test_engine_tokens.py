@@ -85,7 +85,7 @@ def test_batched_with_sixteen_others_of_uneven_length(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("budget", [7, 16, 33])
 def test_with_the_prompt_in_chunks(checkpoint: Path, budget: int) -> None:
-    engine = make_engine(checkpoint, max_num_batched_tokens=budget)
+    engine = make_engine(checkpoint, max_num_batched_tokens=budget, max_num_seqs=4)
     submit(engine, prompt_of(65), 12)
     submit(engine, prompt_of(37), 12)
     tokens = run(engine)

@@ -44,3 +44,13 @@ def test_a_prompt_that_cannot_fit_is_refused_and_the_next_is_served(llm: LLM) ->
     with pytest.raises(ValueError, match="a prompt of 0 tokens"):
         llm.generate([[]], GREEDY)
     assert llm.generate("x = ", GREEDY)[0].token_ids
+
+
+def test_ignore_eos_and_min_tokens_reach_offline_too(llm: LLM) -> None:
+    ending = SamplingParams(temperature=0.0, max_tokens=24, eos_token_ids=frozenset(range(4096)))
+    assert len(llm.generate("def add(a, b):\n", ending)[0].token_ids) == 1
+    assert len(llm.generate("def add(a, b):\n", ending, ignore_eos=True)[0].token_ids) == 24
+    patient = SamplingParams(temperature=0.0, max_tokens=24, min_tokens=10)
+    whole = llm.generate("def add(a, b):\n", patient, ignore_eos=True)[0].text
+    answer = llm.generate("def add(a, b):\n", patient, stop=[whole[:3]], ignore_eos=True)[0]
+    assert len(answer.token_ids) >= 10

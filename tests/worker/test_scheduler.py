@@ -139,15 +139,54 @@ def test_the_oldest_is_never_the_victim() -> None:
 
 
 def test_a_sequence_that_frees_nothing_is_no_victim() -> None:
-    scheduler = make_scheduler(9)
+    scheduler = make_scheduler(32)
     shared = prompt(64)
-    for number in range(3):
-        scheduler.submit(make_sequence(number, [*shared, 1 + number], max_tokens=40))
+    sequences = [make_sequence(number, [*shared, 1 + number], max_tokens=40) for number in range(3)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
     step(scheduler)
-    victim = scheduler._choose_victim({})
-    assert victim is not None
-    assert scheduler._blocks_freed_by(victim) > 0
-    assert victim.arrival == 2
+    assert scheduler._choose_victim({}) is sequences[2]
+    for sequence in sequences[1:]:
+        scheduler.pool.share(sequence.block_table)
+    assert scheduler._choose_victim({}) is None
+
+
+def test_the_victim_has_the_least_to_recompute_for_each_block_it_frees() -> None:
+    scheduler = make_scheduler(64)
+    shared = prompt(64)
+    oldest = make_sequence(0, shared, max_tokens=40)
+    long_alone = make_sequence(1, prompt(160, start=9), max_tokens=40)
+    nearly_empty_tail = make_sequence(2, [*shared, 3], max_tokens=40)
+    for sequence in (oldest, long_alone, nearly_empty_tail):
+        scheduler.submit(sequence)
+    step(scheduler)
+    assert scheduler._choose_victim({}) is nearly_empty_tail
+
+
+def test_a_budget_below_the_running_sequences_is_refused() -> None:
+    with pytest.raises(ValueError, match="never decode"):
+        make_scheduler(16, max_num_batched_tokens=8, max_num_seqs=9)
+
+
+def test_what_waits_counts_only_what_is_not_cached() -> None:
+    scheduler = make_scheduler(32)
+    scheduler.submit(make_sequence(0, prompt(64), max_tokens=1))
+    run_to_end(scheduler)
+    scheduler.submit(make_sequence(1, [*prompt(64), 5]))
+    assert scheduler.queued_prefill_tokens == 1
+
+
+def test_a_row_that_fails_takes_no_name_from_those_who_share_its_blocks() -> None:
+    scheduler = make_scheduler(16)
+    bad = make_sequence(0, prompt(40))
+    good = make_sequence(1, [*prompt(40), *prompt(20, start=30)])
+    scheduler.submit(bad)
+    scheduler.submit(good)
+    plan = scheduler.plan()
+    assert good.block_table[:2] == bad.block_table[:2]
+    scheduler.commit(plan, [FAILED_TOKEN if row.sequence is bad else 7 for row in plan.rows])
+    scheduler.check_invariants()
+    assert scheduler.cache.take_changes().stored == tuple(good.names[1:4])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])

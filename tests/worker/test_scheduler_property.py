@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from blockyard.worker.scheduler import FAILED_TOKEN
 from blockyard.worker.sequence import Sequence, StepPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,7 +70,11 @@ def test_published_names_equal_the_cache_and_are_closed_under_prefixes(seed: int
         scheduler.submit(sequence)
         for _ in range(chance.randint(0, 12)):
             plan = scheduler.plan()
-            scheduler.commit(plan, run(plan))
+            poisoned = chance.random() < 0.05
+            scheduler.commit(
+                plan, [FAILED_TOKEN if poisoned and chance.random() < 0.5 else token for token in run(plan)]
+            )
+            scheduler.check_invariants()
             for row in plan.rows:
                 names = row.sequence.names
                 parents.update(zip(names[2:], names[1:-1], strict=True))

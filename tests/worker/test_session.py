@@ -48,8 +48,8 @@ async def worker() -> AsyncIterator[WorkerServer]:
 class Session:
     """The router's end of a stream, by hand."""
 
-    def __init__(self, address: str, metadata: Any = SECRET) -> None:
-        self.channel = grpc.aio.insecure_channel(address)
+    def __init__(self, address: str, metadata: Any = SECRET, options: Any = ()) -> None:
+        self.channel = grpc.aio.insecure_channel(address, options=options)
         self.stub = session_pb2_grpc.EngineServiceStub(self.channel)
         self.call = self.stub.Session(metadata=metadata)
 
@@ -125,12 +125,25 @@ async def test_a_wrong_secret_is_unauthenticated(worker: WorkerServer) -> None:
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_router_that_reads_slowly_gets_merged_rows(worker: WorkerServer) -> None:
-    async with Session(worker.address) as session:
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+"""Else the transport itself takes a few megabytes before a writer waits."""
+
+
+async def test_a_router_that_reads_slowly_gets_steps_merged(worker: WorkerServer) -> None:
+    async with Session(worker.address, options=SMALL_WINDOW) as session:
         await session.read_until("hello")
-        await session.submit(1, max_tokens=60)
-        await asyncio.sleep(1.0)
-        assert len((await session.tokens_of(1))[1]) == 60
+        for handle in (1, 2):
+            await session.submit(handle, max_tokens=240)
+        await asyncio.sleep(3.0)
+        messages = 0
+        received = dict.fromkeys((1, 2), 0)
+        while any(count < 240 for count in received.values()):
+            step: StepOutput = await session.read_until("step")
+            messages += 1
+            for handle, count in zip(step.handles, step.token_counts, strict=True):
+                received[handle] += count
+        assert received == dict.fromkeys((1, 2), 240)
+        assert messages < 200, "240 steps came as messages of their own"
 
 
 async def test_ping_is_answered_with_the_load(worker: WorkerServer) -> None:
@@ -238,6 +251,6 @@ async def test_a_bad_page_is_an_invalid_argument(worker: WorkerServer, request_:
 
 async def test_a_port_that_is_taken_is_a_clear_error(worker: WorkerServer) -> None:
     port = int(worker.address.rpartition(":")[2])
-    second = WorkerServer(dataclasses.replace(worker.config, port=port, host="203.0.113.1"))
+    second = WorkerServer(dataclasses.replace(worker.config, port=port, host="127.0.0.1"))
     with pytest.raises(ValueError, match="cannot listen"):
         await second.start()

@@ -1,0 +1,62 @@
+"""A block pool as text: one character a block, or one for several blocks of a large pool.
+
+Knows messages only, no engine: the same characters are drawn by the worker's map file and by the command line.
+"""
+
+from blockyard.proto.v1.cluster_pb2 import BlockPool, BlockRun, BlockState
+
+MAX_CELLS = 2048
+"""A map of more blocks draws several in one cell."""
+ROW_CELLS = 64
+FREE, CACHED, USED_ONCE, USED_BY_MANY = ".", "c", "1", "+"
+"""2-9 stand for themselves: held by so many sequences."""
+_ORDER_OF_BUSYNESS = ".c123456789+"
+
+
+def block_cells(pool: BlockPool) -> str:
+    """One character for each block, in block order."""
+    return "".join(_cell(run) * run.length for run in pool.runs)
+
+
+def merged_cells(cells: str, blocks_per_cell: int) -> str:
+    """Several blocks a cell: the busiest of them shows."""
+    if blocks_per_cell == 1:
+        return cells
+    chunks = (cells[start : start + blocks_per_cell] for start in range(0, len(cells), blocks_per_cell))
+    return "".join(max(chunk, key=_ORDER_OF_BUSYNESS.index) for chunk in chunks)
+
+
+def blocks_per_cell(pool: BlockPool) -> int:
+    """As few as keep the map within MAX_CELLS."""
+    return max(1, -(-pool.total_blocks // MAX_CELLS))
+
+
+def scale_text(pool: BlockPool) -> str:
+    scale = blocks_per_cell(pool)
+    return "a block each" if scale == 1 else f"{scale} blocks each, the busiest shows"
+
+
+def map_text(pool: BlockPool) -> str:
+    """The pool as lines of text with its counts and a legend.
+
+    Rows begin with the number of their first block, padded with zeros: the dashboard's log page folds spaces.
+    """
+    scale = blocks_per_cell(pool)
+    cells = merged_cells(block_cells(pool), scale)
+    head = (
+        f"worker {pool.worker_id}, incarnation {pool.incarnation}\n"
+        f"blocks: {pool.total_blocks} of {pool.block_size} tokens = {pool.free_blocks} free + "
+        f"{pool.cached_blocks} cached + {pool.used_blocks} used\n"
+        f"sequences: {pool.load.running} running, {pool.load.waiting} waiting\n"
+        f"legend: . free | c cached prefix | 1-9 held by so many sequences | + by ten or more | {scale_text(pool)}\n"
+    )
+    rows = (
+        f"{start * scale:06d} {cells[start : start + ROW_CELLS]}" for start in range(0, len(cells), ROW_CELLS)
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def _cell(run: BlockRun) -> str:
+    if run.state == BlockState.BLOCK_STATE_USED:
+        return str(max(1, run.references)) if run.references <= 9 else USED_BY_MANY
+    return CACHED if run.state == BlockState.BLOCK_STATE_CACHED else FREE
