@@ -45,7 +45,7 @@ def parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument("--advertise-host", default=None)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument(
-        "--metrics-port", type=int, default=None, help="Prometheus endpoint; 0 takes a free port"
+        "--metrics-port", type=int, default=0, help="Prometheus endpoint; 0 takes a free port, -1 has none"
     )
     parser.add_argument("--pool-map-path", default=None, help="text map of the pool, rewritten each second")
     options = parser.parse_args(arguments)
@@ -58,7 +58,7 @@ def parse(arguments: list[str]) -> WorkerConfig:
         advertise_host=options.advertise_host,
         port=options.port,
         redis_url=os.environ.get("BLOCKYARD_REDIS_URL"),
-        metrics_port=options.metrics_port,
+        metrics_port=None if options.metrics_port < 0 else options.metrics_port,
         pool_map_path=options.pool_map_path,
     )
 

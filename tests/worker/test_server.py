@@ -112,7 +112,7 @@ def test_the_command_serves_metrics_and_ends_well_on_sigterm() -> None:
         "--model",
         str(shared_checkpoint("LlamaForCausalLM")),
     ]
-    options = ["--engine", "simulated", "--kv-cache-memory", str(KV_BYTES), "--metrics-port", "0"]
+    options = ["--engine", "simulated", "--kv-cache-memory", str(KV_BYTES)]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment())
     try:
         assert process.stderr is not None
