@@ -1,10 +1,12 @@
-"""`python -m blockyard.router`: one router without Ray. SIGTERM lets running streams finish, then exits 0."""
+"""`python -m blockyard.router`: one router without Ray. SIGTERM lets running streams finish, then exits 0; a router
+that cannot start or fails exits 1."""
 
 import argparse
 import asyncio
 import logging
 import os
 import signal
+import sys
 from typing import get_args
 
 from blockyard.router.config import PolicyName, RouterConfig
@@ -16,10 +18,14 @@ REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
 GRACE_SECONDS = 600.0
 
 
-def main() -> None:
+def main() -> int:
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(_serve(_config(arguments), arguments.grace_seconds))
+    try:
+        return asyncio.run(_serve(_config(arguments), arguments.grace_seconds))
+    except StartError as error:
+        print(f"blockyard.router: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,16 +60,32 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
     )
 
 
-async def _serve(config: RouterConfig, grace_seconds: float) -> None:
+class StartError(Exception):
+    """Why the router does not come up, for its operator."""
+
+
+async def _serve(config: RouterConfig, grace_seconds: float) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     server = RouterServer(config)
-    await server.start()
-    await ended.wait()
+    try:
+        await server.start()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StartError(str(error)) from None
+    await _first_of(ended, server.failed)
     await server.stop(grace_seconds)
+    return 1 if server.failed.is_set() else 0
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -50,8 +50,10 @@ class RouterActor:
         self._server.set_workers(addresses)
 
     async def until_stopped(self) -> None:
-        """Answers only by the actor's death, which Ray reports to the caller within milliseconds."""
-        await asyncio.Event().wait()
+        """Answers by the actor's death, which Ray reports to the caller within milliseconds, and raises RuntimeError
+        for a router that lives and serves no more."""
+        await self._server.failed.wait()
+        raise RuntimeError("the router has failed; its log says why")
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new requests and lets running ones finish; the caller ends the actor."""

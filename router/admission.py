@@ -2,13 +2,12 @@
 
 `AdmissionLedger` charges requests and estimated tokens before anything costly is done with them, and refuses
 beyond the limits. `WorkerGate` keeps the router from hammering a worker whose short queue is full: after a
-BUSY, one request goes for each place known to be free. `WaitingLine` is the thin async part: admitted
-requests that found no worker wait in order of arrival. Does not own the choice of a worker (placement.py).
+BUSY, one request goes for each place known to be free. Pure: time comes from the caller. Does not own the
+waiting of those that found no worker (waiting_line.py) nor the choice of one (placement.py).
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from blockyard.router.errors import Overloaded
@@ -19,8 +18,8 @@ RETRY_AFTER_SECONDS = 0.5
 PROBE_SECONDS = 0.1
 """A worker that said BUSY gets one request to try after so long, even if nothing was heard of it. For as long its
 load reports may be older than its BUSY and are not believed when they say that nobody waits there."""
-RECHECK_SECONDS = 0.05
-"""The head of the line looks again after so long, even if nothing happened: probes come due by time."""
+OFFERED_PLACES = 4
+"""For each report that nobody waits. If a long line rushed in at the first, most of it would come back."""
 
 
 def estimate_tokens(text_bytes: int) -> int:
@@ -70,6 +69,8 @@ class WorkerGate:
     probe_at: float = 0.0
     shut_at: float = 0.0
     """When it last said BUSY."""
+    offered_at: float = 0.0
+    """When, while shut, it last had places that somebody took or that were new."""
 
     def admits(self, now: float) -> bool:
         return not self.is_shut or self.places > 0 or now >= self.probe_at
@@ -78,46 +79,25 @@ class WorkerGate:
         if self.is_shut:
             self.places = max(self.places - 1, 0)
             self.probe_at = now + PROBE_SECONDS
+            self.offered_at = now
 
     def freed_one(self) -> None:
         if self.is_shut:
             self.places += 1
 
     def shut(self, now: float) -> None:
-        if not self.is_shut:
-            self.is_shut = True
-            self.places = 0
+        """It said BUSY. Its words come in order: whatever place it freed before, it was full when it said so."""
+        self.is_shut = True
+        self.places = 0
         self.shut_at = now
         self.probe_at = now + PROBE_SECONDS
 
     def nobody_waits(self, now: float) -> None:
-        """The worker reported an empty queue."""
-        if now >= self.shut_at + PROBE_SECONDS:
-            self.is_shut = False
-
-
-class WaitingLine:
-    """First come, first placed: one request at a time looks for a worker, the others queue behind it."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()  # its waiters are served in order
-        self._changed = asyncio.Event()
-
-    def notify(self) -> None:
-        """Something changed that may let the head of the line go on."""
-        self._changed.set()
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Waits for everybody who came before."""
-        async with self._lock:
-            yield
-
-    async def change(self) -> None:
-        """For the head: returns at the next `notify`, or when it is worth another look anyway."""
-        self._changed.clear()
-        try:
-            async with asyncio.timeout(RECHECK_SECONDS):
-                await self._changed.wait()
-        except TimeoutError:
+        """The worker reported an empty queue: a few may go to it, and once nobody takes that up, all who come."""
+        if now < self.shut_at + PROBE_SECONDS:
             return
+        if self.places == 0:
+            self.places = OFFERED_PLACES
+            self.offered_at = now
+        elif now >= self.offered_at + PROBE_SECONDS:
+            self.is_shut = False

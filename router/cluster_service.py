@@ -5,12 +5,14 @@ page tokens are the worker's own and opaque here.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import grpc
 from blockyard.proto.block_hash import split_names
 from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
+from blockyard.router.call_bounds import CallBounds
 from blockyard.router.cluster_view import WorkerState, WorkerView
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import InvalidRequest, RouterError, UnknownWorker, WorkerUnreachable
@@ -20,7 +22,7 @@ from blockyard.router.interceptor import Context
 from blockyard.router.placement import Score
 from blockyard.router.requests import RequestRecord, RequestState
 from blockyard.router.service import model_message
-from blockyard.router.validation import check_context, valid_prompt, valid_salt
+from blockyard.router.validation import check_context, prompt_estimate, valid_prompt, valid_salt
 
 WATCH_SECONDS = 0.25
 """The least time between two lists of WatchWorkers."""
@@ -44,8 +46,11 @@ T = TypeVar("T")
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     """One for each router."""
 
-    def __init__(self, parts: RouterParts, *, cluster: str, version: str, policy: str) -> None:
+    def __init__(
+        self, parts: RouterParts, bounds: CallBounds, *, cluster: str, version: str, policy: str
+    ) -> None:
         self._parts = parts
+        self._bounds = bounds
         self._cluster = cluster
         self._version = version
         self._policy = policy
@@ -100,8 +105,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def LookupPrefix(
         self, request: cluster_pb2.LookupPrefixRequest, context: Context
     ) -> cluster_pb2.LookupPrefixResponse:
-        prompt_tokens, names = await self._named(request)
-        found = await self._parts.placer.look_up(names)
+        async with self._named(request, context) as (prompt_tokens, names):
+            found = await self._parts.placer.look_up(names)
         holders = sorted(found.depth_by_worker.items(), key=lambda item: (-item[1], item[0]))
         return cluster_pb2.LookupPrefixResponse(
             prompt_tokens=prompt_tokens,
@@ -116,8 +121,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ExplainPlacement(
         self, request: cluster_pb2.ExplainPlacementRequest, context: Context
     ) -> cluster_pb2.ExplainPlacementResponse:
-        prompt_tokens, names = await self._named(request)
-        placement, index_available = await self._parts.placer.explain(names, prompt_tokens)
+        async with self._named(request, context) as (prompt_tokens, names):
+            placement, index_available = await self._parts.placer.explain(names, prompt_tokens)
         return cluster_pb2.ExplainPlacementResponse(
             policy=self._policy,
             chosen_worker_id=placement.chosen.worker_id if placement else "",
@@ -133,17 +138,21 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             requests=[_request_message(record, now) for record in self._parts.registry.records()]
         )
 
-    async def _named(self, request: PrefixQuestion) -> tuple[int, list[bytes]]:
-        """A prompt's length in tokens and the names of its full blocks."""
+    @asynccontextmanager
+    async def _named(
+        self, request: PrefixQuestion, context: Context
+    ) -> AsyncIterator[tuple[int, list[bytes]]]:
+        """A prompt's length in tokens and the names of its full blocks; admitted like a generation."""
         parts = self._parts
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
         salt = valid_salt(request)
-        identity = await parts.placer.identity()
-        prepared = await tokenise(
-            parts.tokenizing, prompt, root=parts.root(identity, salt), block_size=identity.block_size
-        )
-        check_context(prepared.num_tokens, identity.max_model_len)
-        return prepared.num_tokens, split_names(prepared.block_names)[1:]
+        async with self._bounds.admitted(context, prompt_estimate(prompt)):
+            identity = await parts.placer.identity()
+            prepared = await tokenise(
+                parts.tokenizing, prompt, root=parts.root(identity, salt), block_size=identity.block_size
+            )
+            check_context(prepared.num_tokens, identity.max_model_len)
+            yield prepared.num_tokens, split_names(prepared.block_names)[1:]
 
     def _link(self, worker_id: str) -> EngineLink:
         if not worker_id:

@@ -20,6 +20,9 @@ from blockyard.router.placement import Candidate
 
 STORED_GRACE_SECONDS = 1.0
 """How long a speculative prefix outlives the worker's first token: the index has it after some 20 ms."""
+MAX_UNSTARTED = 32
+"""Requests of this router that one worker may have without a first token: more wait in the router's line, where
+they can still go elsewhere. It bounds how many are on their way before a BUSY can be heard."""
 
 
 class LinkState(Enum):
@@ -69,6 +72,10 @@ class WorkerView:
     """Names of blocks that placed requests will store, by how many of them will."""
     fading: deque[tuple[float, Sequence[bytes]]] = field(default_factory=deque)
     """Stored names and when the index may be trusted to have them; in order of that time."""
+
+    @property
+    def num_unstarted(self) -> int:
+        return sum(not placed.started for placed in self.placed)
 
     @property
     def worker_id(self) -> WorkerId:
@@ -158,12 +165,13 @@ class ClusterView:
         if worker is None or placed not in worker.placed:
             return
         worker.placed.remove(placed)
-        if not placed.started:
-            _subtract(worker.speculative, placed.names)
         if busy:
             worker.gate.shut(self._clock())
-        else:
-            worker.gate.freed_one()
+        if not placed.started:
+            _subtract(worker.speculative, placed.names)
+            # One that had started left its place in the worker's queue then.
+            if not busy:
+                worker.gate.freed_one()
 
     # What follows from it
 
@@ -217,7 +225,7 @@ class ClusterView:
         return [
             self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, 0))
             for worker in self.ready()
-            if not respect_gates or worker.gate.admits(now)
+            if not respect_gates or (worker.gate.admits(now) and worker.num_unstarted < MAX_UNSTARTED)
         ]
 
     def _candidate(
@@ -241,6 +249,7 @@ class ClusterView:
             total_blocks=worker.hello.total_blocks,
             block_size=worker.hello.block_size,
             prefill_tokens_per_second=worker.load.prefill_tokens_per_second,
+            decode_tokens_per_second=worker.load.decode_tokens_per_second,
         )
 
     def _fade(self, worker: WorkerView) -> None:

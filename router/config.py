@@ -30,9 +30,12 @@ class RouterConfig:
     default_timeout_seconds: float = 600.0
     """For a call without a deadline."""
     slow_reader_seconds: float = 30.0
-    """A client that takes nothing for so long, with its queue full, is cut off."""
+    """A client that takes nothing for so long while output is being written to it is cut off."""
     output_queue_messages: int = 256
     """Deltas that wait for one client at most; beyond it they are merged."""
+    no_worker_seconds: float = 30.0
+    """How long requests wait, within their deadlines, while no worker is ready: longer than the restart of one
+    takes, so that a worker's death fails nothing that has not started. Health says NOT_SERVING at once."""
     suspect_seconds: float = 2.0
     """Silence after which a worker gets nothing new."""
     lost_seconds: float = 6.0
@@ -41,5 +44,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.max_requests < 1 or self.max_tokens_admitted < 1 or self.output_queue_messages < 1:
             raise ValueError("limits must be at least 1")
+        if self.no_worker_seconds < 0:
+            raise ValueError("no_worker_seconds must not be negative")
         if not 0 < self.suspect_seconds < self.lost_seconds:
             raise ValueError("need 0 < suspect_seconds < lost_seconds")

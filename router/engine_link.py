@@ -35,6 +35,10 @@ CHANNEL_OPTIONS = (
     # A fresh connection for each life of the link: a shared one might be half-open.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    # A router that reads slowly must hold the worker's writes back, because the worker merges the steps that wait.
+    # By default gRPC hides it: it widens the window by measured bandwidth to megabytes, thousands of old steps.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 16 * 1024),
 )
 
 
@@ -62,6 +66,9 @@ class Refused:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """The stream ended; what the worker still computes nobody will see."""
+
+    was_sent: bool = True
+    """False where the link was down already: the worker never heard of the request."""
 
 
 Event = Tokens | Refused | Lost
@@ -143,7 +150,7 @@ class EngineLink:
         handle = self._next_handle
         submit.handle = handle
         if self._outgoing is None:
-            sink(Lost())
+            sink(Lost(was_sent=False))
         else:
             self._sinks[handle] = sink
             self._outgoing.put_nowait(session_pb2.ToWorker(submit=submit))

@@ -1,4 +1,4 @@
-"""Everything that can go wrong for a client, as one tree, and its one mapping to gRPC.
+"""Everything that can go wrong for a client, as one tree. Pure: how it travels is in status.py.
 
     RouterError                     code                  reason
     ├── InvalidRequest              INVALID_ARGUMENT      INVALID_REQUEST (+ field violations)
@@ -29,12 +29,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import grpc
-from google.protobuf import any_pb2, duration_pb2, message
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
-
-ERROR_DOMAIN = "blockyard"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldViolation:
@@ -45,9 +39,8 @@ class FieldViolation:
 
 
 class RouterError(Exception):
-    """An answer to a client that is not a result. Subclasses fix code and reason."""
+    """An answer to a client that is not a result. Subclasses fix the reason, status.py their code."""
 
-    code: ClassVar[grpc.StatusCode]
     reason: ClassVar[str]
 
     def __init__(
@@ -66,7 +59,6 @@ class RouterError(Exception):
 
 
 class InvalidRequest(RouterError):
-    code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
 
     @classmethod
@@ -81,12 +73,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class MalformedMessage(RouterError):
-    code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "MALFORMED_MESSAGE"
 
 
 class NotFound(RouterError):
-    code = grpc.StatusCode.NOT_FOUND
     reason = "NOT_FOUND"
 
 
@@ -103,37 +93,30 @@ class UnknownWorker(NotFound):
 
 
 class DuplicateRequest(RouterError):
-    code = grpc.StatusCode.ALREADY_EXISTS
     reason = "REQUEST_ALREADY_RUNS"
 
 
 class RequestTooLarge(RouterError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "REQUEST_TOO_LARGE"
 
 
 class Overloaded(RouterError):
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OVERLOADED"
 
 
 class SlowReader(RouterError):
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "SLOW_READER"
 
 
 class DeadlinePassed(RouterError):
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
     reason = "DEADLINE_EXCEEDED"
 
 
 class RequestAborted(RouterError):
-    code = grpc.StatusCode.CANCELLED
     reason = "ABORTED"
 
 
 class Unavailable(RouterError):
-    code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
 
 
@@ -154,7 +137,6 @@ class RouterDraining(Unavailable):
 
 
 class InternalError(RouterError):
-    code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
 
 
@@ -171,37 +153,3 @@ def as_router_error(error: BaseException) -> RouterError:
         named = [inner for inner in found if type(inner) is not InternalError]
         return (named or found)[0]
     return InternalError("internal error")
-
-
-def rpc_status(error: RouterError) -> status_pb2.Status:
-    """The error as google.rpc.Status with its details."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
-    details: list[message.Message] = [info]
-    if error.violations:
-        bad_request = error_details_pb2.BadRequest()
-        for violation in error.violations:
-            bad_request.field_violations.add(field=violation.field, description=violation.description)
-        details.append(bad_request)
-    if error.retry_after_seconds is not None:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(error.retry_after_seconds * 1000))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=error.code.value[0], message=error.message)
-    status.details.extend(_packed(detail) for detail in details)
-    return status
-
-
-def trailing_metadata(error: RouterError) -> tuple[tuple[str, str | bytes], ...]:
-    """What goes beside code and message: the details, and the delay that gRPC's own retries obey."""
-    metadata: list[tuple[str, str | bytes]] = [
-        ("grpc-status-details-bin", rpc_status(error).SerializeToString())
-    ]
-    if error.retry_after_seconds is not None:
-        metadata.append(("grpc-retry-pushback-ms", str(round(error.retry_after_seconds * 1000))))
-    return tuple(metadata)
-
-
-def _packed(detail: message.Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed

@@ -3,7 +3,7 @@ statuses.
 
 gRPC's own deserialiser answers a malformed message with UNKNOWN and sends the text of an uncaught exception
 to the client. So every unary-request method of every service on the server is wrapped: its bytes are parsed
-here, and whatever the handler raises goes through errors.py. Cancellation passes untouched.
+here, and whatever the handler raises goes through status.py. Cancellation passes untouched.
 """
 
 import logging
@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
-from blockyard.router.errors import InternalError, MalformedMessage, as_router_error, trailing_metadata
+from blockyard.router.errors import InternalError, MalformedMessage, as_router_error
+from blockyard.router.status import code_of, trailing_metadata
 from google.protobuf.message import DecodeError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ async def _abort(context: Context, error: Exception, method: str) -> NoReturn:
     if type(answer) is InternalError:
         # The exception's text may quote the request: log where it was raised, not what it says.
         logger.error("%s failed: %s at %s", method, type(error).__name__, _origin(error))
-    await context.abort(answer.code, answer.message, trailing_metadata(answer))
+    await context.abort(code_of(answer), answer.message, trailing_metadata(answer))
 
 
 def _origin(error: BaseException) -> str:

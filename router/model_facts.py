@@ -8,7 +8,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROUTER_FILES = (
     "*.json",
@@ -19,6 +22,9 @@ ROUTER_FILES = (
     "*.model",
 )
 """What is fetched of a hub model: everything but the weights."""
+
+NORMALISER_SHRINK = 3
+"""Unicode normal forms write a character with at most so many times fewer bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,12 @@ class ModelFacts:
     max_position_embeddings: int
     """Its context; workers may serve a shorter one."""
     eos_token_ids: frozenset[int]
+    longest_token_bytes: int
+    """No token stands for more bytes of text than this."""
+
+    def max_text_bytes(self, num_tokens: int) -> int:
+        """A longer text cannot fit so many tokens, whatever it says."""
+        return num_tokens * self.longest_token_bytes
 
 
 def resolve_model(name_or_path: str) -> Path:
@@ -56,18 +68,27 @@ def model_name(name_or_path: str, chosen: str | None) -> str:
     return chosen or Path(name_or_path).resolve().name
 
 
-def read_facts(folder: Path, *, name: str, tokenizer_length: int, tokenizer_eos_id: int | None) -> ModelFacts:
+def read_facts(folder: Path, *, name: str, tokenizer: "PreTrainedTokenizerBase") -> ModelFacts:
     """Raises ValueError for a folder without a readable config.json."""
     config = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id", tokenizer_eos_id))
+    eos = generation.get("eos_token_id", config.get("eos_token_id", tokenizer.eos_token_id))
     return ModelFacts(
         name=name,
-        vocab_size=min(_positive(config, "vocab_size"), tokenizer_length),
+        vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
         max_position_embeddings=_positive(config, "max_position_embeddings"),
         eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        longest_token_bytes=longest_token_bytes(tokenizer),
     )
+
+
+def longest_token_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """A bound from above: vocabularies spell some bytes with two or three, as in "\u0120" or "\u2581" for a space."""
+    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalises = backend is None or backend.normalizer is not None
+    return longest * NORMALISER_SHRINK if normalises else longest
 
 
 def _read_json(file: Path) -> dict[str, Any]:

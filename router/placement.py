@@ -12,11 +12,15 @@ Owns the arithmetic and the policies. Does not own what is known of workers (clu
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import isfinite
 from random import Random
 from statistics import median
 
 from blockyard.proto.prefix_index import WorkerId
 from blockyard.router.config import PolicyName
+
+LEAST_TOKENS_PER_SECOND = 1e-3
+"""A lower rate is no measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +30,10 @@ class PlacementWeights:
     assumed_prefill_tokens_per_second: float = 2_000.0
     """Before any worker has measured its own; then the median of the measured ones stands in."""
     decode_ms_per_sequence: float = 4.0
-    """Each sequence on the worker decodes in the same steps: half of it delays the first token, half stands
-    for what the new one will cost the others."""
+    """Price of each sequence on a worker that has not measured how fast it decodes."""
+    decode_step_fraction: float = 0.5
+    """Price of each sequence on a worker that has, as a part of the time that its token takes there: a prompt
+    finds a step half done on average."""
     memory_free_fraction: float = 0.1
     """With less than this part of the pool free (or cached, which is as good), memory begins to cost."""
     memory_full_ms: float = 2_000.0
@@ -57,6 +63,8 @@ class Candidate:
     block_size: int = 16
     prefill_tokens_per_second: float = 0.0
     """Measured; 0 until something was."""
+    decode_tokens_per_second: float = 0.0
+    """Of all its sequences together, in steps that only decode. Measured; 0 until something was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +90,7 @@ class Score:
     prefill_ms: float
     """The part of this prompt that is not cached there."""
     decode_ms: float
+    """The decode steps of the sequences that are there, in part."""
     memory_ms: float
 
     @property
@@ -129,14 +138,21 @@ def place(
 
 
 def _typical_rate(candidates: Sequence[Candidate], weights: PlacementWeights) -> float:
-    measured = [c.prefill_tokens_per_second for c in candidates if c.prefill_tokens_per_second > 0]
+    rates = (candidate.prefill_tokens_per_second for candidate in candidates)
+    measured = [rate for rate in rates if _is_measured(rate)]
     return median(measured) if measured else weights.assumed_prefill_tokens_per_second
+
+
+def _is_measured(tokens_per_second: float) -> bool:
+    """Workers may say anything; what is no rate counts as none."""
+    return isfinite(tokens_per_second) and tokens_per_second >= LEAST_TOKENS_PER_SECOND
 
 
 def _score(
     request: PlacementRequest, candidate: Candidate, typical_rate: float, weights: PlacementWeights
 ) -> Score:
-    tokens_per_ms = (candidate.prefill_tokens_per_second or typical_rate) / 1000
+    own_rate = candidate.prefill_tokens_per_second
+    tokens_per_ms = (own_rate if _is_measured(own_rate) else typical_rate) / 1000
     uncached_tokens = max(request.prompt_tokens - candidate.cached_tokens, 0)
     return Score(
         address=candidate.address,
@@ -145,9 +161,15 @@ def _score(
         uncached_tokens=uncached_tokens,
         queue_ms=candidate.queued_prefill_tokens / tokens_per_ms,
         prefill_ms=uncached_tokens / tokens_per_ms,
-        decode_ms=candidate.sequences * weights.decode_ms_per_sequence,
+        decode_ms=candidate.sequences * _sequence_ms(candidate, weights),
         memory_ms=_memory_ms(uncached_tokens, candidate, weights),
     )
+
+
+def _sequence_ms(candidate: Candidate, weights: PlacementWeights) -> float:
+    if _is_measured(candidate.decode_tokens_per_second):
+        return weights.decode_step_fraction * 1000 / candidate.decode_tokens_per_second
+    return weights.decode_ms_per_sequence
 
 
 def _memory_ms(uncached_tokens: int, candidate: Candidate, weights: PlacementWeights) -> float:

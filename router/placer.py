@@ -1,6 +1,6 @@
 """From block names to a worker that takes the request: look up, wait for one's turn, choose, book.
 
-Joins the index (prefix_index.py), beliefs (cluster_view.py), the waiting line (admission.py) and the choice
+Joins the index (prefix_index.py), beliefs (cluster_view.py), the waiting line (waiting_line.py) and the choice
 (placement.py). Does not own what happens on the worker afterwards (relay.py).
 """
 
@@ -8,23 +8,24 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from blockyard.router.admission import WaitingLine
 from blockyard.router.cluster_view import Placed
 from blockyard.router.config import PolicyName
 from blockyard.router.errors import NoWorkers
 from blockyard.router.fleet import Fleet, ModelIdentity
 from blockyard.router.placement import Placement, PlacementRequest, PlacementWeights, place
 from blockyard.router.prefix_index import LookupResult, PrefixLookup
+from blockyard.router.waiting_line import Ticket, WaitingLine
 
-NO_WORKER_SECONDS = 5.0
-"""Without any live worker a request waits so long for one to come (back)."""
+STALE_LOOKUP_SECONDS = 1.0
+"""What the index said before a longer wait in line is asked again."""
 RENDEZVOUS_TOKENS = 64
 """Without the index, prompts that agree in so many tokens are kept together."""
 RETRY_AFTER_SECONDS = 1.0
 
 
 class Placer:
-    """One for each router. `lookup` None means that there is no index at all."""
+    """One for each router. `lookup` None means that there is no index at all; `no_worker_seconds` is how long a
+    request waits while no worker is ready."""
 
     def __init__(
         self,
@@ -32,10 +33,10 @@ class Placer:
         lookup: PrefixLookup | None,
         *,
         policy: PolicyName,
+        no_worker_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         weights: PlacementWeights | None = None,
-        no_worker_seconds: float = NO_WORKER_SECONDS,
     ) -> None:
         self._fleet = fleet
         self._lookup = lookup
@@ -46,32 +47,42 @@ class Placer:
         self._no_worker_seconds = no_worker_seconds
         self._line = WaitingLine()
         self._turn = 0
+        self._ready_at = clock()
+        """When somebody in line last saw a ready worker."""
         self.index_available = lookup is not None
         """By the last look-up."""
         fleet.on_change(self._line.notify)
 
     async def identity(self) -> ModelIdentity:
         """What workers are here. Raises NoWorkers where none has ever come within the bound."""
-        give_up_at = self._clock() + self._no_worker_seconds
-        while self._fleet.identity is None:
-            self._check_patience(give_up_at)
-            await self._line.change()
+        arrival, ticket = self._clock(), self._line.ticket()
+        with self._line.standing(ticket):
+            await self._line.turn(ticket)
+            while self._fleet.identity is None:
+                self._check_patience(arrival)
+                await self._line.change(ticket)
         return self._fleet.identity
 
-    async def place(self, names: Sequence[bytes], prompt_tokens: int) -> Placed:
+    def ticket(self) -> Ticket:
+        """A place in line for `place`; a request that comes back with the same one has lost no time."""
+        return self._line.ticket()
+
+    async def place(self, names: Sequence[bytes], prompt_tokens: int, ticket: Ticket) -> Placed:
         """Waits for a worker and books the request on it. Raises NoWorkers after a while without a live one."""
-        found = await self.look_up(names)
-        async with self._line.turn():
-            give_up_at = self._clock() + self._no_worker_seconds
+        arrival = self._clock()
+        found, found_at = await self.look_up(names), self._clock()
+        with self._line.standing(ticket):
+            await self._line.turn(ticket)
             while True:
                 placement = self._choose(names, prompt_tokens, found, respect_gates=True)
-                if placement is not None:
+                if placement is None:
+                    self._check_patience(arrival)
+                    await self._line.change(ticket)
+                elif self._clock() - found_at > STALE_LOOKUP_SECONDS:
+                    found, found_at = await self.look_up(names), self._clock()
+                else:
                     self._turn += 1
                     return self._book(placement, names)
-                if self._fleet.view.ready():
-                    give_up_at = self._clock() + self._no_worker_seconds
-                self._check_patience(give_up_at)
-                await self._line.change()
 
     async def explain(self, names: Sequence[bytes], prompt_tokens: int) -> tuple[Placement | None, bool]:
         """Where a prompt would be placed now, with everybody's terms, and whether the index answered."""
@@ -117,6 +128,11 @@ class Placer:
         num_blocks = max(RENDEZVOUS_TOKENS // self._fleet.identity.block_size, 1)
         return names[min(num_blocks, len(names)) - 1]
 
-    def _check_patience(self, give_up_at: float) -> None:
-        if self._clock() >= give_up_at:
+    def _check_patience(self, arrival: float) -> None:
+        """The bound is on the time without a ready worker, which all who stand in line share: they do not pay it
+        one after another."""
+        now = self._clock()
+        if self._fleet.view.ready():
+            self._ready_at = now
+        if now >= max(arrival, self._ready_at) + self._no_worker_seconds:
             raise NoWorkers("no worker is ready", retry_after_seconds=RETRY_AFTER_SECONDS)

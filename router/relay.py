@@ -23,7 +23,10 @@ from blockyard.router.placer import Placer
 logger = logging.getLogger(__name__)
 
 MAX_WORKER_DEATHS = 3
-"""A request that saw so many workers die is given up: it may be what kills them."""
+"""The quarantine: a request that so many workers died under is given up, because it may be what kills them. Only
+deaths of workers that could have had it count."""
+LINK_DOWN_SECONDS = 0.01
+"""Before another try where a link was down: the view of it follows in a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +86,13 @@ class Relay:
     async def run(self, generation: Generation, progress: Progress) -> AsyncGenerator[TokenChunk, None]:
         """Tokens to the end. Closing the generator cancels the request on its worker at once.
 
-        Raises NoWorkers, WorkerLost, RequestTooLarge, DeadlinePassed, EngineFailed.
+        Raises NoWorkers, WorkerLost (the quarantine), RequestTooLarge, DeadlinePassed, EngineFailed.
         """
         generated: list[int] = []
         names = split_names(generation.block_names)[1:]
+        ticket = self._placer.ticket()
         while True:
-            placed = await self._placer.place(names, generation.prompt_tokens)
+            placed = await self._placer.place(names, generation.prompt_tokens, ticket)
             with self._submitted(generation, generated, placed, progress) as attempt:
                 while (tokens := await attempt.next_tokens(len(generated))) is not None:
                     offset, finish = len(generated), _finish(tokens)
@@ -146,8 +150,10 @@ class _Attempt:
             case Tokens():
                 logger.error("worker %s skipped tokens of a request", self._progress.worker_id)
                 self._count_death()
-            case Lost():
+            case Lost(was_sent=True):
                 self._count_death()
+            case Lost():
+                await asyncio.sleep(LINK_DOWN_SECONDS)
             case Refused() as refused:
                 self._refused(refused)
         return None
@@ -164,7 +170,7 @@ class _Attempt:
         self._progress.num_deaths += 1
         if self._progress.num_deaths >= MAX_WORKER_DEATHS:
             raise WorkerLost(
-                f"{self._progress.num_deaths} workers died under this request",
+                f"quarantined: {self._progress.num_deaths} workers died under this request",
                 metadata={"tokens_emitted": str(self._progress.num_generated)},
             )
 

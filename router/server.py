@@ -6,7 +6,7 @@ index's directory. Everything else is in the parts that it puts together. Runs i
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
@@ -18,6 +18,7 @@ from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from blockyard.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from blockyard.router.admission import AdmissionLedger
+from blockyard.router.call_bounds import CallBounds
 from blockyard.router.cluster_service import ClusterService
 from blockyard.router.config import RouterConfig
 from blockyard.router.fleet import Fleet
@@ -28,7 +29,7 @@ from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
 from blockyard.router.relay import Relay
 from blockyard.router.requests import RequestRegistry
-from blockyard.router.service import InferenceService, ServiceLimits
+from blockyard.router.service import InferenceService, OutputLimits
 from blockyard.router.tokenizing import TokenizerService
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -64,10 +65,12 @@ SERVER_OPTIONS = (
 
 
 class RouterServer:
-    """`start`, serve, `stop`; each once. Background failures end the server and are raised by `stop`."""
+    """`start`, serve, `stop`; each once. A background task that fails ends the server, is logged and sets `failed`."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self.failed = asyncio.Event()
+        """Nothing is served any more, and nothing here will cure it."""
         self._supervised: tuple[str, ...] = ()
         self._listed: tuple[str, ...] = ()
         self._fleet: Fleet | None = None
@@ -76,8 +79,8 @@ class RouterServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Serves from now on: the address "host:port". Raises ValueError for a model folder it cannot read,
-        RuntimeError for a port it cannot have."""
+        """Serves from now on: the address "host:port". Raises OSError, ValueError or TokenizingError for a model
+        folder it cannot use, RuntimeError for a port it cannot have."""
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # The one task without a group: its life spans two calls, and `stop` awaits it.
         serving = self._serving = asyncio.create_task(self._serve(started))
@@ -92,7 +95,10 @@ class RouterServer:
         self._grace_seconds = grace_seconds
         self._stopping.set()
         if self._serving is not None:
-            await self._serving
+            await asyncio.wait((self._serving,))
+            error = self._serving.exception()
+            if error is not None and not self.failed.is_set():
+                raise error
 
     def set_workers(self, addresses: Sequence[str]) -> None:
         """The supervisor's list, "host:port" each; adds to the config's and to the index's directory."""
@@ -104,13 +110,12 @@ class RouterServer:
             parts, index = await self._build(stack)
             self._fleet = parts.fleet
             self._tell_fleet()
-            async with asyncio.TaskGroup() as tasks, self._listen(parts) as (address, health_service):
-                background = [
-                    tasks.create_task(parts.fleet.run()),
-                    tasks.create_task(self._keep_health(parts, health_service)),
-                ]
+            # The group inside: what `_listen` raises is for the caller of `start` and must not come in a group.
+            async with self._listen(parts) as (address, health_service), asyncio.TaskGroup() as tasks:
+                duties = [parts.fleet.run(), self._keep_health(parts, health_service)]
                 if index is not None:
-                    background.append(tasks.create_task(self._follow_directory(index)))
+                    duties.append(self._follow_directory(index))
+                background = [tasks.create_task(self._background(duty)) for duty in duties]
                 started.set_result(address)
                 logger.info("router serving %s on %s", parts.facts.name, address)
                 await self._stopping.wait()
@@ -119,6 +124,14 @@ class RouterServer:
                     task.cancel()
         logger.info("router stopped")
 
+    async def _background(self, duty: Coroutine[None, None, None]) -> None:
+        try:
+            await duty
+        except Exception:
+            logger.critical("the router has failed and serves no more", exc_info=True)
+            self.failed.set()
+            raise
+
     async def _build(self, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
         config = self._config
         folder = await asyncio.to_thread(resolve_model, config.model)
@@ -126,8 +139,7 @@ class RouterServer:
         facts = read_facts(
             folder,
             name=model_name(config.model, config.model_name),
-            tokenizer_length=len(tokenizing.tokenizer),
-            tokenizer_eos_id=tokenizing.tokenizer.eos_token_id,
+            tokenizer=tokenizing.tokenizer,
         )
         fleet = Fleet(
             tokenizer_fingerprint=tokenizer_fingerprint(folder),
@@ -137,7 +149,7 @@ class RouterServer:
         )
         lookup_index = await self._index(stack, PrefixLookupConfig().timeout_seconds)
         lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
-        placer = Placer(fleet, lookup, policy=config.policy)
+        placer = Placer(fleet, lookup, policy=config.policy, no_worker_seconds=config.no_worker_seconds)
         parts = RouterParts(
             facts=facts,
             cluster_secret=config.cluster_secret,
@@ -162,19 +174,24 @@ class RouterServer:
     async def _listen(self, parts: RouterParts) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
         config = self._config
         server = grpc.aio.server(interceptors=(BoundaryInterceptor(),), options=SERVER_OPTIONS)
-        limits = ServiceLimits(
-            default_timeout_seconds=config.default_timeout_seconds,
+        bounds = CallBounds(ledger=parts.ledger, default_timeout_seconds=config.default_timeout_seconds)
+        limits = OutputLimits(
             output_queue_messages=config.output_queue_messages,
             slow_reader_seconds=config.slow_reader_seconds,
         )
-        inference = InferenceService(parts, limits)
-        cluster = ClusterService(parts, cluster=config.cluster, version=_version(), policy=config.policy)
+        inference = InferenceService(parts, bounds, limits)
+        cluster = ClusterService(
+            parts, bounds, cluster=config.cluster, version=_version(), policy=config.policy
+        )
         add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
         add_ClusterServiceServicer_to_server(cluster, server)  # type: ignore[no-untyped-call]
         health_service = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        port = server.add_insecure_port(f"{config.host}:{config.port}")
+        try:
+            port = server.add_insecure_port(f"{config.host}:{config.port}")
+        except RuntimeError:
+            raise RuntimeError(f"cannot listen on {config.host}:{config.port}: is the port taken?") from None
         await server.start()
         try:
             yield f"{config.host}:{port}", health_service

@@ -4,26 +4,22 @@ Errors are raised, never set: interceptor.py turns them into statuses. The end o
 cancels the handler's task and with it everything that the request holds.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
-from blockyard.router.errors import DeadlinePassed, InvalidRequest
+from blockyard.router.call_bounds import CallBounds
+from blockyard.router.errors import InvalidRequest
 from blockyard.router.generation import RouterParts, admit, generate, tokenise
 from blockyard.router.interceptor import Context
 from blockyard.router.output import Delta, deliver
-from blockyard.router.validation import check_detokenize, check_model, is_name, valid_prompt
-
-MAX_DEADLINE_SECONDS = 24 * 3600.0
-"""A longer one is clamped: nobody waits for it."""
+from blockyard.router.validation import check_detokenize, check_model, is_name, prompt_estimate, valid_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceLimits:
-    default_timeout_seconds: float
+class OutputLimits:
     output_queue_messages: int
     slow_reader_seconds: float
 
@@ -31,8 +27,9 @@ class ServiceLimits:
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """One for each router."""
 
-    def __init__(self, parts: RouterParts, limits: ServiceLimits) -> None:
+    def __init__(self, parts: RouterParts, bounds: CallBounds, limits: OutputLimits) -> None:
         self._parts = parts
+        self._bounds = bounds
         self._limits = limits
 
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
@@ -68,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         parts = self._parts
         check_model(request, parts.facts)
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
-        async with self._deadline(context):
+        async with self._bounds.admitted(context, prompt_estimate(prompt)):
             prepared = await tokenise(parts.tokenizing, prompt, root=None, block_size=1)
         return inference_pb2.TokenizeResponse(
             token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len
@@ -78,7 +75,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         check_detokenize(request, self._parts.facts, max_model_len=self._parts.max_model_len)
-        text = await self._parts.tokenizing.detokenize(list(request.token_ids))
+        async with self._bounds.admitted(context, len(request.token_ids)):
+            text = await self._parts.tokenizing.detokenize(list(request.token_ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
@@ -101,25 +99,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """An admitted request's id and output; all that it holds is given back at the end."""
         parts = self._parts
         valid = admit(parts, request)
-        deadline = parts.clock() + self._seconds_left(context)
+        deadline = parts.clock() + self._bounds.seconds_left(context)
         with parts.ledger.charge(valid.estimated_tokens), parts.registry.hold(valid.request_id) as record:
             async with (
-                self._deadline(context),
+                self._bounds.deadline(context),
                 aclosing(generate(parts, valid, record, deadline=deadline)) as deltas,
             ):
                 yield valid.request_id, deltas
-
-    @asynccontextmanager
-    async def _deadline(self, context: Context) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._seconds_left(context)):
-                yield
-        except TimeoutError:
-            raise DeadlinePassed("the deadline passed before the answer was complete") from None
-
-    def _seconds_left(self, context: Context) -> float:
-        left = context.time_remaining()
-        return self._limits.default_timeout_seconds if left is None else min(left, MAX_DEADLINE_SECONDS)
 
 
 def model_message(parts: RouterParts) -> inference_pb2.Model:

@@ -77,9 +77,13 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
         case "prompt":
             if not message.prompt:
                 raise InvalidRequest.of("prompt", "must not be empty")
+            _check_text(message.prompt, facts=facts, max_model_len=max_model_len)
             return TextPrompt(message.prompt)
         case "chat":
-            return _valid_chat(message.chat)
+            chat = _valid_chat(message.chat)
+            contents = (chat_message.content for chat_message in chat.messages)
+            _check_text(*contents, facts=facts, max_model_len=max_model_len)
+            return chat
         case "prompt_token_ids":
             assert not isinstance(message, inference_pb2.TokenizeRequest), "it has no such field"
             return _valid_token_ids(message.prompt_token_ids, facts, max_model_len)
@@ -99,6 +103,16 @@ def check_context(prompt_tokens: int, max_model_len: int) -> None:
         raise ContextLengthExceeded(
             f"input: {prompt_tokens} tokens do not fit a context of {max_model_len} that needs room for output",
             violations=(FieldViolation(field="input", description=f"at most {max_model_len - 1} tokens"),),
+        )
+
+
+def _check_text(*texts: str, facts: ModelFacts, max_model_len: int) -> None:
+    """Before tokenising, where one client's megabytes would hold up everybody's prompts."""
+    limit_bytes = facts.max_text_bytes(max_model_len)
+    if sum(len(text.encode()) for text in texts) > limit_bytes:
+        raise ContextLengthExceeded(
+            f"input: a context of {max_model_len} tokens cannot hold more than {limit_bytes} bytes of text",
+            violations=(FieldViolation(field="input", description=f"at most {limit_bytes} bytes"),),
         )
 
 

@@ -69,7 +69,11 @@ class FakeWorker(EngineServiceServicer):
         self.cancelled: list[int] = []
         self.address = ""
         self.max_running: int | None = None
-        """Beyond it: BUSY."""
+        self.max_waiting = 0
+        """Beyond both: BUSY."""
+        self.started: list[str] = []
+        """Ids in the order in which they came to run."""
+        self._turns: asyncio.Semaphore | None = None
         self._streams: set[_Stream] = set()
         self._server: grpc.aio.Server | None = None
         self._hello: dict[str, Any] = {
@@ -106,12 +110,17 @@ class FakeWorker(EngineServiceServicer):
             stream.hung = True
 
     def report(self) -> cluster_pb2.WorkerLoad:
-        is_full = self.max_running is not None and self.num_running >= self.max_running
-        self.load.waiting = 1 if is_full else 0
+        waiting = 0 if self.max_running is None else max(self.num_running - self.max_running, 0)
+        self.load.waiting = max(waiting, int(self.is_full))
         return self.load
 
     @property
+    def is_full(self) -> bool:
+        return self.max_running is not None and self.num_running >= self.max_running + self.max_waiting
+
+    @property
     def num_running(self) -> int:
+        """Those that wait for a place are in it."""
         return sum(len(stream.tasks) for stream in self._streams)
 
     async def Session(
@@ -165,7 +174,7 @@ class FakeWorker(EngineServiceServicer):
         self.submits.append(submit)
         script = self.script(submit)
         reject = script.reject
-        if self.max_running is not None and self.num_running >= self.max_running:
+        if self.is_full:
             reject = session_pb2.REJECT_REASON_BUSY
         if reject is not None:
             stream.send(rejected=session_pb2.Rejected(handle=submit.handle, reason=reject))
@@ -173,6 +182,15 @@ class FakeWorker(EngineServiceServicer):
             stream.tasks[submit.handle] = asyncio.create_task(self._run(stream, submit, script))
 
     async def _run(self, stream: _Stream, submit: session_pb2.Submit, script: Script) -> None:
+        if self.max_running is None:
+            await self._generate(stream, submit, script)
+        else:
+            self._turns = self._turns or asyncio.Semaphore(self.max_running)  # serves in order of arrival
+            async with self._turns:
+                await self._generate(stream, submit, script)
+
+    async def _generate(self, stream: _Stream, submit: session_pb2.Submit, script: Script) -> None:
+        self.started.append(submit.request_id)
         done = len(unpack_tokens(submit.token_ids)) - submit.prompt_tokens
         last = script.stop_token_at or submit.sampling.max_tokens
         tokens = expected_tokens(submit.sampling.seed, last)

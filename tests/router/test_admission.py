@@ -1,12 +1,10 @@
-"""What is charged is given back exactly; a busy worker is asked no more often than it has places; lines keep order."""
-
-import asyncio
+"""What is charged is given back exactly; a busy worker is asked no more often than it has places."""
 
 import pytest
 from blockyard.router.admission import (
+    OFFERED_PLACES,
     PROBE_SECONDS,
     AdmissionLedger,
-    WaitingLine,
     WorkerGate,
     estimate_tokens,
 )
@@ -82,25 +80,28 @@ def test_a_shut_gate_lets_one_through_for_each_place_and_opens_when_nobody_waits
     assert gate.admits(PROBE_SECONDS)
 
 
-async def test_the_line_keeps_the_order_of_arrival() -> None:
-    line = WaitingLine()
-    served: list[int] = []
-    is_open = False
+def test_a_long_line_goes_a_few_at_a_time_until_nobody_takes_what_is_offered() -> None:
+    gate = WorkerGate()
+    gate.shut(0.0)
+    now = PROBE_SECONDS
+    for _ in range(3):
+        gate.nobody_waits(now)
+        for _ in range(OFFERED_PLACES):
+            assert gate.admits(now)
+            gate.took_one(now)
+        assert not gate.admits(now)
+    gate.nobody_waits(now)
+    gate.nobody_waits(now + PROBE_SECONDS)
+    assert not gate.is_shut
 
-    async def request(number: int) -> None:
-        async with line.turn():
-            while not is_open:
-                await line.change()
-            served.append(number)
 
-    async with asyncio.TaskGroup() as tasks:
-        waiting = []
-        for number in range(10):
-            waiting.append(tasks.create_task(request(number)))
-            await asyncio.sleep(0)
-        waiting[0].cancel()
-        waiting[4].cancel()
-        await asyncio.sleep(0.01)
-        is_open = True
-        line.notify()
-    assert served == [1, 2, 3, 5, 6, 7, 8, 9]
+def test_a_busy_takes_back_the_places_that_were_counted_before_it() -> None:
+    gate = WorkerGate()
+    gate.shut(0.0)
+    gate.freed_one()
+    gate.freed_one()
+    gate.took_one(0.01)
+    gate.shut(0.02)
+    assert not gate.admits(0.02), "it was full when it said so"
+    gate.freed_one()
+    assert gate.admits(0.02)

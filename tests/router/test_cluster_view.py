@@ -160,6 +160,16 @@ def test_a_busy_worker_is_left_alone_until_a_place_is_free() -> None:
     assert len(view.candidates([], 10, {})) == 1, "a probe in case a word was missed"
 
 
+def test_a_request_frees_its_place_in_the_queue_once() -> None:
+    view, _ = view_of("a")
+    first, second = (view.placed("a", names=[], uncached_tokens=1, blocks=1) for _ in range(2))
+    view.ended(second, busy=True)
+    view.started(first)
+    view.placed("a", names=[], uncached_tokens=1, blocks=1)
+    view.ended(first)
+    assert view.candidates([], 10, {}) == [], "it left the queue when it started"
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["place", "start", "end", "busy", "tick"]), st.integers(0, 30)), max_size=60

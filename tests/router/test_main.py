@@ -4,15 +4,19 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
+from pathlib import Path
 
 import grpc
+import pytest
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 from .fake_worker import SECRET, expected_tokens
-from .rig import MODEL, request, worker_of_model
+from .rig import MODEL, config, request, worker_of_model
 
 START_SECONDS = 30.0
+ROUTER = (sys.executable, "-m", "blockyard.router")
 
 
 async def read_address(process: asyncio.subprocess.Process) -> str:
@@ -28,7 +32,7 @@ async def read_address(process: asyncio.subprocess.Process) -> str:
 async def test_sigterm_lets_a_running_stream_finish_and_exits_0() -> None:
     async with worker_of_model("a") as worker:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "blockyard.router", "--model", str(MODEL), "--worker", worker.address),
+            *(*ROUTER, "--model", str(MODEL), "--worker", worker.address),
             env={**os.environ, "BLOCKYARD_CLUSTER_SECRET": SECRET},
             stderr=asyncio.subprocess.PIPE,
         )
@@ -52,3 +56,57 @@ async def test_sigterm_lets_a_running_stream_finish_and_exits_0() -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def run(*arguments: str | bytes) -> tuple[int | None, str]:
+    """A router that is to end by itself: its exit code and log."""
+    process = await asyncio.create_subprocess_exec(*ROUTER, *arguments, stderr=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            _, log = await process.communicate()
+        return process.returncode, log.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_folder_that_is_no_model_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("not JSON")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        code, log = await run("--model", str(folder))
+        assert code == 1
+        assert "Traceback" not in log
+        assert log.splitlines()[-1].startswith("blockyard.router: ")
+        assert str(folder) in log.splitlines()[-1]
+
+
+async def test_a_taken_port_is_one_line_and_exit_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, log = await run("--model", str(MODEL), "--port", str(port))
+    assert code == 1
+    assert "Traceback" not in log
+    assert log.splitlines()[-1] == f"blockyard.router: cannot listen on 127.0.0.1:{port}: is the port taken?"
+
+
+async def test_a_router_whose_background_work_fails_exits_1() -> None:
+    """An address that gRPC cannot even encode ends the link in a way that nobody foresaw."""
+    code, log = await run("--model", str(MODEL), "--worker", b"\xff:1")
+    assert code == 1
+    assert "CRITICAL" in log
+    assert "the router has failed" in log
+
+
+async def test_an_actor_whose_router_fails_says_so() -> None:
+    from blockyard.router.actor import RouterActor
+
+    actor = RouterActor(config(), "router-0")
+    waiting = asyncio.create_task(actor.until_stopped())
+    await actor._server.start()
+    assert not waiting.done()
+    await actor.set_workers(["\udcff:1"])
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match="its log says why"):
+            await waiting
+        await actor.stop(0.0)

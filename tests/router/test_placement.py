@@ -2,10 +2,13 @@
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 from blockyard.proto.prefix_index import WorkerId
 from blockyard.router.placement import Candidate, PlacementRequest, PlacementWeights, place
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def candidate(name: str, **beliefs: float) -> Candidate:
@@ -119,6 +122,74 @@ def test_every_candidate_is_shown_cheapest_first() -> None:
     workers = [candidate("a", sequences=50), candidate("b"), candidate("c", queued_prefill_tokens=900)]
     scores = place(PlacementRequest(prompt_tokens=100), workers, "prefix", Random(0)).scores
     assert [score.worker_id for score in scores] == ["b", "a", "c"]
+
+
+def test_a_measured_decode_rate_prices_sequences_and_the_constant_stands_in_without() -> None:
+    fast = candidate("fast", sequences=10, decode_tokens_per_second=5000.0)
+    slow = candidate("slow", sequences=10, decode_tokens_per_second=50.0)
+    unmeasured = candidate("unmeasured", sequences=10)
+    scores = place(
+        PlacementRequest(prompt_tokens=1), [fast, slow, unmeasured], "prefix", Random(0), PlacementWeights()
+    ).scores
+    assert {score.worker_id: score.decode_ms for score in scores} == {
+        "fast": pytest.approx(1.0),
+        "slow": pytest.approx(100.0),
+        "unmeasured": pytest.approx(40.0),
+    }
+
+
+RATES = st.one_of(st.just(0.0), st.floats(allow_nan=False, allow_infinity=False))
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        address=st.uuids().map(str),
+        worker_id=st.sampled_from("abc").map(WorkerId),
+        cached_tokens=st.integers(0, 2**32),
+        queued_prefill_tokens=st.integers(0, 2**64),
+        sequences=st.integers(0, 2**32),
+        used_blocks=st.integers(0, 2**32),
+        total_blocks=st.integers(0, 2**32),
+        block_size=st.integers(1, 2**32),
+        prefill_tokens_per_second=RATES,
+        decode_tokens_per_second=RATES,
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda candidate: candidate.address,
+)
+
+
+@given(CANDIDATES, st.integers(0, 2**32), st.randoms(use_true_random=False))
+def test_a_winner_is_near_the_least_cost_and_the_order_of_candidates_is_nothing(
+    candidates: list[Candidate], prompt_tokens: int, shuffler: Random
+) -> None:
+    request = PlacementRequest(prompt_tokens=prompt_tokens)
+    weights = PlacementWeights()
+
+    def winners(given_order: list[Candidate]) -> set[str]:
+        chooser = Chooser()
+        placement = place(request, given_order, "prefix", chooser, weights)
+        least = placement.scores[0].total_ms
+        assert least == min(score.total_ms for score in placement.scores)
+        limit = least + max(weights.near_equal_ms, weights.near_equal_fraction * least)
+        eligible = {score.address for score in placement.scores if score.total_ms <= limit}
+        assert placement.chosen.address in eligible
+        assert chooser.offered == eligible
+        return eligible
+
+    shuffled = list(candidates)
+    shuffler.shuffle(shuffled)
+    assert winners(candidates) == winners(shuffled)
+
+
+class Chooser(Random):
+    """Remembers among whom it was asked to choose."""
+
+    offered: set[str]
+
+    def choice(self, scores: Any) -> Any:
+        self.offered = {score.address for score in scores}
+        return super().choice(scores)
 
 
 def test_placing_on_nothing_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 from blockyard.proto.block_hash import chain, pack_tokens, unpack_tokens
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.cluster_view import WorkerState
+from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import EngineFailed, NoWorkers, RequestTooLarge, RouterError, WorkerLost
 from blockyard.router.fleet import Fleet
 from blockyard.router.placer import Placer
@@ -175,22 +176,57 @@ async def test_a_request_that_sees_three_workers_die_is_given_up() -> None:
         with pytest.raises(WorkerLost) as lost:
             await collect(made, generation(1))
         assert lost.value.metadata == {"tokens_emitted": "2"}
+        assert "quarantined" in lost.value.message
         assert len(made.workers[0].submits) == 3
         await made.until_quiet()
 
 
 async def test_busy_workers_make_requests_wait_in_order_and_lose_none() -> None:
-    worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.001))
-    worker.max_running = 2
+    worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.005))
+    worker.max_running, worker.max_waiting = 8, 8
+    async with rig(worker) as made:
+        running = []
+        async with asyncio.TaskGroup() as tasks:
+            for seed in range(300):
+                running.append(tasks.create_task(collect(made, generation(seed, max_tokens=10))))
+                await asyncio.sleep(0.004)
+        assert all(task.result()[0] == expected_tokens(seed, 10) for seed, task in enumerate(running))
+        displaced = displacement(worker)
+        print(f"300 requests, 16 places: {len(worker.submits)} submits, start order off by {displaced}")
+        assert len(worker.submits) <= 330, "a busy worker must not be hammered"
+        assert displaced <= 8
+        await made.until_quiet()
+
+
+async def test_a_burst_beyond_the_places_keeps_its_order() -> None:
+    worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.005))
+    worker.max_running, worker.max_waiting = 4, 4
     async with rig(worker) as made:
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(collect(made, generation(seed, max_tokens=10))) for seed in range(30)
-            ]
-        assert all(task.result()[0] == expected_tokens(seed, 10) for seed, task in enumerate(running))
-        assert len(worker.submits) < 30 * 5, "a busy worker must not be hammered"
-        print(f"{len(worker.submits)} submits for 30 requests on 2 places")
+            for seed in range(60):
+                tasks.create_task(collect(made, generation(seed, max_tokens=10)))
+        print(f"60 requests at once, 8 places: {len(worker.submits)} submits")
+        assert displacement(worker) <= 16
         await made.until_quiet()
+
+
+def displacement(worker: FakeWorker) -> int:
+    """How far from its place in the order of arrival any request started."""
+    order = [int(request_id.removeprefix("request-")) for request_id in worker.started]
+    return max(abs(place - seed) for place, seed in enumerate(order))
+
+
+async def test_a_link_that_is_down_already_counts_as_no_death() -> None:
+    """The view takes such a worker for ready until its silence shows; no request ever reaches it."""
+    worker = FakeWorker("b")
+    worker.load.queued_prefill_tokens = 1_000_000
+    async with rig(worker) as made:
+        hello = session_pb2.Hello(worker_id="down", block_size=BLOCK_SIZE, total_blocks=1000)
+        made.fleet.links["down:1"] = EngineLink("down:1", made.fleet, secret=SECRET, lost_seconds=1.0)
+        made.fleet.view.accepted("down:1", hello)
+        progress = Progress()
+        assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
+        assert (progress.worker_id, progress.num_deaths) == ("b", 0)
 
 
 async def test_a_draining_worker_is_left_for_another() -> None:
@@ -241,6 +277,29 @@ async def test_without_workers_a_request_ends_within_the_bound() -> None:
             await collect(made, generation())
         assert 0.4 < time.monotonic() - started < 2.0
         assert refused.value.retry_after_seconds is not None
+
+
+async def test_waiting_for_a_worker_is_not_paid_one_after_another() -> None:
+    async with rig(FakeWorker("a")) as made:
+        await made.workers[0].kill()
+        await made.until(lambda: not made.fleet.view.ready())
+        started = time.monotonic()
+        outcomes = await asyncio.gather(
+            *(collect(made, generation(seed)) for seed in range(6)), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [NoWorkers] * 6
+        assert time.monotonic() - started < 1.0, "the bound is 0.5 s for everybody"
+
+
+async def test_a_worker_that_comes_within_the_bound_serves_all_who_waited() -> None:
+    async with rig(FakeWorker("a")) as made, FakeWorker("b") as other:
+        await made.workers[0].kill()
+        await made.until(lambda: not made.fleet.view.ready())
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(collect(made, generation(seed))) for seed in range(6)]
+            await asyncio.sleep(0.2)
+            made.fleet.set_addresses([other.address])
+        assert all(task.result()[0] == expected_tokens(seed, 20) for seed, task in enumerate(waiting))
 
 
 @pytest.mark.parametrize(

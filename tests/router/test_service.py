@@ -11,7 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from blockyard.proto.text import load_tokenizer
-from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.proto.v1 import cluster_pb2, inference_pb2, session_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -282,6 +282,50 @@ async def test_beyond_the_limit_requests_are_refused_at_once_with_a_delay(
         stream.cancel()
     await until(lambda: worker.num_running == 0)
     assert await router.inference.Generate(request())
+
+
+async def test_every_call_that_costs_work_is_admitted_like_a_generation(
+    router: Router, worker: FakeWorker
+) -> None:
+    streams = [router.inference.GenerateStream(request(sampling=FOREVER)) for _ in range(8)]
+    for stream in streams:
+        await anext(aiter(stream))
+    for call in (
+        router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x")),
+        router.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[300])),
+        router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt="x")),
+        router.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt="x")),
+    ):
+        assert reason_of(await refused(call)) == "OVERLOADED"
+    for stream in streams:
+        stream.cancel()
+    await until(lambda: worker.num_running == 0)
+    await until(lambda: _is_idle(router))
+    assert (await router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x"))).token_ids
+
+
+async def test_questions_about_prompts_end_by_the_servers_own_deadline() -> None:
+    async with running_router(default_timeout_seconds=0.3) as own:
+        for call in (
+            own.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt="x")),
+            own.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt="x")),
+        ):
+            error = await asyncio.wait_for(refused(call), 3.0)
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_text_that_no_context_could_hold_never_reaches_the_tokeniser(
+    router: Router, worker: FakeWorker
+) -> None:
+    huge = "word " * 1_000_000
+    for call in (
+        router.inference.Generate(inference_pb2.GenerateRequest(prompt=huge)),
+        router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt=huge)),
+        router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt=huge)),
+    ):
+        started = time.monotonic()
+        assert reason_of(await refused(call)) == "CONTEXT_LENGTH_EXCEEDED"
+        assert time.monotonic() - started < 0.5
 
 
 async def test_engine_failures_are_internal_and_say_nothing_of_the_request(

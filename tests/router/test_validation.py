@@ -1,6 +1,7 @@
 """Each field that is wrong gets its code and its name, all of them at once, and nothing of it is echoed."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from blockyard.router.model_facts import ModelFacts
 from blockyard.router.sampling import parse_sampling
 from blockyard.router.validation import valid_generation
 
-FACTS = ModelFacts(name="tiny", vocab_size=1000, max_position_embeddings=128, eos_token_ids=frozenset({2, 0}))
+FACTS = ModelFacts(
+    name="tiny",
+    vocab_size=1000,
+    max_position_embeddings=128,
+    eos_token_ids=frozenset({2, 0}),
+    longest_token_bytes=10,
+)
 MAX_MODEL_LEN = 128
 
 
@@ -61,7 +68,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
 
 def test_min_tokens_above_max_tokens_or_out_of_reach_is_refused() -> None:
     assert violations(sampling={"min_tokens": 5, "max_tokens": 4}) == {"sampling.min_tokens"}
-    small = ModelFacts(name="s", vocab_size=3, max_position_embeddings=8, eos_token_ids=frozenset({2}))
+    small = replace(FACTS, vocab_size=3, max_position_embeddings=8, eos_token_ids=frozenset({2}))
     message = inference_pb2.SamplingParams(min_tokens=1, stop_token_ids=[0, 1])
     assert {found.field for found in parse_sampling(message, small)[1]} == {"sampling.min_tokens"}
 
@@ -107,6 +114,22 @@ def test_a_prompt_of_tokens_must_leave_room_for_one(num_tokens: int, fits: bool)
     fields = {"prompt_token_ids": {"ids": [7] * num_tokens}}
     if fits:
         assert validate(**fields).estimated_tokens == num_tokens
+    else:
+        with pytest.raises(ContextLengthExceeded):
+            validate(**fields)
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(1280, True), (1281, False), (10_000_000, False)])
+@pytest.mark.parametrize("kind", ["prompt", "chat"])
+def test_a_text_that_no_context_could_hold_is_refused_before_it_is_tokenised(
+    kind: str, num_bytes: int, fits: bool
+) -> None:
+    text = "é" * (num_bytes // 2) + "e" * (num_bytes % 2)
+    half = len(text) // 2
+    messages = [{"role": "user", "content": part} for part in (text[:half], text[half:])]
+    fields: dict[str, Any] = {"prompt": text} if kind == "prompt" else {"chat": {"messages": messages}}
+    if fits:
+        assert validate(**fields)
     else:
         with pytest.raises(ContextLengthExceeded):
             validate(**fields)

@@ -1,0 +1,61 @@
+"""The one mapping of the exception tree (errors.py) to gRPC: code, details, trailing metadata."""
+
+import grpc
+from blockyard.router import errors
+from blockyard.router.errors import RouterError
+from google.protobuf import any_pb2, duration_pb2, message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+ERROR_DOMAIN = "blockyard"
+CODES: dict[type[RouterError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    errors.RequestTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.SlowReader: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.RequestAborted: grpc.StatusCode.CANCELLED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+}
+"""Of the first level of the tree; who stands below has its parent's."""
+
+
+def code_of(error: RouterError) -> grpc.StatusCode:
+    return next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
+
+
+def rpc_status(error: RouterError) -> status_pb2.Status:
+    """The error as google.rpc.Status with its details."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
+    details: list[message.Message] = [info]
+    if error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        for violation in error.violations:
+            bad_request.field_violations.add(field=violation.field, description=violation.description)
+        details.append(bad_request)
+    if error.retry_after_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_seconds * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=code_of(error).value[0], message=error.message)
+    status.details.extend(_packed(detail) for detail in details)
+    return status
+
+
+def trailing_metadata(error: RouterError) -> tuple[tuple[str, str | bytes], ...]:
+    """What goes beside code and message: the details, and the delay that gRPC's own retries obey."""
+    metadata: list[tuple[str, str | bytes]] = [
+        ("grpc-status-details-bin", rpc_status(error).SerializeToString())
+    ]
+    if error.retry_after_seconds is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(round(error.retry_after_seconds * 1000))))
+    return tuple(metadata)
+
+
+def _packed(detail: message.Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
