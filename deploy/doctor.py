@@ -117,7 +117,7 @@ def _dashboard_port() -> Finding:
         return Finding(
             verdict="warn",
             subject="dashboard",
-            detail=f"port {DASHBOARD_PORT} is taken: Ray will use the next",
+            detail=f"port {DASHBOARD_PORT} is taken: it will use another",
         )
     return Finding(verdict="ok", subject="dashboard", detail=f"port {DASHBOARD_PORT} is free")
 

@@ -23,6 +23,9 @@ from typing import Any
 from blockyard.deploy.processes import end_session, session_members
 
 START_SECONDS = 60.0
+START_ATTEMPTS = 3
+DASHBOARD_PORT = 8265
+"""Where people look for it; another port is taken where this one is."""
 CONNECT_SECONDS = 5.0
 METRICS_REPORT_INTERVAL_MS = 1000
 OBJECT_STORE_BYTES = 100_000_000
@@ -33,6 +36,10 @@ _LOG_TAIL_BYTES = 2000
 
 class RayStartError(RuntimeError):
     """The head did not come up. The message ends with the tail of its log."""
+
+
+class _HeadEnded(RayStartError):
+    """It ended by itself."""
 
 
 class RayConnectError(RuntimeError):
@@ -50,26 +57,36 @@ class RayHead:
 
 def start_head(directory: Path, *, num_cpus: int, waiting: Callable[[], None] = lambda: None) -> RayHead:
     """Starts a head whose files all lie in `directory`, and returns once it takes connections. Calls
-    `waiting` at each look. Raises RayStartError after START_SECONDS, leaving nothing."""
+    `waiting` at each look. Raises RayStartError if it does not within START_SECONDS, or ends by itself
+    START_ATTEMPTS times; nothing is left then."""
     temp_dir, token_path, log_path = directory / "ray", directory / "ray-token", directory / "ray-head.log"
     token_path.touch(mode=0o600)
     token_path.write_text(secrets.token_hex(32), encoding="ascii")
+    for attempt in range(START_ATTEMPTS):
+        process = _spawn(_command(temp_dir, num_cpus), token_path, log_path)
+        try:
+            address = _wait_for_address(temp_dir / "ray_current_cluster", process, log_path, waiting)
+        except BaseException as error:
+            _kill_session(process)
+            # Another head may have taken one of the ports between our look and its use.
+            if isinstance(error, _HeadEnded) and attempt + 1 < START_ATTEMPTS:
+                continue
+            raise
+        process.returncode = 0  # It outlives us on purpose: Popen need not warn that it still runs.
+        return RayHead(address=address, session=process.pid, token_path=token_path)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _spawn(command: list[str], token_path: Path, log_path: Path) -> subprocess.Popen[bytes]:
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            _command(temp_dir, num_cpus),
+        return subprocess.Popen(
+            command,
             env={**os.environ, **_environment(token_path)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        address = _wait_for_address(temp_dir / "ray_current_cluster", process, log_path, waiting)
-    except BaseException:
-        _kill_session(process)
-        raise
-    process.returncode = 0  # It outlives us on purpose: Popen need not warn that it still runs.
-    return RayHead(address=address, session=process.pid, token_path=token_path)
 
 
 def use_token(token_path: str | None) -> None:
@@ -117,14 +134,23 @@ def free_port() -> int:
         return port
 
 
+def _dashboard_port() -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", DASHBOARD_PORT))
+        except OSError:
+            return free_port()
+    return DASHBOARD_PORT
+
+
 def _command(temp_dir: Path, num_cpus: int) -> list[str]:
-    """Port 0 lets Ray pick; the dashboard takes 8265 or the next that is free; the client server takes no
-    0."""
+    """Port 0 lets Ray pick; the dashboard and the client server take no 0."""
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *("--port=0", "--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"),
         *("--runtime-env-agent-port=0", "--metrics-export-port=0", f"--ray-client-server-port={free_port()}"),
-        *("--include-dashboard=true", "--dashboard-host=127.0.0.1"),
+        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={_dashboard_port()}"),
         *("--log-style=record", "--log-color=false"),
         *(f"--temp-dir={temp_dir}", f"--num-cpus={num_cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
     ]
@@ -157,6 +183,8 @@ def _wait_for_address(
         waiting()
         time.sleep(_POLL_SECONDS)
     tail = log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    if process.poll() is not None:
+        raise _HeadEnded(f"the Ray head ended while it started\n{tail}")
     raise RayStartError(f"the Ray head did not come up within {START_SECONDS:.0f} s\n{tail}")
 
 
