@@ -5,7 +5,6 @@ gRPC client, so that everything but `up`, `down` and `status` needs neither Ray 
 """
 
 import json
-import signal
 import sys
 from typing import Any
 
@@ -13,6 +12,7 @@ import click
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy import doctor as doctors
 from blockyard.deploy import on_ray, pool_map, size, state, views
+from blockyard.deploy.interruption import end_like_ctrl_c
 from blockyard.deploy.options import (
     byte_size,
     cluster_option,
@@ -25,6 +25,7 @@ from blockyard.deploy.options import (
     served_name,
 )
 from blockyard.deploy.progress import StageProgress
+from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
 from blockyard.worker.pool_map import block_cells
 from google.protobuf.json_format import MessageToDict
@@ -42,6 +43,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except (click.exceptions.Exit, click.Abort):
+            raise  # RuntimeErrors too, but click's own way to end
         except (BlockyardError, ValueError, RuntimeError, OSError) as error:
             raise click.ClickException(str(error)) from error
 
@@ -58,7 +61,9 @@ def main() -> None:
 @click.option("--model-name", help="What clients call the model. Default: the last part of --model.")
 @click.option("--workers", "num_workers", type=int, help="Default: one for each GPU, or one on the CPU.")
 @click.option("--routers", "num_routers", type=int, default=1, show_default=True)
-@click.option("--router-port", type=int, default=0, help="Of the first router; 0 takes a free one.")
+@click.option(
+    "--router-port", type=click.IntRange(0, 65535), default=0, help="Of the first router; 0 takes a free one."
+)
 @click.option("--policy", type=click.Choice(["prefix", "round_robin", "least_loaded"]), default="prefix")
 @click.option("--cpus-per-worker", type=float, help="Default: the cluster's CPUs in equal shares.")
 @click.option("--address", help="An existing Ray cluster, host:port. Default: a local one is started.")
@@ -69,8 +74,7 @@ def up(cluster: str, **values: Any) -> None:
     options = clusters.UpOptions(
         cluster=cluster, engine=engine_config(values), model_name=model_name, **values
     )
-    # A time-out's SIGTERM is to clean up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_like_ctrl_c()
     with StageProgress() as progress:
         started = clusters.up(options, progress.report)
     _console().print(views.summary(started))
@@ -97,12 +101,11 @@ def status(cluster: str, output: str) -> None:
     remembered = state.load(cluster)
     with on_ray.driver(remembered):
         report = on_ray.supervisor_report()
-    with Client(list(remembered.routers), timeout_seconds=ASK_SECONDS) as client:
-        info = client.cluster_info()
+    info = _cluster_info(remembered)
     document = {
         "supervisor_pid": report.pid,
         "places": [views.place_dict(place) for place in report.places],
-        "cluster": _as_dict(info),
+        "cluster": None if info is None else _as_dict(info),
     }
     _show(output, document, views.status_view(remembered, report.places, info))
 
@@ -208,6 +211,15 @@ def doctor(model: str | None, redis_url: str | None) -> None:
 
 def _client(cluster: str, routers: tuple[str, ...], timeout_seconds: float) -> Client:
     return Client(list(routers or state.load(cluster).routers), timeout_seconds=timeout_seconds)
+
+
+def _cluster_info(remembered: state.ClusterState) -> ClusterInfo | None:
+    """None while no router answers: what the supervisor says is worth showing all the same."""
+    try:
+        with Client(list(remembered.routers), timeout_seconds=ASK_SECONDS, retries=0) as client:
+            return client.cluster_info()
+    except (BlockyardError, ValueError):
+        return None
 
 
 def _print_stream(client: Client, *, stop: tuple[str, ...], **request: Any) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard.deploy import on_ray, ray_head, state
+from blockyard.deploy.interruption import undisturbed
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
 from blockyard.deploy.redis_server import RedisProcess, configured_redis_url, start_private_redis
 from blockyard.deploy.state import ClusterState, HeadState, RedisState
@@ -100,6 +101,7 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
         model=options.model_name or Path(options.engine.model).name,
         secret=secrets.token_hex(32),
         directory=str(_make_directory()),
+        starter=identify(os.getpid()),
     )
     state.save(cluster)
     try:
@@ -107,8 +109,9 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
         cluster = _start_ray(cluster, options, report)
         return _start_serving(cluster, options, report)
     except BaseException:
-        report(Progress(stage="stopping what was started"))
-        down(state.load(options.cluster), drain_seconds=0.0)
+        with undisturbed():
+            report(Progress(stage="stopping what was started"))
+            down(state.load(options.cluster), drain_seconds=0.0)
         raise
 
 
@@ -207,16 +210,23 @@ def _start_ray(cluster: ClusterState, options: UpOptions, report: Report) -> Clu
     report(stage)
     assert cluster.directory is not None
     head = ray_head.start_head(
-        Path(cluster.directory), num_cpus=len(os.sched_getaffinity(0)), waiting=lambda: report(stage)
+        Path(cluster.directory),
+        num_cpus=len(os.sched_getaffinity(0)),
+        spawned=lambda session: state.save(replace(cluster, head=_head_state(session))),
+        waiting=lambda: report(stage),
     )
     return _saved(
         replace(
             cluster,
             ray_address=head.address,
             ray_token_path=str(head.token_path),
-            head=HeadState(session=head.session, processes=tuple(session_members(head.session))),
+            head=_head_state(head.session),
         )
     )
+
+
+def _head_state(session: int) -> HeadState:
+    return HeadState(session=session, processes=tuple(session_members(session)))
 
 
 def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) -> ClusterState:

@@ -8,7 +8,6 @@ faked, and what the model writes is its own.
 import argparse
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from blockyard.deploy import on_ray, views
 from blockyard.deploy.cluster import UpOptions, down, leftovers, up
 from blockyard.deploy.demo_model.prompts import DEMO_GROUPS
 from blockyard.deploy.demo_traffic import Chat, chats_of, run_chats
+from blockyard.deploy.interruption import end_like_ctrl_c
 from blockyard.deploy.options import model_path
 from blockyard.deploy.pool_map import cells_of_map, pool_map
 from blockyard.deploy.progress import StageProgress
@@ -51,8 +51,7 @@ def main() -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
-    # A time-out's SIGTERM is to clean up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_like_ctrl_c()
     code = 1
     try:
         code = run(console, keep=keep)
@@ -60,7 +59,9 @@ def main() -> None:
         console.print("interrupted; everything that was started has been stopped")
         code = 130
     except* (BlockyardError, RuntimeError, ValueError, OSError) as group:
-        console.print(f"the demo failed, and what it had started has been stopped: {group.exceptions[0]}")
+        console.print(
+            f"the demo failed, and nothing that it started runs on: {group.exceptions[0]}", markup=False
+        )
     sys.exit(code)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockyard.deploy.interruption import handlers_kept
 from blockyard.deploy.processes import end_session, session_members
 
 START_SECONDS = 60.0
@@ -55,16 +56,25 @@ class RayHead:
     token_path: Path
 
 
-def start_head(directory: Path, *, num_cpus: int, waiting: Callable[[], None] = lambda: None) -> RayHead:
-    """Starts a head whose files all lie in `directory`, and returns once it takes connections. Calls
-    `waiting` at each look. Raises RayStartError if it does not within START_SECONDS, or ends by itself
-    START_ATTEMPTS times; nothing is left then."""
+def start_head(
+    directory: Path,
+    *,
+    num_cpus: int,
+    spawned: Callable[[int], None] = lambda session: None,
+    waiting: Callable[[], None] = lambda: None,
+) -> RayHead:
+    """Starts a head whose files all lie in `directory`, and returns once it takes connections. Calls `spawned`
+    with its session as soon as it has one, and `waiting` at each look.
+
+    Raises RayStartError if it does not come up within START_SECONDS, or ends by itself START_ATTEMPTS times;
+    nothing is left then."""
     temp_dir, token_path, log_path = directory / "ray", directory / "ray-token", directory / "ray-head.log"
     token_path.touch(mode=0o600)
     token_path.write_text(secrets.token_hex(32), encoding="ascii")
     for attempt in range(START_ATTEMPTS):
         process = _spawn(_command(temp_dir, num_cpus), token_path, log_path)
         try:
+            spawned(process.pid)
             address = _wait_for_address(temp_dir / "ray_current_cluster", process, log_path, waiting)
         except BaseException as error:
             _kill_session(process)
@@ -108,9 +118,10 @@ def connect(address: str, *, namespace: str, token_path: str | None) -> dict[str
     from ray.exceptions import RayError
 
     try:
-        context: Any = ray.init(
-            address=address, namespace=namespace, logging_level=logging.ERROR, log_to_driver=False
-        )
+        with handlers_kept():
+            context: Any = ray.init(
+                address=address, namespace=namespace, logging_level=logging.ERROR, log_to_driver=False
+            )
     except (RayError, ConnectionError) as error:
         raise RayConnectError(f"Ray at {address} does not let us in: {error}") from error
     info: dict[str, Any] = context.address_info
@@ -160,6 +171,8 @@ def _environment(token_path: Path) -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
+        # What its processes leave in their temporary folder goes with the cluster's own.
+        "TMPDIR": str(token_path.parent),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_metrics_report_interval_ms": str(METRICS_REPORT_INTERVAL_MS),

@@ -64,6 +64,8 @@ class ClusterState:
     """None on a cluster that we joined."""
     redis: RedisState | None = None
     """None where the operator named a Redis."""
+    starter: ProcessIdentity | None = None
+    """The `up` that makes it: while it lives, the cluster is its alone."""
 
     def recorded_processes(self) -> tuple[ProcessIdentity, ...]:
         redis = () if self.redis is None else (self.redis.process,)
@@ -72,7 +74,8 @@ class ClusterState:
     def anything_alive(self) -> bool:
         """A joined cluster has no process of ours here and counts as alive: only `down` ends it."""
         joined = self.head is None and self.ray_address is not None
-        return joined or any(is_alive(process) for process in self.recorded_processes())
+        starting = self.starter is not None and self.starter.pid != os.getpid() and is_alive(self.starter)
+        return joined or starting or any(is_alive(process) for process in self.recorded_processes())
 
 
 def checked_name(cluster: str) -> str:
@@ -126,6 +129,8 @@ def known_clusters() -> list[str]:
 def _from_document(document: dict[str, Any]) -> ClusterState:
     head, redis = document.pop("head"), document.pop("redis")
     document["routers"] = tuple(document["routers"])
+    if document.get("starter") is not None:
+        document["starter"] = ProcessIdentity(**document["starter"])
     if head is not None:
         processes = tuple(ProcessIdentity(**process) for process in head.pop("processes"))
         document["head"] = HeadState(processes=processes, **head)

@@ -97,19 +97,23 @@ def place_dict(place: "Place") -> dict[str, object]:
 
 
 def status_view(
-    cluster: ClusterState, places: Iterable["Place"], info: cluster_pb2.ClusterInfo
+    cluster: ClusterState, places: Iterable["Place"], info: cluster_pb2.ClusterInfo | None
 ) -> RenderableType:
     rows = [
         (place.name, place.phase, place.address, str(place.pid or "-"), str(place.num_starts), place.error)
         for place in places
     ]
-    index = "answers" if info.index_available else "is away: placement goes by load"
-    counts = (
-        f"{info.model.id} on {info.workers_ready} of {info.workers_known} workers, policy {info.policy}, "
-        f"{info.requests_running} running, {info.requests_waiting} waiting; the prefix index {index}"
-    )
+    counts = "no router answers" if info is None else _counts(cluster, info)
     headings = ("place", "phase", "address", "pid", "starts", "last error")
     return Group(Text(counts), plain_table(headings, rows), Text("\n".join(dashboard_lines(cluster))))
+
+
+def _counts(cluster: ClusterState, info: cluster_pb2.ClusterInfo) -> str:
+    index = "answers" if info.index_available else "is away: placement goes by load"
+    return (
+        f"{info.model.id} on {info.workers_ready} of {cluster.num_workers} workers, policy {info.policy}, "
+        f"{info.requests_running} running, {info.requests_waiting} waiting; the prefix index {index}"
+    )
 
 
 def size_view(sized: ModelSize) -> RenderableType:

@@ -248,13 +248,14 @@ class EngineThread:
         on_step: Callable[[StepResult, EngineLoad], None],
         on_death: Callable[[], object] = lambda: None,
     ) -> None:
-        """Both are called on the engine's thread: `on_step` after each step, `on_death` if a defect ends the thread."""
+        """Both are called on the engine's thread: `on_step` when anything has changed, `on_death` if a defect
+        ends the thread."""
         self._engine = engine
         self._on_step = on_step
         self._on_death = on_death
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.steps = 0
+        self._reported = engine.load()
 
     def start(self) -> None:
         self._thread.start()
@@ -288,11 +289,15 @@ class EngineThread:
 
     def _turn(self) -> None:
         while self._run_commands():
-            if not self._engine.has_work:
+            if self._engine.has_work:
+                result = self._engine.step()
+            elif self._engine.load() != self._reported:
+                # A command ended the last work: nobody must go on believing in it.
+                result = StepResult(outputs=(), changes=self._engine.cache.take_changes())
+            else:
                 continue
-            result = self._engine.step()
-            self.steps += 1
-            self._on_step(result, self._engine.load())
+            self._reported = self._engine.load()
+            self._on_step(result, self._reported)
 
     def _run_commands(self) -> bool:
         """Runs what is queued, waiting for a command when there is no other work. False once told to stop."""

@@ -26,8 +26,15 @@ def processes_of(home: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("stage", ["starting Ray", "loading the model"])
-def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        ("starting Ray", signal.SIGHUP),
+        ("loading the model", signal.SIGTERM),
+        ("loading the model", signal.SIGINT),
+    ],
+)
+def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str, number: signal.Signals) -> None:
     command = Command(home=tmp_path / "home", cluster="interrupted")
     with command.start(*UP, stdin=subprocess.DEVNULL) as process:
         assert process.stderr is not None
@@ -35,7 +42,7 @@ def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str) -> None:
             if stage in line:
                 break
         assert eventually(lambda: len(processes_of(command.home)) > 2, seconds=20)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         process.communicate(timeout=60)
     assert process.returncode != 0
     assert processes_of(command.home) == []

@@ -3,6 +3,8 @@
 import json
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from blockyard.deploy import state
 from blockyard.deploy.cli import main
 from blockyard.deploy.cluster import UpOptions, cpus_per_worker
 from blockyard.deploy.options import engine_config, model_path
-from blockyard.deploy.processes import ProcessIdentity
+from blockyard.deploy.processes import ProcessIdentity, identify
 from blockyard.deploy.size import parse_bytes
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
@@ -190,6 +192,23 @@ def test_a_state_file_is_its_owners_alone_and_reads_back_the_same(home: Path) ->
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     assert state.load("trial") == cluster_state()
     assert [entry.name for entry in home.iterdir()] == ["trial.json"]
+
+
+@pytest.mark.parametrize("command", sorted(main.commands))
+def test_every_command_explains_itself(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+    assert "Error" not in result.output
+
+
+def test_a_cluster_that_another_up_is_making_counts_as_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        making = cluster_state(starter=identify(other.pid), head=None, redis=None, ray_address=None)
+        assert making.anything_alive()
+        other.kill()
+        other.wait(10)
+        assert not making.anything_alive()
 
 
 def test_a_state_shows_no_secret() -> None:

@@ -1,5 +1,6 @@
 """The engine around scheduler and runner: deadlines, failing steps, load, and the thread that turns it."""
 
+import queue
 import threading
 
 import pytest
@@ -168,6 +169,26 @@ def test_the_thread_runs_commands_between_steps_and_stops() -> None:
     finally:
         thread.stop()
     assert [output.token_offset for output in seen] == list(range(5))
+
+
+def test_a_cancel_of_the_last_sequence_is_reported_though_no_step_follows() -> None:
+    loads: queue.SimpleQueue[EngineLoad] = queue.SimpleQueue()
+    engine = make_engine(Clock())
+    thread = EngineThread(engine, lambda result, load: loads.put(load))
+
+    def submit_and_cancel(engine: Engine) -> None:
+        """Between two looks of the thread: what it reports is the cancel alone."""
+        sequence_id = engine.submit(request(max_tokens=400))
+        engine.step()
+        engine.cancel(sequence_id)
+
+    thread.start()
+    try:
+        thread.call(submit_and_cancel)
+        load = loads.get(timeout=10)
+    finally:
+        thread.stop()
+    assert (load.running, load.used_blocks, load.generated_tokens) == (0, 0, 1)
 
 
 def test_a_defect_ends_the_thread_and_is_reported() -> None:
