@@ -65,6 +65,10 @@ class _Refused(Exception):
         self.reason = reason
 
 
+class _BadMessage(Exception):
+    """The router sent what no router of ours would send; the text says what."""
+
+
 @dataclass(slots=True, eq=False)
 class _Link:
     """One router's stream: what waits for it, and which sequences are its."""
@@ -166,7 +170,7 @@ class SessionService:
         link = _Link()
         self._links.add(link)
         self._hello.load.CopyFrom(load_message(self._load))
-        reader = asyncio.create_task(self._read(requests, link, context))
+        reader = asyncio.create_task(self._read(requests, link))
         try:
             yield ToRouter(hello=self._hello)
             while not reader.done():
@@ -174,6 +178,9 @@ class SessionService:
                     yield message
                 await self._wait_for_news(link, reader)
             await reader
+        except _BadMessage as bad:
+            # Said here and not by the reader: an abort beside a send under way may never reach the router.
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(bad))
         finally:
             reader.cancel()
             self._links.discard(link)
@@ -190,9 +197,12 @@ class SessionService:
         finally:
             news.cancel()
 
-    async def _read(self, requests: AsyncIterator[bytes], link: _Link, context: Context) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], link: _Link) -> None:
         async for data in requests:
-            message = await _parse(ToWorker, data, context)
+            try:
+                message = ToWorker.FromString(data)
+            except DecodeError as error:
+                raise _BadMessage("this is no ToWorker") from error
             match message.WhichOneof("message"):
                 case "submit":
                     self._submit(link, message.submit)
@@ -202,7 +212,7 @@ class SessionService:
                     link.outbox.answer_ping(message.ping.nonce, self._load)
                     link.has_news.set()
                 case None:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message says nothing")
+                    raise _BadMessage("the message says nothing")
 
     def _submit(self, link: _Link, submit: Submit) -> None:
         def run(engine: Engine) -> None:
