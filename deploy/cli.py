@@ -1,4 +1,4 @@
-"""The `blockyard` command: up, down, status, generate, chat, workers, blocks, size, doctor.
+"""The `blockyard` command: up, down, status, generate, chat, workers, blocks, size, figures, doctor.
 
 Owns words, tables and exit codes. What is done lives in cluster.py; what is asked goes through the public
 gRPC client, so that everything but `up`, `down` and `status` needs neither Ray nor torch. Prints no secret.
@@ -6,14 +6,16 @@ gRPC client, so that everything but `up`, `down` and `status` needs neither Ray 
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
+from blockyard.deploy import answers, figures, figures_plots, on_ray, pool_map, size, state, views
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy import doctor as doctors
-from blockyard.deploy import on_ray, pool_map, size, state, views
 from blockyard.deploy.interruption import end_like_ctrl_c
 from blockyard.deploy.options import (
+    answer_options,
     byte_size,
     cluster_option,
     engine_config,
@@ -142,14 +144,26 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
 @click.argument("prompt")
 @cluster_option
 @router_option
+@output_option
 @sampling_options
+@answer_options
 def generate(
-    prompt: str, cluster: str, routers: tuple[str, ...], timeout_seconds: float, **sampling: Any
+    prompt: str,
+    cluster: str,
+    routers: tuple[str, ...],
+    output: str,
+    timeout_seconds: float,
+    **sampling: Any,
 ) -> None:
     """Continue PROMPT (`-` reads it from stdin), streaming."""
     text = sys.stdin.read() if prompt == "-" else prompt
     with _client(cluster, routers, timeout_seconds) as client:
-        _print_stream(client, prompt=text, **sampling)
+        if output == "json":
+            answers.print_json(client.generate(text, **sampling))
+        elif (sampling["n"] or 1) > 1:
+            answers.print_outputs(client.stream(text, **sampling))
+        else:
+            answers.print_stream(client.stream(text, **sampling))
 
 
 @main.command()
@@ -165,7 +179,7 @@ def chat(
     with _client(cluster, routers, timeout_seconds) as client:
         while question := _next_question():
             messages.append({"role": "user", "content": question})
-            answer = _print_stream(client, messages=messages, **sampling)
+            answer = answers.print_stream(client.stream(messages=messages, **sampling))
             messages.append({"role": "assistant", "content": answer})
 
 
@@ -197,6 +211,25 @@ def size_command(
     _show(output, sized.as_dict(), views.size_view(sized))
 
 
+@main.command(name="figures")
+@click.option("--output", type=click.Choice(["text", "json", "png"]), default="text", show_default=True)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("figures"),
+    show_default=True,
+    help="Where `--output png` puts one picture a figure.",
+)
+def figures_command(output: str, folder: Path) -> None:
+    """The textbook figures of paged attention, computed now by the real scheduler and pool; a few seconds."""
+    computed = figures.compute_figures()
+    if output == "png":
+        for path in figures_plots.draw_figures(computed, folder):
+            click.echo(path)
+    else:
+        _show(output, computed.as_dict(), figures.figures_table(computed))
+
+
 @main.command()
 @click.option("--model", help="Also check this model's folder.")
 @click.option("--redis-url", envvar="BLOCKYARD_REDIS_URL")
@@ -220,18 +253,6 @@ def _cluster_info(remembered: state.ClusterState) -> ClusterInfo | None:
             return client.cluster_info()
     except (BlockyardError, ValueError):
         return None
-
-
-def _print_stream(client: Client, *, stop: tuple[str, ...], **request: Any) -> str:
-    """Prints text as it comes, then how it went on stderr; returns the text."""
-    pieces = []
-    for delta in client.stream(stop=list(stop), **request):
-        pieces.append(delta.text)
-        click.echo(delta.text, nl=False)
-        if delta.finish is not None:
-            click.echo()
-            click.echo(views.finish_line(delta.finish), err=True)
-    return "".join(pieces)
 
 
 def _next_question() -> str:

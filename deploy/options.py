@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
@@ -101,27 +102,77 @@ def output_option(command: Command) -> Command:
 
 
 def sampling_options(command: Command) -> Command:
-    """The sampling settings of the public API; absent ones are the server's defaults."""
-    for add in reversed(
-        (
-            click.option("--max-tokens", type=int, default=256, show_default=True),
-            click.option("--temperature", type=float),
-            click.option("--top-k", type=int),
-            click.option("--top-p", type=float),
-            click.option("--seed", type=int),
-            click.option(
-                "--stop", multiple=True, help="A text that ends the output; may be given more than once."
-            ),
-            click.option("--timeout", "timeout_seconds", type=float, default=120.0, show_default=True),
-        )
-    ):
+    """The sampling settings of one output; absent ones are the server's defaults."""
+    return _with_options(
+        command,
+        click.option("--max-tokens", type=int, default=256, show_default=True),
+        click.option("--min-tokens", type=int),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the sequence."),
+        click.option("--temperature", type=float),
+        click.option("--top-k", type=int),
+        click.option("--top-p", type=float),
+        click.option("--min-p", type=float),
+        click.option("--presence-penalty", type=float),
+        click.option("--frequency-penalty", type=float),
+        click.option("--repetition-penalty", type=float),
+        click.option("--seed", type=int),
+        click.option(
+            "--stop", multiple=True, help="A text that ends the output; may be given more than once."
+        ),
+        click.option(
+            "--stop-token-id",
+            "stop_token_ids",
+            type=int,
+            multiple=True,
+            help="A token that ends the output; may be given more than once.",
+        ),
+        click.option("--priority", type=int, help="Lower is served earlier, -100 to 100."),
+        click.option("--timeout", "timeout_seconds", type=float, default=120.0, show_default=True),
+    )
+
+
+def answer_options(command: Command) -> Command:
+    """What a single request may ask for beyond one plain output."""
+    return _with_options(
+        command,
+        click.option("--n", type=int, help="Outputs."),
+        click.option("--beam-width", type=int, help="Search with so many beams instead of sampling."),
+        click.option("--length-penalty", type=float, help="Of beams; above 0 favours longer ones."),
+        click.option(
+            "--logprobs", type=int, help="Likeliest tokens to name beside each; shown with --output json."
+        ),
+        click.option(
+            "--json-schema",
+            callback=text_or_file,
+            metavar="TEXT|@FILE",
+            help="The output is JSON of this schema.",
+        ),
+        click.option("--regex", help="The output matches this expression."),
+    )
+
+
+def text_or_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """The callback of an option that is a text, or the file of one after an `@`."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise click.BadParameter(f"{value[1:]} cannot be read: {error}") from error
+
+
+def _with_options(command: Command, *adds: Callable[[Command], Command]) -> Command:
+    for add in reversed(adds):
         command = add(command)
     return command
 
 
 def _parameter_type(hint: Any, default: Any) -> Any:
-    """Choices for a literal of texts, else the default's own type; EngineConfig checks the rest."""
+    """Choices for a literal of texts, the type beside None where that is the default, else the default's own type;
+    EngineConfig checks the rest."""
     choices = get_args(hint)
     if choices and all(isinstance(choice, str) for choice in choices):
         return click.Choice(choices)
-    return int if default is None else type(default)
+    if default is None:
+        return next(choice for choice in choices if choice is not NoneType)
+    return type(default)

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 
 def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
-    table = _table(
-        "worker", "state", "address", "device", "running", "waiting", "free", "cached", "used", "hit rate"
-    )
+    workers = list(workers)
+    # Most clusters have no host cache: then its column would only take room.
+    shows_host = any(worker.load.host_cached_blocks for worker in workers)
+    pools = ("free", "cached", "used", *(("host",) if shows_host else ()))
+    table = _table("worker", "state", "address", "device", "running", "waiting", *pools, "hit rate")
     for worker in workers:
         load = worker.load
         table.add_row(
@@ -37,6 +39,7 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
             worker.device,
             *(str(count) for count in (load.running, load.waiting)),
             *(str(count) for count in (load.free_blocks, load.cached_blocks, load.used_blocks)),
+            *((str(load.host_cached_blocks),) if shows_host else ()),
             f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-",
         )
     return table

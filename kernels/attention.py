@@ -38,7 +38,9 @@ def _attend_tile(
     end_key,
     kv_head,
     scale_log2,
+    window,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -48,7 +50,8 @@ def _attend_tile(
     """One online-softmax step over the keys first_key .. first_key + BLOCK_J - 1.
 
     Unwritten slots may hold NaN, so masked keys and values are loaded as 0: a probability of 0 alone does not
-    hide them. Every query row must see a key in the first tile of its item, or its peak would stay -inf.
+    hide them. Only under a window may a row see no key of the first tiles: its peak is -inf until it sees one,
+    and -inf minus -inf must never be computed.
     """
     key_J = first_key + tl.arange(0, BLOCK_J)
     dim_D = tl.arange(0, HEAD_DIM)
@@ -68,10 +71,15 @@ def _attend_tile(
     scores_MJ = _dot(q_MD, tl.trans(k_JD), WIDEN) * scale_log2
     if MASKED:
         visible_MJ = (key_J[None, :] <= query_position_M[:, None]) & (key_J < end_key)[None, :]
+        if WINDOWED:
+            visible_MJ = visible_MJ & (key_J[None, :] > query_position_M[:, None] - window)
         scores_MJ = tl.where(visible_MJ, scores_MJ, float("-inf"))
     new_peak_M = tl.maximum(peak_M, tl.max(scores_MJ, axis=1))
-    rescale_M = tl.exp2(peak_M - new_peak_M)
-    weights_MJ = tl.exp2(scores_MJ - new_peak_M[:, None])
+    shift_M = new_peak_M
+    if MASKED and WINDOWED:
+        shift_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
+    rescale_M = tl.exp2(peak_M - shift_M)
+    weights_MJ = tl.exp2(scores_MJ - shift_M[:, None])
     total_M = total_M * rescale_M + tl.sum(weights_MJ, axis=1)
     acc_MD = acc_MD * rescale_M[:, None]
     acc_MD += _dot(weights_MJ.to(v_JD.dtype), v_JD, WIDEN)
@@ -95,6 +103,7 @@ def attend_items_kernel(
     out_stride_n,
     table_stride_r,
     scale_log2,  # scale * log2(e)
+    window,  # in tokens, only with WINDOWED
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -102,15 +111,20 @@ def attend_items_kernel(
     PROGRAMS_PER_ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """out = softmax(scale q k^T, causal) v, for the queries and keys of one item.
+    """out = softmax(scale q k^T, causal, within the window) v, for the queries and keys of one item.
 
     Grid (items * PROGRAMS_PER_ITEM, K). The G query heads of a kv head are packed under each other: packed
     row m of an item is query token m // G and head m % G, so that one read of the keys serves the whole
     group. A program takes BLOCK_M packed rows: first all tiles that every row sees, without a mask, then the
     diagonal (of a decode: the tail). A split (partial slot >= 0, one query token only) leaves its normalised
     result and log-sum-exp for the merge.
+
+    WINDOWED is for items of several query tokens, whose windows begin one key after the other. A program skips
+    the keys that none of its rows sees and masks the tiles in which one row's window begins after another's. An
+    item of one query token begins with its window, as the plan cut it, and needs none of that.
 
     Bytes: 2 * keys * D * itemsize a program and kv head, plus q and out. FLOPs: 4 * N * D a visible (query,
     key) pair.
@@ -140,6 +154,11 @@ def attend_items_kernel(
 
     last_token = tl.minimum((first_packed + BLOCK_M - 1) // GROUP, end_token - 1)
     end_key = tl.minimum(end_key, first_position + last_token + 1)
+    first_unmasked = first_key
+    if WINDOWED:
+        first_key = tl.maximum(first_key, first_position + first_packed // GROUP - window + 1)
+        behind = tl.maximum(first_position + last_token - window + 1 - first_key, 0)
+        first_unmasked = first_key + tl.cdiv(behind, BLOCK_J) * BLOCK_J
     seen_by_all = tl.minimum(end_key, first_position + first_packed // GROUP + 1) - first_key
     masked_from = first_key + tl.maximum(seen_by_all, 0) // BLOCK_J * BLOCK_J
 
@@ -147,15 +166,21 @@ def attend_items_kernel(
     peak_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total_M = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_table_ptr = table_ptr + row.to(tl.int64) * table_stride_r
-    for tile in range(first_key, masked_from, BLOCK_J):
+    if WINDOWED:
+        for tile in range(first_key, tl.minimum(first_unmasked, end_key), BLOCK_J):
+            acc_MD, peak_M, total_M = _attend_tile(
+                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
+                scale_log2, window, True, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+            )  # fmt: skip
+    for tile in range(first_unmasked, masked_from, BLOCK_J):
         acc_MD, peak_M, total_M = _attend_tile(
             q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+            scale_log2, window, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
         )  # fmt: skip
-    for tile in range(masked_from, end_key, BLOCK_J):
+    for tile in range(tl.maximum(first_unmasked, masked_from), end_key, BLOCK_J):
         acc_MD, peak_M, total_M = _attend_tile(
             q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+            scale_log2, window, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
         )  # fmt: skip
 
     # An item without keys has a total of 0: its result is 0 and its log-sum-exp -inf, never NaN.

@@ -1,44 +1,32 @@
-"""The plan of one step's attention: who attends to which tokens, and how that work is cut into items.
+"""The plan of one step's attention: who attends to which tokens, where they lie, and the work items.
 
-Owns the arithmetic from (query lengths, context lengths, block tables) to slots, positions and work items. It
-is pure index arithmetic in numpy, done once a step and shared by all layers; it launches nothing and knows no
-backend. The only tensors are made at the end, all from one buffer and so by one copy to the device.
+Owns the arithmetic from (query lengths, context lengths, block tables) to slots and positions; `attention_items`
+cuts the work. It is pure index arithmetic in numpy, done once a step and shared by all layers; it launches nothing
+and knows no backend. The only tensors are made at the end, all from one buffer and so by one copy to the device.
 
-Attention is a list of work items. An item is six integers:
-
-    row, first query token, end query token, first key, end key, partial slot
-
-The query tokens count from the row's first query, keys are positions in the row's context. A decode row of a
-long context becomes several items, each with a partial slot, and one merge joins them; partial slot -1 means
-that the item sees all keys it needs and writes the output itself. A prefill row becomes items of
-`PREFILL_ITEM_TOKENS` queries.
+Under a window of W tokens the query at position i sees the keys j with i - W < j <= i, itself included. A step
+is planned without one; `AttentionPlan.windowed` derives the plan for the layers that have it, whose items begin
+at the first key that one of their queries sees. A window changes what is read and nothing of where tokens lie:
+blocks wholly behind it stay in the table, because the prefix cache that owns them must stay closed under
+prefixes.
 
 Shapes: T tokens in the step (padding included), R sequences (rows), B blocks in the longest table, W decode
 items, X prefill items, D decode rows, S partial slots.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from blockyard.kernels.attention_items import DEFAULT_TARGET_PROGRAMS, Int32Array, Int64Array, items_of_step
 
 PADDING_SLOT = -1
-PREFILL_ITEM_TOKENS = 128
-ITEM_FIELDS = 6
-# A split reads at least this many keys: below it the merge costs more than the parallelism gains.
-MIN_SPLIT_TOKENS = 256
-# Splits end on multiples of the kernels' largest key tile: only the last tile of a row is masked.
-SPLIT_ALIGNMENT_TOKENS = 64
-# Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
-DEFAULT_TARGET_PROGRAMS = 528
 # Views into the shared buffer start on 16 bytes, which Triton needs for its widest loads.
 _ALIGNMENT_BYTES = 16
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 IntArray = Int32Array | Int64Array
 
 
@@ -52,6 +40,9 @@ class AttentionPlan:
     """
 
     block_size: int
+    num_kv_heads: int
+    target_programs: int
+    window: int | None  # in tokens; None where all keys before a query are seen
     num_decodes: int
     num_partials: int
     query_lens: tuple[int, ...]
@@ -62,7 +53,7 @@ class AttentionPlan:
     slot_mapping_T: torch.Tensor  # int64, PADDING_SLOT where nothing is to be written
     positions_T: torch.Tensor  # int64, 0 for padding
     decode_items_W6: torch.Tensor  # int32
-    prefill_items_X6: torch.Tensor  # int32, longest context first
+    prefill_items_X6: torch.Tensor  # int32, most keys first
     partial_starts_D1: (
         torch.Tensor
     )  # int32, decode row i owns partial slots [i], [i+1]; none if it was not split
@@ -75,6 +66,33 @@ class AttentionPlan:
     def num_query_tokens(self) -> int:
         """Tokens that attend: T without padding."""
         return sum(self.query_lens)
+
+    def first_visible_key(self, row: int) -> int:
+        """The first key that the row's first query sees: no query of the row sees one before it."""
+        first_position = self.context_lens[row] - self.query_lens[row]
+        return 0 if self.window is None else max(0, first_position - self.window + 1)
+
+    def windowed(self, window: int) -> Self:
+        """This step under a window of so many tokens; the plan itself where that hides nothing.
+
+        To be made once a step for each distinct window of a model. Raises ValueError for a window below 1.
+        """
+        if window < 1:
+            raise ValueError(f"a window of {window} tokens: a query sees itself, so at least 1")
+        if self.window is None and window >= max(self.context_lens, default=0):
+            return self
+        query_R = np.asarray(self.query_lens, dtype=np.int64)
+        context_R = np.asarray(self.context_lens, dtype=np.int64)
+        items = items_of_step(query_R, context_R, window, self.num_kv_heads, self.target_programs)
+        tensors = _to_device(items, self.positions_T.device)
+        return replace(
+            self,
+            window=window,
+            num_partials=int(items["partials"][-1]),
+            decode_items_W6=tensors["decode"],
+            prefill_items_X6=tensors["prefill"],
+            partial_starts_D1=tensors["partials"],
+        )
 
 
 def plan_attention(
@@ -97,7 +115,6 @@ def plan_attention(
     query_R = np.asarray(query_lens, dtype=np.int64)
     context_R = np.asarray(context_lens, dtype=np.int64)
     _check_rows(query_R, context_R, block_tables, block_size)
-    num_decodes = int((query_R == 1).sum())
     starts_R1 = np.concatenate(([0], np.cumsum(query_R)))
     table_RB = _dense_table(block_tables)
     positions_T, slots_T = _positions_and_slots(query_R, context_R, starts_R1, table_RB, block_size)
@@ -106,7 +123,7 @@ def plan_attention(
         raise ValueError(
             f"padded_tokens={padded_tokens} is less than the {len(positions_T)} tokens of the step"
         )
-    items_W6, partial_starts_D1 = _decode_items(context_R[:num_decodes], num_kv_heads, target_programs)
+    items = items_of_step(query_R, context_R, None, num_kv_heads, target_programs)
     tensors = _to_device(
         {
             "slots": np.pad(slots_T, (0, padding), constant_values=PADDING_SLOT),
@@ -114,16 +131,17 @@ def plan_attention(
             "starts": starts_R1.astype(np.int32),
             "contexts": context_R.astype(np.int32),
             "table": table_RB,
-            "decode": items_W6,
-            "prefill": _prefill_items(query_R, context_R, num_decodes),
-            "partials": partial_starts_D1,
+            **items,
         },
         torch.device(device),
     )
     return AttentionPlan(
         block_size=block_size,
-        num_decodes=num_decodes,
-        num_partials=int(partial_starts_D1[-1]),
+        num_kv_heads=num_kv_heads,
+        target_programs=target_programs,
+        window=None,
+        num_decodes=int((query_R == 1).sum()),
+        num_partials=int(items["partials"][-1]),
         query_lens=tuple(query_R.tolist()),
         context_lens=tuple(context_R.tolist()),
         query_starts_R1=tensors["starts"],
@@ -175,43 +193,7 @@ def _positions_and_slots(
     return positions_T, blocks_T * block_size + positions_T % block_size
 
 
-def _decode_items(
-    context_D: Int64Array, num_kv_heads: int, target_programs: int
-) -> tuple[Int32Array, Int32Array]:
-    """Cut contexts into splits of about equal size, chosen from the total work, not from the batch size."""
-    total_reads = int(context_D.sum()) * num_kv_heads
-    split_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
-    wanted_D = -(-context_D // split_tokens)
-    size_D = -(-context_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
-    splits_D = -(-context_D // size_D)
-    partials_D = np.where(splits_D > 1, splits_D, 0)
-    partial_starts_D1 = np.concatenate(([0], np.cumsum(partials_D)))
-
-    row_W = np.repeat(np.arange(len(context_D)), splits_D)
-    split_W = np.arange(len(row_W)) - np.repeat(np.cumsum(splits_D) - splits_D, splits_D)
-    first_W = split_W * size_D[row_W]
-    end_W = np.minimum(first_W + size_D[row_W], context_D[row_W])
-    slot_W = np.where(splits_D[row_W] > 1, partial_starts_D1[row_W] + split_W, -1)
-    items_W6 = np.stack((row_W, np.zeros_like(row_W), np.ones_like(row_W), first_W, end_W, slot_W), axis=1)
-    return items_W6.astype(np.int32), partial_starts_D1.astype(np.int32)
-
-
-def _prefill_items(query_R: Int64Array, context_R: Int64Array, num_decodes: int) -> Int32Array:
-    """Items of PREFILL_ITEM_TOKENS queries, longest first: short ones fill the gaps at the launch's end."""
-    query_Q, context_Q = query_R[num_decodes:], context_R[num_decodes:]
-    tiles_Q = -(-query_Q // PREFILL_ITEM_TOKENS)
-    row_X = np.repeat(np.arange(len(query_Q)), tiles_Q)
-    tile_X = np.arange(len(row_X)) - np.repeat(np.cumsum(tiles_Q) - tiles_Q, tiles_Q)
-    first_X = tile_X * PREFILL_ITEM_TOKENS
-    end_X = np.minimum(first_X + PREFILL_ITEM_TOKENS, query_Q[row_X])
-    keys_X = context_Q[row_X] - query_Q[row_X] + end_X
-    items_X6 = np.stack(
-        (row_X + num_decodes, first_X, end_X, np.zeros_like(row_X), keys_X, np.full_like(row_X, -1)), axis=1
-    )
-    return items_X6[np.argsort(-keys_X, kind="stable")].astype(np.int32)
-
-
-def _to_device(arrays: dict[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
+def _to_device(arrays: Mapping[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
     """Views of one byte buffer that went to the device in one asynchronous copy."""
     offsets: dict[str, int] = {}
     size = 0

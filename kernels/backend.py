@@ -39,7 +39,8 @@ class Backend(Protocol):
         scale: float,
         out_TND: torch.Tensor,
     ) -> None:
-        """Causal attention of all rows of the plan over the pool, after this step's `write_kv`."""
+        """Causal attention of all rows of the plan, within its window if it has one, over the pool, after this
+        step's `write_kv`."""
         ...
 
     def rms_norm(
@@ -74,10 +75,17 @@ class Backend(Protocol):
         """Copy whole blocks; destinations are distinct and none is also a source."""
         ...
 
+    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """The weight as this backend's `linear` likes it best: itself, or a copy that only `linear` can read.
+
+        Who owns the weight and has no other use for it should let it go, or it is in memory twice.
+        """
+        ...
+
     def linear(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x @ weight^T + bias."""
+        """x @ weight^T + bias, for a weight as it is or from `pack_linear`."""
         ...
 
 

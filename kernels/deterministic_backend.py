@@ -5,9 +5,9 @@ depends on the shapes of matrix products and on which elements a vector loop lea
 every operation that rounds in an order of its own gets operands of one fixed shape:
 
 - linears see tiles of LINEAR_TILE_ROWS tokens, padded with zeros;
-- attention sees tiles of queries cut at absolute positions, and chunks of CHUNK_TOKENS keys from position 0
-  on, joined by an online softmax. Whatever a query may not see weighs exactly 0 and leaves sum and maximum as
-  they were;
+- attention sees tiles of queries cut at absolute positions, and chunks of CHUNK_TOKENS keys cut at absolute
+  positions, joined by an online softmax. Whatever a query may not see, after it or behind its window, weighs
+  exactly 0 and leaves sum and maximum as they were;
 - SiLU sees slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
 
 Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they
@@ -33,10 +33,16 @@ SILU_SLAB = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One sequence of the step: its tokens in the step, its first query's position, its keys as chunks."""
+    """One sequence of the step: its tokens in the step, its first query's position, its keys as chunks.
+
+    Chunks wholly behind the window of its first query's tile are left out.
+    """
 
     tokens: slice
     first_position: int
+    tile_tokens: int
+    window: int | None
+    first_chunk: int
     block_rows: (
         torch.Tensor
     )  # of the pool viewed as [B * 2 * K, P, D], ordered [chunks, 2, K, blocks a chunk]
@@ -44,11 +50,11 @@ class _Row:
 
 
 class DeterministicTorchBackend(TorchBackend):
-    """Not thread-safe: it remembers the indices of the last plan."""
+    """Not thread-safe: it remembers the indices of the last plan of each window."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows_of_plan: tuple[AttentionPlan, list[_Row]] | None = None
+        self._rows_by_window: dict[int | None, tuple[AttentionPlan, list[_Row]]] = {}
 
     def attention(
         self,
@@ -64,9 +70,11 @@ class DeterministicTorchBackend(TorchBackend):
             raise ValueError(
                 f"deterministic mode needs a block size that divides {CHUNK_TOKENS}, got {plan.block_size}"
             )
-        if self._rows_of_plan is None or self._rows_of_plan[0] is not plan:
-            self._rows_of_plan = plan, _prepare_rows(plan, kv_pool_B2KPD.shape[2])
-        for row in self._rows_of_plan[1]:
+        prepared = self._rows_by_window.get(plan.window)
+        if prepared is None or prepared[0] is not plan:
+            rows = _prepare_rows(plan, q_TND.shape[1], kv_pool_B2KPD.shape[2])
+            prepared = self._rows_by_window[plan.window] = plan, rows
+        for row in prepared[1]:
             _attend_row(row, q_TND[row.tokens], kv_pool_B2KPD, scale, out_TND[row.tokens])
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
@@ -78,6 +86,9 @@ class DeterministicTorchBackend(TorchBackend):
         for slab in flat.view(slabs, SILU_SLAB):
             F.silu(slab, inplace=True)
         torch.mul(gate_copy_TI, up_TI, out=out_TI)
+
+    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        return weight_OI
 
     def linear(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
@@ -99,37 +110,52 @@ def _check_fp32(*tensors: torch.Tensor) -> None:
         raise ValueError(f"deterministic mode computes in float32 only, got {wrong}")
 
 
-def _prepare_rows(plan: AttentionPlan, num_kv_heads: int) -> list[_Row]:
+def _prepare_rows(plan: AttentionPlan, num_heads: int, num_kv_heads: int) -> list[_Row]:
     rows = []
     first_token = 0
+    tile_tokens = 1 << (max(1, QUERY_TILE_ROWS * num_kv_heads // num_heads).bit_length() - 1)
     for index, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens, strict=True)):
+        first_position = context_len - query_len
+        first_chunk = _first_chunk(first_position - first_position % tile_tokens, plan.window)
         rows.append(
             _Row(
                 tokens=slice(first_token, first_token + query_len),
-                first_position=context_len - query_len,
-                block_rows=_chunked_block_rows(plan, index, num_kv_heads),
-                stale_slots=_stale_slots(context_len, num_kv_heads),
+                first_position=first_position,
+                tile_tokens=tile_tokens,
+                window=plan.window,
+                first_chunk=first_chunk,
+                block_rows=_chunked_block_rows(plan, index, first_chunk, num_kv_heads),
+                stale_slots=_stale_slots(
+                    first_chunk, plan.first_visible_key(index), context_len, num_kv_heads
+                ),
             )
         )
         first_token += query_len
     return rows
 
 
-def _chunked_block_rows(plan: AttentionPlan, row: int, num_kv_heads: int) -> torch.Tensor:
+def _first_chunk(tile_position: int, window: int | None) -> int:
+    """The first that a tile may see. It depends on the tile's position alone, as bit for bit everything must."""
+    return 0 if window is None else max(0, tile_position - window + 1) // CHUNK_TOKENS
+
+
+def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_heads: int) -> torch.Tensor:
     """Every chunk is whole: beyond the row's own blocks it repeats block 0, whose slots are stale."""
     context_len = plan.context_lens[row]
+    first_block = first_chunk * CHUNK_TOKENS // plan.block_size
     owned = -(-context_len // plan.block_size)
-    num_chunks = -(-context_len // CHUNK_TOKENS)
+    num_chunks = -(-context_len // CHUNK_TOKENS) - first_chunk
     blocks = torch.zeros(num_chunks * CHUNK_TOKENS // plan.block_size, dtype=torch.int64)
-    blocks[:owned] = plan.block_table_RB[row, :owned]
+    blocks[: owned - first_block] = plan.block_table_RB[row, first_block:owned]
     kind_2 = torch.arange(2)[:, None, None]
     head_K = torch.arange(num_kv_heads)[:, None]
     return ((blocks.view(num_chunks, 1, 1, -1) * 2 + kind_2) * num_kv_heads + head_K).reshape(-1)
 
 
-def _stale_slots(context_len: int, num_kv_heads: int) -> torch.Tensor:
-    num_chunks = -(-context_len // CHUNK_TOKENS)
-    stale = torch.arange(num_chunks * CHUNK_TOKENS).view(num_chunks, 1, 1, CHUNK_TOKENS) >= context_len
+def _stale_slots(first_chunk: int, first_key: int, context_len: int, num_kv_heads: int) -> torch.Tensor:
+    """What no query of the row sees."""
+    key = torch.arange(first_chunk * CHUNK_TOKENS, -(-context_len // CHUNK_TOKENS) * CHUNK_TOKENS)
+    stale = ((key < first_key) | (key >= context_len)).view(-1, 1, 1, CHUNK_TOKENS)
     return stale.expand(-1, 2, num_kv_heads, -1).reshape(-1).nonzero().squeeze(1)
 
 
@@ -141,7 +167,7 @@ def _attend_row(
     gathered.view(-1, head_dim).index_fill_(0, row.stale_slots, 0.0)
     chunks = gathered.view(-1, 2, num_kv_heads, CHUNK_TOKENS, head_dim)
     group = q_QND.shape[1] // num_kv_heads
-    tile_tokens = 1 << (max(1, QUERY_TILE_ROWS // group).bit_length() - 1)
+    tile_tokens = row.tile_tokens
     end_position = row.first_position + len(q_QND)
     tile_position = row.first_position - row.first_position % tile_tokens
     while tile_position < end_position:
@@ -151,28 +177,31 @@ def _attend_row(
         place = slice(begin - tile_position, end - tile_position)
         q_tile = q_QND.new_zeros(num_kv_heads, tile_tokens, group, head_dim)
         q_tile[:, place] = q_QND[wanted].view(end - begin, num_kv_heads, group, head_dim).transpose(0, 1)
-        result_KMD = _attend_tile(q_tile.flatten(1, 2) * scale, chunks, tile_position, tile_tokens)
+        result_KMD = _attend_tile(row, q_tile.flatten(1, 2) * scale, chunks, tile_position)
         result = result_KMD.view(num_kv_heads, tile_tokens, group, head_dim)[:, place]
         out_QND[wanted] = result.transpose(0, 1).flatten(1, 2)
         tile_position += tile_tokens
 
 
-def _attend_tile(
-    q_KMD: torch.Tensor, chunks: torch.Tensor, tile_position: int, tile_tokens: int
-) -> torch.Tensor:
-    """Online softmax over the chunks a tile may see. The tile lies within the last: only it needs a mask."""
+def _attend_tile(row: _Row, q_KMD: torch.Tensor, chunks: torch.Tensor, tile_position: int) -> torch.Tensor:
+    """Online softmax over the chunks a tile may see. Masks are for the last, in which the tile lies, and for
+    those in which some query's window begins."""
     num_kv_heads, num_packed, head_dim = q_KMD.shape
     last_chunk = tile_position // CHUNK_TOKENS
-    position_M1 = (torch.arange(num_packed) // (num_packed // tile_tokens) + tile_position)[:, None]
-    hidden_MA = torch.arange(CHUNK_TOKENS) + last_chunk * CHUNK_TOKENS > position_M1
-    peak_KM1 = q_KMD.new_full((num_kv_heads, num_packed, 1), float("-inf"))
+    position_M1 = (torch.arange(num_packed) // (num_packed // row.tile_tokens) + tile_position)[:, None]
+    last_hidden = -1 if row.window is None else tile_position + row.tile_tokens - 1 - row.window
+    # Lowest finite, not -inf: a chunk may lie behind the windows of some queries of the tile.
+    peak_KM1 = q_KMD.new_full((num_kv_heads, num_packed, 1), torch.finfo(torch.float32).min)
     total_KM1 = q_KMD.new_zeros(num_kv_heads, num_packed, 1)
     acc_KMD = q_KMD.new_zeros(num_kv_heads, num_packed, head_dim)
-    for index in range(last_chunk + 1):
-        k_KAD, v_KAD = chunks[index]
+    for index in range(_first_chunk(tile_position, row.window), last_chunk + 1):
+        k_KAD, v_KAD = chunks[index - row.first_chunk]
         scores_KMA = torch.bmm(q_KMD, k_KAD.transpose(1, 2))
+        key_A = torch.arange(CHUNK_TOKENS) + index * CHUNK_TOKENS
         if index == last_chunk:
-            scores_KMA.masked_fill_(hidden_MA, float("-inf"))
+            scores_KMA.masked_fill_(key_A > position_M1, float("-inf"))
+        if row.window is not None and index * CHUNK_TOKENS <= last_hidden:
+            scores_KMA.masked_fill_(key_A <= position_M1 - row.window, float("-inf"))
         new_peak_KM1 = torch.maximum(peak_KM1, scores_KMA.amax(dim=-1, keepdim=True))
         rescale_KM1 = torch.exp(peak_KM1 - new_peak_KM1)
         weights_KMA = torch.exp(scores_KMA - new_peak_KM1)

@@ -31,27 +31,40 @@ def attention(
     scale: float,
     out_TND: torch.Tensor,
 ) -> None:
-    """out = softmax(scale * q k^T + causal mask) v for each row, whose queries are its last positions."""
+    """out = softmax(scale * q k^T + mask) v for each row, whose queries are its last positions.
+
+    The mask hides what comes after a query, and under a window of W tokens what lies W or more before it. A
+    hidden value weighs 0, and may be NaN.
+    """
     token = 0
     for row, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens, strict=True)):
         num_blocks = -(-context_len // plan.block_size)
         blocks = plan.block_table_RB[row, :num_blocks].long()
         rows = slice(token, token + query_len)
-        out_TND[rows] = _attend_row(q_TND[rows], kv_pool_B2KPD[blocks], context_len, scale).to(out_TND.dtype)
+        kv_B2KPD = kv_pool_B2KPD[blocks]
+        out_TND[rows] = _attend_row(q_TND[rows], kv_B2KPD, context_len, scale, plan.window).to(out_TND.dtype)
         token += query_len
 
 
-def _attend_row(q_QND: torch.Tensor, kv_B2KPD: torch.Tensor, context_len: int, scale: float) -> torch.Tensor:
+def _attend_row(
+    q_QND: torch.Tensor, kv_B2KPD: torch.Tensor, context_len: int, scale: float, window: int | None
+) -> torch.Tensor:
     query_len, num_heads, head_dim = q_QND.shape
     num_kv_heads = kv_B2KPD.shape[2]
     dense_2KLD = (
         kv_B2KPD.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context_len].float()
     )
+    if window is not None:
+        # 0 * NaN is NaN: what no query sees is taken out beforehand.
+        dense_2KLD[:, :, : max(0, context_len - query_len - window + 1)] = 0.0
     k_NLD, v_NLD = dense_2KLD.repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores_NQL = q_QND.float().transpose(0, 1) @ k_NLD.transpose(1, 2) * scale
     key_L = torch.arange(context_len, device=q_QND.device)
     query_Q = torch.arange(context_len - query_len, context_len, device=q_QND.device)
-    scores_NQL = scores_NQL.masked_fill(key_L > query_Q[:, None], float("-inf"))
+    hidden_QL = key_L > query_Q[:, None]
+    if window is not None:
+        hidden_QL |= key_L <= query_Q[:, None] - window
+    scores_NQL = scores_NQL.masked_fill(hidden_QL, float("-inf"))
     out_NQD: torch.Tensor = torch.softmax(scores_NQL, dim=-1) @ v_NLD
     return out_NQD.transpose(0, 1)
 

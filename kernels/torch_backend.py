@@ -2,10 +2,11 @@
 
 Decode rows of similar length are gathered and attended together; the G query heads of a kv head become G
 query rows, so keys and values are never repeated. Prefill rows go one by one. What a plan means as indices
-into the pool is worked out once a step (`_Prepared`) and reused by all layers. Must never import triton.
+into the pool is worked out once a step and window (`_Prepared`) and reused by all layers. Blocks wholly behind a
+window are not gathered. Must never import triton.
 
 Shapes: T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, B blocks in the pool, R
-rows of a group, L padded context of a group, Q queries of one row, H hidden size, I input or intermediate
+rows of a group, L gathered keys, Q queries of one row, H hidden size, I input or intermediate
 size, O output size, S positions in the rotary table, C block copies.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.packed_linear import PackedLinears
+from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
 
 # Rows are attended together while the shortest is at least this share of the longest: less is padding.
 MIN_FILL_OF_GROUP = 0.75
@@ -24,18 +25,19 @@ MAX_GROUP_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeGroup:
-    """Decode rows gathered together. Stale slots, beyond a row's context, may hold anything, NaN too."""
+    """Decode rows gathered together. Stale slots, beyond a row's context or behind its window, may hold
+    anything, NaN too."""
 
     rows_R: torch.Tensor
     block_rows: torch.Tensor  # of the pool viewed as [B * 2 * K, P, D], ordered [2, R, K, blocks]
     stale_slots: torch.Tensor  # of the gathered tensor viewed as [2 * R * K * L, D]
-    mask_R11L: torch.Tensor | None  # added to the scores; None if all contexts are equal
+    mask_R11L: torch.Tensor | None  # added to the scores; None if every row sees every slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PrefillRow:
     tokens: slice
-    context_len: int
+    keys: slice  # of the gathered slots
     block_rows: torch.Tensor  # ordered [2, K, blocks]
     mask_QL: torch.Tensor | None  # None if the queries are the whole context: plain causal attention
 
@@ -50,13 +52,13 @@ class _Prepared:
 
 
 class TorchBackend:
-    """Not thread-safe: it remembers the indices of the last plan."""
+    """Not thread-safe: it remembers the indices of the last plan of each window."""
 
     name = "torch"
 
     def __init__(self) -> None:
-        self._prepared: _Prepared | None = None
-        self._packed_linears = PackedLinears()
+        self._prepared_by_window: dict[int | None, _Prepared] = {}
+        self._can_pack = can_pack()
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
@@ -78,11 +80,12 @@ class TorchBackend:
         scale: float,
         out_TND: torch.Tensor,
     ) -> None:
-        if self._prepared is None or self._prepared.plan is not plan:
-            self._prepared = _prepare(plan, kv_pool_B2KPD)
-        for group in self._prepared.decode_groups:
+        prepared = self._prepared_by_window.get(plan.window)
+        if prepared is None or prepared.plan is not plan:
+            prepared = self._prepared_by_window[plan.window] = _prepare(plan, kv_pool_B2KPD)
+        for group in prepared.decode_groups:
             _attend_decodes(group, q_TND, kv_pool_B2KPD, scale, out_TND)
-        for row in self._prepared.prefill_rows:
+        for row in prepared.prefill_rows:
             _attend_prefill(row, q_TND, kv_pool_B2KPD, scale, out_TND)
 
     def rms_norm(
@@ -121,10 +124,13 @@ class TorchBackend:
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
         kv_pool_B2KPD[src_dst_C2[:, 1]] = kv_pool_B2KPD[src_dst_C2[:, 0]]
 
+    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        return pack(weight_OI) if self._can_pack else weight_OI
+
     def linear(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._packed_linears(x_TI, weight_OI, bias_O)
+        return packed_linear(x_TI, weight_OI, bias_O)
 
 
 def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor) -> _Prepared:
@@ -140,36 +146,44 @@ def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor) -> _Prepared:
 def _similar_rows(plan: AttentionPlan, block_bytes: int) -> list[list[int]]:
     """Decode rows, longest first, cut into groups that are well filled and not too large."""
     groups: list[list[int]] = []
+    gathered_tokens = [_gathered_tokens(plan, row) for row in range(plan.num_decodes)]
     longest = 0
-    for row in sorted(range(plan.num_decodes), key=lambda row: -plan.context_lens[row]):
-        context_len = plan.context_lens[row]
+    for row in sorted(range(plan.num_decodes), key=lambda row: -gathered_tokens[row]):
         bytes_a_row = -(-longest // plan.block_size) * block_bytes
         if (
             not groups
-            or context_len < MIN_FILL_OF_GROUP * longest
+            or gathered_tokens[row] < MIN_FILL_OF_GROUP * longest
             or (len(groups[-1]) + 1) * bytes_a_row > MAX_GROUP_BYTES
         ):
             groups.append([])
-            longest = context_len
+            longest = gathered_tokens[row]
         groups[-1].append(row)
     return groups
+
+
+def _gathered_tokens(plan: AttentionPlan, row: int) -> int:
+    """From the start of the first block that any query of the row sees."""
+    first_block = plan.first_visible_key(row) // plan.block_size
+    return plan.context_lens[row] - first_block * plan.block_size
 
 
 def _prepare_group(plan: AttentionPlan, rows: list[int], kv_pool_B2KPD: torch.Tensor) -> _DecodeGroup:
     device, dtype = kv_pool_B2KPD.device, kv_pool_B2KPD.dtype
     rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
-    contexts_R = plan.context_lens_R[rows_R].long()
-    num_blocks = -(-plan.context_lens[rows[0]] // plan.block_size)
-    stale_RL = torch.arange(num_blocks * plan.block_size, device=device) >= contexts_R[:, None]
+    contexts_R1 = plan.context_lens_R[rows_R].long()[:, None]
+    first_keys_R1 = torch.tensor([[plan.first_visible_key(row)] for row in rows], device=device)
+    first_blocks_R1 = first_keys_R1 // plan.block_size
+    num_blocks = -(-_gathered_tokens(plan, rows[0]) // plan.block_size)
+    key_RL = torch.arange(num_blocks * plan.block_size, device=device) + first_blocks_R1 * plan.block_size
+    stale_RL = (key_RL >= contexts_R1) | (key_RL < first_keys_R1)
     num_kv_heads = kv_pool_B2KPD.shape[2]
     stale_2RKL = stale_RL[None, :, None].expand(2, -1, num_kv_heads, -1)
-    all_equal = plan.context_lens[rows[0]] == plan.context_lens[rows[-1]] == stale_RL.shape[1]
     mask_RL = torch.zeros(stale_RL.shape, dtype=dtype, device=device).masked_fill_(stale_RL, float("-inf"))
     return _DecodeGroup(
         rows_R=rows_R,
-        block_rows=_block_rows(plan, rows_R, num_blocks, num_kv_heads),
+        block_rows=_block_rows(plan, rows_R, first_blocks_R1, num_blocks, num_kv_heads),
         stale_slots=stale_2RKL.reshape(-1).nonzero().squeeze(1),
-        mask_R11L=None if all_equal else mask_RL[:, None, None],
+        mask_R11L=mask_RL[:, None, None] if bool(stale_RL.any()) else None,
     )
 
 
@@ -177,28 +191,49 @@ def _prepare_prefill(plan: AttentionPlan, row: int, kv_pool_B2KPD: torch.Tensor)
     device, dtype = kv_pool_B2KPD.device, kv_pool_B2KPD.dtype
     query_len, context_len = plan.query_lens[row], plan.context_lens[row]
     first_token = sum(plan.query_lens[:row])
-    mask_QL = None
-    if context_len > query_len:
-        mask_QL = torch.full((query_len, context_len), float("-inf"), dtype=dtype, device=device)
-        mask_QL.triu_(diagonal=context_len - query_len + 1)
+    first_key = plan.first_visible_key(row)
+    first_block, skipped = divmod(first_key, plan.block_size)
+    num_keys = context_len - first_key
     rows_1 = torch.tensor([row], dtype=torch.int64, device=device)
-    num_blocks = -(-context_len // plan.block_size)
+    first_blocks_11 = torch.full((1, 1), first_block, dtype=torch.int64, device=device)
+    num_blocks = -(-(skipped + num_keys) // plan.block_size)
     return _PrefillRow(
         tokens=slice(first_token, first_token + query_len),
-        context_len=context_len,
-        block_rows=_block_rows(plan, rows_1, num_blocks, kv_pool_B2KPD.shape[2]),
-        mask_QL=mask_QL,
+        keys=slice(skipped, skipped + num_keys),
+        block_rows=_block_rows(plan, rows_1, first_blocks_11, num_blocks, kv_pool_B2KPD.shape[2]),
+        mask_QL=_prefill_mask(query_len, num_keys, plan.window, dtype, device),
     )
 
 
+def _prefill_mask(
+    query_len: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Of the last `query_len` of `num_keys` positions. None for plain causal attention."""
+    narrow = window is not None and num_keys > window
+    if num_keys == query_len and not narrow:
+        return None
+    mask_QL = torch.full((query_len, num_keys), float("-inf"), dtype=dtype, device=device)
+    mask_QL.triu_(diagonal=num_keys - query_len + 1)
+    if window is not None and narrow:
+        behind_QL = torch.ones(query_len, num_keys, dtype=torch.bool, device=device)
+        behind_QL.tril_(diagonal=num_keys - query_len - window)
+        mask_QL.masked_fill_(behind_QL, float("-inf"))
+    return mask_QL
+
+
 def _block_rows(
-    plan: AttentionPlan, rows_R: torch.Tensor, num_blocks: int, num_kv_heads: int
+    plan: AttentionPlan,
+    rows_R: torch.Tensor,
+    first_blocks_R1: torch.Tensor,
+    num_blocks: int,
+    num_kv_heads: int,
 ) -> torch.Tensor:
     """Indices, ordered [2, R, K, blocks], into the pool seen as rows of (block, key or value, kv head)."""
     device = rows_R.device
-    table_RB = plan.block_table_RB[rows_R, :num_blocks].long()
-    owned_R = -(-plan.context_lens_R[rows_R].long() // plan.block_size)
-    table_RB = table_RB.masked_fill(torch.arange(num_blocks, device=device) >= owned_R[:, None], 0)
+    place_RB = first_blocks_R1 + torch.arange(num_blocks, device=device)
+    owned_R1 = -(-plan.context_lens_R[rows_R].long() // plan.block_size)[:, None]
+    within_RB = place_RB.clamp(max=plan.block_table_RB.shape[1] - 1)
+    table_RB = plan.block_table_RB[rows_R[:, None], within_RB].long().masked_fill(place_RB >= owned_R1, 0)
     kind_2 = torch.arange(2, device=device)[:, None, None, None]
     head_K = torch.arange(num_kv_heads, device=device)[:, None]
     return ((table_RB[None, :, None] * 2 + kind_2) * num_kv_heads + head_K).reshape(-1)
@@ -231,7 +266,7 @@ def _attend_prefill(
     """The batch dimension carries the kv heads: a group shares its keys by a stride of 0, not by a copy."""
     _, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
     gathered = kv_pool_B2KPD.view(-1, block_size * head_dim).index_select(0, row.block_rows)
-    kv_2K1LD = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, : row.context_len]
+    kv_2K1LD = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, row.keys]
     q_QND = q_TND[row.tokens]
     group_size = q_QND.shape[1] // num_kv_heads
     k_KGLD, v_KGLD = kv_2K1LD.expand(-1, -1, group_size, -1, -1)

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 import triton
 from blockyard.kernels.attention import attend_items_kernel, merge_partials_kernel
-from blockyard.kernels.attention_plan import PREFILL_ITEM_TOKENS, AttentionPlan
+from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
+from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.cache_ops import copy_blocks_kernel, write_kv_kernel
 from blockyard.kernels.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
 
@@ -128,6 +129,7 @@ class TritonBackend:
             *out_TND.stride()[:2],
             plan.block_table_RB.stride(0),
             scale * math.log2(math.e),
+            plan.window or 0,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
@@ -135,6 +137,7 @@ class TritonBackend:
             PROGRAMS_PER_ITEM=programs_per_item,
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
+            WINDOWED=plan.window is not None and items is plan.prefill_items_X6,
             WIDEN=q_TND.dtype == torch.bfloat16 and q_TND.device.type == "cpu",
             **_launch_options(tiles),
         )
@@ -215,6 +218,9 @@ class TritonBackend:
         block_numel = kv_pool_B2KPD[0].numel()
         grid = (len(src_dst_C2), triton.cdiv(block_numel, COPY_TILE))
         copy_blocks_kernel[grid](kv_pool_B2KPD, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
+
+    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        return weight_OI
 
     def linear(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None

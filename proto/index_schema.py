@@ -8,8 +8,8 @@ Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`
     b:<hex3>     HASH  one bucket of names: field = name[1:8], value = the berths that hold it
     berth:<n>    HASH  epoch, sequence, lease (ms) and the worker's record
     leases       ZSET  berth -> end of its lease, in ms of Redis's clock; 0 once retired
-    identities   HASH  worker_id NUL incarnation -> its newest berth
-    names        HASH  berth -> worker_id NUL incarnation (what a look-up returns)
+    identities   HASH  identity -> its newest berth
+    names        HASH  berth -> identity (what a look-up returns): worker_id NUL incarnation [NUL "anywhere"]
     free         SET   berth numbers that may be used again
     condemned    SET   berths that the walk under way strikes out
     state        HASH  next (highest number given), beat, beat_lease, since (service), cursor (walk)
@@ -23,6 +23,11 @@ along a chain are nested and equal size means equal set, and (2) each value is f
 whose lease runs, so the holes of the dead cannot be seen. For the same reason the purge may walk bucket by
 bucket, in no order of the chains: it only ever strikes out what no look-up counts. It needs no journal of
 what a berth once added, and a dead worker costs the same few bytes until the walk passes.
+
+A worker with a host cache has a second berth, whose identity ends in "anywhere". For every rule above it is a berth
+like others: what is anywhere in a worker is prefix-closed too, so the live sets stay nested. It has the epoch of the
+first and no record; both leases are written at the same moments, so both lapse, retire and are purged together.
+Readers that know nothing of it take it for an incarnation that is none of theirs.
 """
 
 import re
@@ -30,6 +35,7 @@ import struct
 from collections.abc import Iterable
 
 SCHEMA_VERSION = 1
+ANYWHERE_SUFFIX = "\0anywhere"
 NUM_BUCKETS = 4096
 INDEXED_NAME_BYTES = 8
 MAX_BUCKET_ENTRIES = 512

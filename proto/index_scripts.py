@@ -29,9 +29,19 @@ local function berth_at(value, index)
   return low + high * 256
 end
 
+-- What a worker owns: the berth for its GPU and, where it is not 0, the one for anywhere.
+local function pair(berth, anywhere)
+  if tonumber(anywhere) == 0 then return {berth} end
+  return {berth, anywhere}
+end
+
 -- A berth without a lease entry is refused too: the purge strikes out whoever is not in `leases`.
-local function owns(berth, epoch)
-  return redis.pcall('HGET', berth_key(berth), 'epoch') == epoch and redis.call('ZSCORE', leases, berth)
+local function owns(berths, epoch)
+  for _, berth in ipairs(berths) do
+    if redis.pcall('HGET', berth_key(berth), 'epoch') ~= epoch then return false end
+    if not redis.call('ZSCORE', leases, berth) then return false end
+  end
+  return true
 end
 
 -- Any worker's sign of life proves that Redis served. A silence longer than a lease was an outage.
@@ -51,35 +61,55 @@ REGISTER = (
     _PRELUDE
     + """
 local epoch, lease_ms, max_berths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local worker_id, incarnation = ARGV[4], ARGV[5]
+local worker_id, incarnation, has_host_cache, suffix = ARGV[4], ARGV[5], ARGV[9] == '1', ARGV[10]
 local now, identity = now_ms(), worker_id .. '\\0' .. incarnation
-local earlier = redis.call('HGET', prefix .. 'identities', identity)
-if earlier then retire(earlier) end
-local berth = redis.call('SPOP', prefix .. 'free')
-while not berth do
-  if (tonumber(redis.call('HGET', state, 'next')) or 0) >= max_berths then return 0 end
-  local candidate = redis.call('HINCRBY', state, 'next', 1)
-  if redis.call('EXISTS', berth_key(candidate)) == 0 then berth = candidate end
+
+local function retire_earlier(whose)
+  local earlier = redis.call('HGET', prefix .. 'identities', whose)
+  if earlier then retire(earlier) end
 end
-redis.call('HSET', berth_key(berth), 'epoch', epoch, 'sequence', 0, 'lease', lease_ms, 'worker_id', worker_id,
-  'incarnation', incarnation, 'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8])
-redis.call('HSET', prefix .. 'identities', identity, berth)
-redis.call('HSET', prefix .. 'names', berth, identity)
-redis.call('ZADD', leases, now + lease_ms, berth)
+
+local function take()
+  local berth = redis.call('SPOP', prefix .. 'free')
+  while not berth do
+    if (tonumber(redis.call('HGET', state, 'next')) or 0) >= max_berths then return nil end
+    local candidate = redis.call('HINCRBY', state, 'next', 1)
+    if redis.call('EXISTS', berth_key(candidate)) == 0 then berth = candidate end
+  end
+  return tonumber(berth)
+end
+
+local function stand(berth, whose, ...)
+  redis.call('HSET', berth_key(berth), 'epoch', epoch, 'lease', lease_ms, ...)
+  redis.call('HSET', prefix .. 'identities', whose, berth)
+  redis.call('HSET', prefix .. 'names', berth, whose)
+  redis.call('ZADD', leases, now + lease_ms, berth)
+end
+
+retire_earlier(identity)
+retire_earlier(identity .. suffix)
+local berth = take()
+if not berth then return {0, 0} end
+stand(berth, identity, 'sequence', 0, 'worker_id', worker_id, 'incarnation', incarnation,
+  'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8])
+local anywhere = has_host_cache and take() or 0
+if anywhere ~= 0 then stand(anywhere, identity .. suffix) end
 beat(now, lease_ms)
-return tonumber(berth)
+return {berth, anywhere}
 """
 )
 
 RENEW = (
     _PRELUDE
     + """
-local berth, epoch, lease_ms, applied = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-if not owns(berth, epoch) then return 'UNKNOWN' end
-if (tonumber(redis.call('HGET', berth_key(berth), 'sequence')) or -1) < applied then return 'UNKNOWN' end
+local berths, epoch, lease_ms, applied = pair(ARGV[1], ARGV[5]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+if not owns(berths, epoch) then return 'UNKNOWN' end
+if (tonumber(redis.call('HGET', berth_key(berths[1]), 'sequence')) or -1) < applied then return 'UNKNOWN' end
 local now = now_ms()
-redis.call('HSET', berth_key(berth), 'lease', lease_ms)
-redis.call('ZADD', leases, now + lease_ms, berth)
+for _, berth in ipairs(berths) do
+  redis.call('HSET', berth_key(berth), 'lease', lease_ms)
+  redis.call('ZADD', leases, now + lease_ms, berth)
+end
 beat(now, lease_ms)
 return 'OK'
 """
@@ -88,7 +118,10 @@ return 'OK'
 RETIRE = (
     _PRELUDE
     + """
-if owns(ARGV[1], ARGV[2]) then retire(ARGV[1]) end
+local berths = pair(ARGV[1], ARGV[3])
+if owns(berths, ARGV[2]) then
+  for _, berth in ipairs(berths) do retire(berth) end
+end
 return 'OK'
 """
 )
@@ -96,12 +129,12 @@ return 'OK'
 APPLY = (
     _PRELUDE
     + """
-local berth, epoch, sequence, removed, added = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
-if not owns(berth, epoch) then return 'UNKNOWN' end
+local berth, anywhere, epoch, sequence = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local removed, anywhere_removed, anywhere_added, added = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+if not owns(pair(berth, anywhere), epoch) then return 'UNKNOWN' end
 local last = tonumber(redis.call('HGET', berth_key(berth), 'sequence')) or -1
 if sequence <= last then return 'DUPLICATE' end
 if sequence > last + 1 then return 'GAP' end
-local packed = string.char(berth % 256, math.floor(berth / 256))
 
 -- What is not of our making would stop this script half way, for good: it goes.
 local function read(bucket, field)
@@ -111,38 +144,51 @@ local function read(bucket, field)
   return value
 end
 
--- Where the berth stands, or would stand, among those that hold the name; and whether it does.
-local function search(value)
+-- Where a berth stands, or would stand, among those that hold the name; and whether it does.
+local function search(value, number)
   local low, high = 1, #value / 2
   while low <= high do
     local middle = math.floor((low + high) / 2)
     local found = berth_at(value, middle)
-    if found == berth then return middle, true end
-    if found < berth then low = middle + 1 else high = middle - 1 end
+    if found == number then return middle, true end
+    if found < number then low = middle + 1 else high = middle - 1 end
   end
   return low, false
 end
 
-for index = 1, #removed / 8 do
-  local bucket, field = locate(removed, index)
-  local value = read(bucket, field)
-  local position, present = search(value)
-  if present and #value == 2 then
-    redis.call('HDEL', bucket, field)
-  elseif present then
-    redis.call('HSET', bucket, field,
-      string.sub(value, 1, position * 2 - 2) .. string.sub(value, position * 2 + 1))
+local function strike(names, number)
+  for index = 1, #names / 8 do
+    local bucket, field = locate(names, index)
+    local value = read(bucket, field)
+    local position, present = search(value, number)
+    if present and #value == 2 then
+      redis.call('HDEL', bucket, field)
+    elseif present then
+      redis.call('HSET', bucket, field,
+        string.sub(value, 1, position * 2 - 2) .. string.sub(value, position * 2 + 1))
+    end
   end
 end
-for index = 1, #added / 8 do
-  local bucket, field = locate(added, index)
-  local value = read(bucket, field)
-  local position, present = search(value)
-  if not present then
-    redis.call('HSET', bucket, field,
-      string.sub(value, 1, position * 2 - 2) .. packed .. string.sub(value, position * 2 - 1))
+
+local function add(names, number)
+  local packed = string.char(number % 256, math.floor(number / 256))
+  for index = 1, #names / 8 do
+    local bucket, field = locate(names, index)
+    local value = read(bucket, field)
+    local position, present = search(value, number)
+    if not present then
+      redis.call('HSET', bucket, field,
+        string.sub(value, 1, position * 2 - 2) .. packed .. string.sub(value, position * 2 - 1))
+    end
   end
 end
+
+strike(removed, berth)
+if anywhere ~= 0 then
+  strike(anywhere_removed, anywhere)
+  add(anywhere_added, anywhere)
+end
+add(added, berth)
 redis.call('HSET', berth_key(berth), 'sequence', sequence)
 return 'OK'
 """
@@ -160,7 +206,7 @@ LOOKUP = (
     _PRELUDE
     + _LIVE
     + """
-local names = ARGV[1]
+local names, max_compact = ARGV[1], tonumber(ARGV[2])
 local total, nobody, parsed, depths = #names / 8, {}, {}, {}
 
 local function holders(index)
@@ -202,15 +248,29 @@ while low < total and #at_low > 0 do
 end
 for _, berth in ipairs(at_low) do depths[berth] = low end
 
+-- A compact hash walks to each field that is asked for: many of them cost more than all.
+local function identities(berths)
+  local names, found = prefix .. 'names', {}
+  local size = redis.pcall('HLEN', names)
+  if #berths >= 48 and type(size) == 'number' and size <= max_compact then
+    local everyone = redis.pcall('HGETALL', names)
+    for index = 1, #everyone, 2 do found[tonumber(everyone[index]) or 0] = everyone[index + 1] end
+    return found
+  end
+  for first = 1, #berths, 512 do
+    local last = math.min(first + 511, #berths)
+    local some = redis.pcall('HMGET', names, unpack(berths, first, last))
+    for index = first, last do found[berths[index]] = some[index - first + 1] end
+  end
+  return found
+end
+
 local berths, reply = {}, {}
 for berth in pairs(depths) do berths[#berths + 1] = berth end
-for first = 1, #berths, 512 do
-  local last = math.min(first + 511, #berths)
-  local identities = redis.pcall('HMGET', prefix .. 'names', unpack(berths, first, last))
-  for index = first, last do
-    reply[#reply + 1] = identities[index - first + 1] or ''
-    reply[#reply + 1] = depths[berths[index]]
-  end
+local found = identities(berths)
+for _, berth in ipairs(berths) do
+  reply[#reply + 1] = found[berth] or ''
+  reply[#reply + 1] = depths[berth]
 end
 return reply
 """

@@ -40,10 +40,18 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Berth:
-    """A worker's place in the index. The random epoch tells this use of the number from every other."""
+    """A worker's place in the index. The random epoch tells this use of the number from every other.
+
+    A worker that keeps blocks in host memory too has a second number, for what it holds anywhere. The pair has one
+    epoch, one lease and one count of batches, and every batch tells of both: so they live, fall behind and die
+    together, no rule about berths needs a second version, and at no moment is a name on the GPU but not anywhere.
+    """
 
     number: int
+    """For names on the GPU."""
     epoch: int
+    anywhere: int | None = None
+    """For names on the GPU or in host memory; None for a worker that asked for no second number or got none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +64,25 @@ class Batch:
     """Leaf-to-root: a child before its parent."""
     added: tuple[bytes, ...] = ()
     """Root-to-leaf: a parent before its child."""
+    anywhere_removed: tuple[bytes, ...] = ()
+    """The same for the berth's second number; without one it is ignored."""
+    anywhere_added: tuple[bytes, ...] = ()
+
+    @property
+    def num_names(self) -> int:
+        return len(self.removed) + len(self.added) + len(self.anywhere_removed) + len(self.anywhere_added)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A live worker that holds the first `depth` blocks of the chain looked up (depth >= 1)."""
+    """A live worker that holds at least the first block of the chain looked up."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     depth: int
+    """Leading blocks on the GPU."""
+    host_blocks: int = 0
+    """Blocks that follow those and are in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +137,18 @@ class PrefixIndexError(Exception):
 class PrefixIndex(Protocol):
     """Every method is one round trip and raises PrefixIndexError alone."""
 
-    async def register(self, record: WorkerRecord, *, lease_seconds: float) -> Berth:
+    async def register(
+        self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
+    ) -> Berth:
         """Take a fresh, empty berth. An earlier berth of the same incarnation is retired at once, so that
         a worker that registers anew never stands in the index twice. Other incarnations are left alone:
-        a zombie that registers again must not oust its successor; routers tell them apart."""
+        a zombie that registers again must not oust its successor; routers tell them apart.
+
+        With a host cache it has a second number, unless only one is left: then the worker's GPU is in the index."""
         ...
 
     async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
-        """Apply removals, then additions, atomically."""
+        """Apply removals, then additions, under both numbers, atomically."""
         ...
 
     async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
@@ -140,7 +162,7 @@ class PrefixIndex(Protocol):
         ...
 
     async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
-        """Each live worker that holds the first block of the chain, with the depth it holds."""
+        """Each live worker that holds the first block of the chain, with the depths it holds."""
         ...
 
     async def directory(self) -> list[WorkerRecord]:
@@ -153,3 +175,20 @@ class PrefixIndex(Protocol):
         Dead is who retired, or whose lease stayed lapsed for two leases of unbroken service of the index.
         Any number of janitors may call it: they advance one shared walk, a slice being atomic."""
         ...
+
+
+Depths = dict[tuple[WorkerId, Incarnation], int]
+
+
+def merge_tiers(on_gpu: Depths, anywhere: Depths) -> list[Holder]:
+    """Holders from what was found under first and second numbers. One that has no second number holds nothing more
+    anywhere than on its GPU."""
+    return [
+        Holder(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            depth=(depth := on_gpu.get((worker_id, incarnation), 0)),
+            host_blocks=max(anywhere.get((worker_id, incarnation), 0) - depth, 0),
+        )
+        for worker_id, incarnation in on_gpu | anywhere
+    ]

@@ -15,18 +15,22 @@ from blockyard.proto.prefix_index import (
     ApplyResult,
     Batch,
     Berth,
+    Depths,
     ErrorKind,
     Holder,
     PrefixIndexError,
     PurgeProgress,
     RenewResult,
     WorkerRecord,
+    merge_tiers,
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class _BerthState:
     record: WorkerRecord
+    is_anywhere: bool
+    """The second number of a pair. `sequence` is the first's alone."""
     epoch: int | None
     """None once retired or condemned: nothing can be written under it any more."""
     sequence: int
@@ -59,51 +63,64 @@ class TwinPrefixIndex:
         """Names held by anybody, dead or alive."""
         return sum(map(len, self._buckets))
 
-    async def register(self, record: WorkerRecord, *, lease_seconds: float) -> Berth:
+    async def register(
+        self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
+    ) -> Berth:
         self._check_available()
         for state in self._berths.values():
             if (state.record.worker_id, state.record.incarnation) == (record.worker_id, record.incarnation):
                 self._retire(state)
-        number = self._take_number(record)
-        epoch = secrets.randbits(63)
+        numbers = [self._take_number() for _ in range(2 if has_host_cache else 1)]
+        number, anywhere = numbers[0], numbers[1] if has_host_cache else None
+        if number is None:
+            raise PrefixIndexError(
+                ErrorKind.BERTHS_EXHAUSTED,
+                f"all {self._max_berths} berths are taken: {record.worker_id} is not in the index",
+            )
+        berth = Berth(number=number, epoch=secrets.randbits(63), anywhere=anywhere)
         now = self._clock()
-        self._berths[number] = _BerthState(
-            record=record, epoch=epoch, sequence=0, lease_seconds=lease_seconds, deadline=now + lease_seconds
-        )
+        for taken in _numbers(berth):
+            self._berths[taken] = _BerthState(
+                record=record,
+                is_anywhere=taken != number,
+                epoch=berth.epoch,
+                sequence=0,
+                lease_seconds=lease_seconds,
+                deadline=now + lease_seconds,
+            )
         self._beat(now, lease_seconds)
-        return Berth(number=number, epoch=epoch)
+        return berth
 
     async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
         self._check_available()
-        state = self._owned(berth)
-        if state is None:
+        states = self._owned(berth)
+        if not states:
             return ApplyResult.UNKNOWN
-        if batch.sequence <= state.sequence:
+        if batch.sequence <= states[0].sequence:
             return ApplyResult.DUPLICATE
-        if batch.sequence > state.sequence + 1:
+        if batch.sequence > states[0].sequence + 1:
             return ApplyResult.GAP
-        for name in batch.removed:
-            self._strike(name[:INDEXED_NAME_BYTES], {berth.number})
-        for name in batch.added:
-            self._buckets[bucket_of(name)].setdefault(name[:INDEXED_NAME_BYTES], set()).add(berth.number)
-        state.sequence = batch.sequence
+        self._change(berth.number, batch.removed, batch.added)
+        if berth.anywhere is not None:
+            self._change(berth.anywhere, batch.anywhere_removed, batch.anywhere_added)
+        states[0].sequence = batch.sequence
         return ApplyResult.OK
 
     async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
         self._check_available()
-        state = self._owned(berth)
-        if state is None or state.sequence < applied_sequence:
+        states = self._owned(berth)
+        if not states or states[0].sequence < applied_sequence:
             return RenewResult.UNKNOWN
         now = self._clock()
-        state.lease_seconds = lease_seconds
-        state.deadline = now + lease_seconds
+        for state in states:
+            state.lease_seconds = lease_seconds
+            state.deadline = now + lease_seconds
         self._beat(now, lease_seconds)
         return RenewResult.OK
 
     async def retire(self, berth: Berth) -> None:
         self._check_available()
-        state = self._owned(berth)
-        if state is not None:
+        for state in self._owned(berth):
             self._retire(state)
 
     async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
@@ -114,15 +131,18 @@ class TwinPrefixIndex:
             if not holding:
                 break
             depths.update(dict.fromkeys(holding, depth))
-        records = {number: self._berths[number].record for number in depths}
-        return [
-            Holder(worker_id=record.worker_id, incarnation=record.incarnation, depth=depths[number])
-            for number, record in records.items()
-        ]
+        on_gpu: Depths = {}
+        anywhere: Depths = {}
+        for number, depth in depths.items():
+            state = self._berths[number]
+            tier = anywhere if state.is_anywhere else on_gpu
+            tier[state.record.worker_id, state.record.incarnation] = depth
+        return merge_tiers(on_gpu, anywhere)
 
     async def directory(self) -> list[WorkerRecord]:
         self._check_available()
-        return [self._berths[number].record for number in self._live()]
+        states = [self._berths[number] for number in self._live()]
+        return [state.record for state in states if not state.is_anywhere]
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
         self._check_available()
@@ -149,18 +169,23 @@ class TwinPrefixIndex:
         now = self._clock()
         return {number for number, state in self._berths.items() if state.deadline > now}
 
-    def _owned(self, berth: Berth) -> _BerthState | None:
-        state = self._berths.get(berth.number)
-        return state if state is not None and state.epoch == berth.epoch else None
+    def _owned(self, berth: Berth) -> list[_BerthState]:
+        """All that the berth says it is, or nothing."""
+        states = [state for number in _numbers(berth) if (state := self._berths.get(number)) is not None]
+        owns_all = len(states) == len(_numbers(berth)) and all(state.epoch == berth.epoch for state in states)
+        return states if owns_all else []
 
-    def _take_number(self, record: WorkerRecord) -> int:
+    def _change(self, number: int, removed: Sequence[bytes], added: Sequence[bytes]) -> None:
+        for name in removed:
+            self._strike(name[:INDEXED_NAME_BYTES], {number})
+        for name in added:
+            self._buckets[bucket_of(name)].setdefault(name[:INDEXED_NAME_BYTES], set()).add(number)
+
+    def _take_number(self) -> int | None:
         if self._free:
             return self._free.pop()
         if self._highest >= self._max_berths:
-            raise PrefixIndexError(
-                ErrorKind.BERTHS_EXHAUSTED,
-                f"all {self._max_berths} berths are taken: {record.worker_id} is not in the index",
-            )
+            return None
         self._highest += 1
         return self._highest
 
@@ -197,3 +222,7 @@ class TwinPrefixIndex:
         self._free.extend(freed)
         self._condemned, self._cursor = set(), 0
         return freed
+
+
+def _numbers(berth: Berth) -> tuple[int, ...]:
+    return (berth.number,) if berth.anywhere is None else (berth.number, berth.anywhere)

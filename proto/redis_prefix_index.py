@@ -16,6 +16,7 @@ from blockyard.proto.prefix_index import (
     ApplyResult,
     Batch,
     Berth,
+    Depths,
     ErrorKind,
     Holder,
     Incarnation,
@@ -24,6 +25,7 @@ from blockyard.proto.prefix_index import (
     RenewResult,
     WorkerId,
     WorkerRecord,
+    merge_tiers,
 )
 from redis import exceptions
 from redis.asyncio import Redis
@@ -67,10 +69,12 @@ class RedisPrefixIndex:
         self._purge = client.register_script(index_scripts.PURGE)
         self._has_warned = False
 
-    async def register(self, record: WorkerRecord, *, lease_seconds: float) -> Berth:
+    async def register(
+        self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
+    ) -> Berth:
         await self._keep_buckets_compact()
         epoch = secrets.randbits(63)
-        number = await self._call(
+        number, anywhere = await self._call(
             self._register,
             epoch,
             _milliseconds(lease_seconds),
@@ -80,6 +84,8 @@ class RedisPrefixIndex:
             record.address,
             record.fingerprint,
             record.block_size,
+            int(has_host_cache),
+            index_schema.ANYWHERE_SUFFIX,
         )
         if number == 0:
             raise PrefixIndexError(
@@ -87,27 +93,35 @@ class RedisPrefixIndex:
                 f"all {self._max_berths} berths are taken, dead ones are not purged yet: "
                 f"{record.worker_id} is not in the index",
             )
-        return Berth(number=number, epoch=epoch)
+        return Berth(number=number, epoch=epoch, anywhere=anywhere or None)
 
     async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
-        removed, added = index_schema.pack_names(batch.removed), index_schema.pack_names(batch.added)
-        reply = await self._call(self._apply, berth.number, berth.epoch, batch.sequence, removed, added)
+        names = (batch.removed, batch.anywhere_removed, batch.anywhere_added, batch.added)
+        packed = map(index_schema.pack_names, names)
+        numbers = (berth.number, berth.anywhere or 0)
+        reply = await self._call(self._apply, *numbers, berth.epoch, batch.sequence, *packed)
         return ApplyResult(reply.decode())
 
     async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
-        lease_ms = _milliseconds(lease_seconds)
-        reply = await self._call(self._renew, berth.number, berth.epoch, lease_ms, applied_sequence)
+        reply = await self._call(
+            self._renew,
+            berth.number,
+            berth.epoch,
+            _milliseconds(lease_seconds),
+            applied_sequence,
+            berth.anywhere or 0,
+        )
         return RenewResult(reply.decode())
 
     async def retire(self, berth: Berth) -> None:
-        await self._call(self._retire, berth.number, berth.epoch)
+        await self._call(self._retire, berth.number, berth.epoch, berth.anywhere or 0)
 
     async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
         if not names:
             return []
-        reply = await self._call(self._lookup, index_schema.pack_names(names))
-        pairs = zip(reply[::2], reply[1::2], strict=True)
-        return [holder for identity, depth in pairs if (holder := _parse_holder(identity, depth)) is not None]
+        packed = index_schema.pack_names(names)
+        reply = await self._call(self._lookup, packed, index_schema.MAX_BUCKET_ENTRIES)
+        return _parse_holders(reply)
 
     async def directory(self) -> list[WorkerRecord]:
         reply = await self._call(self._directory)
@@ -181,14 +195,19 @@ def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _parse_holder(identity: object, depth: object) -> Holder | None:
-    """None for what is not of our making."""
-    if not isinstance(identity, bytes) or not isinstance(depth, int):
-        return None
-    worker_id, separator, incarnation = identity.decode(errors="replace").partition("\0")
-    if not separator:
-        return None
-    return Holder(worker_id=WorkerId(worker_id), incarnation=Incarnation(incarnation), depth=depth)
+def _parse_holders(reply: Sequence[object]) -> list[Holder]:
+    """Without what is not of our making."""
+    on_gpu: Depths = {}
+    anywhere: Depths = {}
+    for identity, depth in zip(reply[::2], reply[1::2], strict=True):
+        if not isinstance(identity, bytes) or not isinstance(depth, int):
+            continue
+        text = identity.decode(errors="replace")
+        depths = anywhere if text.endswith(index_schema.ANYWHERE_SUFFIX) else on_gpu
+        parts = text.removesuffix(index_schema.ANYWHERE_SUFFIX).split("\0")
+        if len(parts) == 2:
+            depths[WorkerId(parts[0]), Incarnation(parts[1])] = depth
+    return merge_tiers(on_gpu, anywhere)
 
 
 def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:

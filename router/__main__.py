@@ -9,7 +9,12 @@ import signal
 import sys
 from typing import get_args
 
-from blockyard.router.config import PolicyName, RouterConfig
+from blockyard.router.config import (
+    DEFAULT_MAX_BEAM_WIDTH,
+    DEFAULT_MAX_OUTPUTS,
+    PolicyName,
+    RouterConfig,
+)
 from blockyard.router.server import RouterServer
 
 SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
@@ -41,12 +46,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one and logs it")
     parser.add_argument("--policy", choices=get_args(PolicyName), default="prefix")
+    parser.add_argument("--max-outputs", type=int, default=DEFAULT_MAX_OUTPUTS, help="of one request")
+    parser.add_argument("--max-beam-width", type=int, default=DEFAULT_MAX_BEAM_WIDTH)
     parser.add_argument("--cluster", default="default")
     parser.add_argument("--grace-seconds", type=float, default=GRACE_SECONDS, help="for streams at SIGTERM")
     return parser
 
 
 def _config(arguments: argparse.Namespace) -> RouterConfig:
+    try:
+        return _checked_config(arguments)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
     return RouterConfig(
         model=arguments.model,
         model_name=arguments.model_name,
@@ -57,6 +71,8 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
         redis_url=arguments.redis_url,
         workers=tuple(arguments.worker),
         policy=arguments.policy,
+        max_outputs=arguments.max_outputs,
+        max_beam_width=arguments.max_beam_width,
     )
 
 

@@ -1,9 +1,9 @@
 """Who may come in, and who may go on to a worker.
 
-`AdmissionLedger` charges requests and estimated tokens before anything costly is done with them, and refuses
-beyond the limits. `WorkerGate` keeps the router from hammering a worker whose short queue is full: after a
-BUSY, one request goes for each place known to be free. Pure: time comes from the caller. Does not own the
-waiting of those that found no worker (waiting_line.py) nor the choice of one (placement.py).
+`AdmissionLedger` charges requests, by their outputs, and estimated prompt tokens before anything costly is done with
+them, and refuses beyond the limits. `WorkerGate` keeps the router from hammering a worker whose short queue is
+full: after a BUSY, one request goes for each place known to be free. Pure: time comes from the caller. Does not own
+the waiting of those that found no worker (waiting_line.py) nor the choice of one (placement.py).
 """
 
 from collections.abc import Iterator
@@ -34,15 +34,16 @@ class AdmissionLedger:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self.requests = 0
+        """One with several outputs counts as so many."""
         self.tokens = 0
 
     @contextmanager
-    def charge(self, tokens: int) -> Iterator[None]:
-        """Holds one request and its tokens for the life of the context. Raises Overloaded beyond a limit.
+    def charge(self, tokens: int, *, outputs: int = 1) -> Iterator[None]:
+        """Holds a request's outputs and its tokens for the life of the context. Raises Overloaded beyond a limit.
 
-        A single request larger than the token limit is let in when nothing else is: it could else never run.
+        A single request larger than a limit is let in when nothing else is: it could else never run.
         """
-        if self.requests >= self._max_requests:
+        if self.requests and self.requests + outputs > self._max_requests:
             raise Overloaded(
                 "too many requests are running or waiting", retry_after_seconds=RETRY_AFTER_SECONDS
             )
@@ -50,12 +51,12 @@ class AdmissionLedger:
             raise Overloaded(
                 "too many prompt tokens are running or waiting", retry_after_seconds=RETRY_AFTER_SECONDS
             )
-        self.requests += 1
+        self.requests += outputs
         self.tokens += tokens
         try:
             yield
         finally:
-            self.requests -= 1
+            self.requests -= outputs
             self.tokens -= tokens
 
 

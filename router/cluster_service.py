@@ -107,12 +107,16 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.LookupPrefixResponse:
         async with self._named(request, context) as (prompt_tokens, names):
             found = await self._parts.placer.look_up(names)
-        holders = sorted(found.depth_by_worker.items(), key=lambda item: (-item[1], item[0]))
+        holders = sorted(
+            found.depth_by_worker.items(), key=lambda item: (-item[1].blocks, -item[1].host_blocks, item[0])
+        )
         return cluster_pb2.LookupPrefixResponse(
             prompt_tokens=prompt_tokens,
             prompt_blocks=len(names),
             holders=[
-                cluster_pb2.PrefixHolder(worker_id=worker_id, cached_blocks=depth)
+                cluster_pb2.PrefixHolder(
+                    worker_id=worker_id, cached_blocks=depth.blocks, host_cached_blocks=depth.host_blocks
+                )
                 for worker_id, depth in holders
             ],
             index_available=found.available,
@@ -222,9 +226,11 @@ def _candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
     return cluster_pb2.PlacementCandidate(
         worker_id=score.worker_id,
         cached_tokens=score.cached_tokens,
+        host_cached_tokens=score.host_cached_tokens,
         uncached_tokens=score.uncached_tokens,
         queue_ms=score.queue_ms,
         prefill_ms=score.prefill_ms,
+        host_load_ms=score.host_load_ms,
         decode_ms=score.decode_ms,
         memory_ms=score.memory_ms,
         total_ms=score.total_ms,

@@ -25,6 +25,16 @@ MAX_UNSTARTED = 32
 they can still go elsewhere. It bounds how many are on their way before a BUSY can be heard."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedDepth:
+    """How much of a prompt a worker holds, by the index."""
+
+    blocks: int = 0
+    """Leading blocks on its GPU."""
+    host_blocks: int = 0
+    """Those that follow them and are in its host memory."""
+
+
 class LinkState(Enum):
     """What the connection itself knows; silence comes on top of it."""
 
@@ -52,6 +62,7 @@ class Placed:
     uncached_tokens: int
     """Prompt tokens that the worker was expected to compute."""
     blocks: int
+    """That it was expected to take from its pool."""
     started: bool = False
     over: bool = False
 
@@ -216,40 +227,45 @@ class ClusterView:
         self,
         names: Sequence[bytes],
         prompt_tokens: int,
-        depths: Mapping[WorkerId, int],
+        depths: Mapping[WorkerId, CachedDepth],
         *,
         respect_gates: bool = True,
     ) -> list[Candidate]:
-        """The workers that may take a prompt with these block names now; `depths` is what the index said, in blocks."""
+        """The workers that may take a prompt with these block names now; `depths` is what the index said."""
         now = self._clock()
         return [
-            self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, 0))
+            self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, CachedDepth()))
             for worker in self.ready()
             if not respect_gates or (worker.gate.admits(now) and worker.num_unstarted < MAX_UNSTARTED)
         ]
 
     def _candidate(
-        self, worker: WorkerView, names: Sequence[bytes], prompt_tokens: int, depth_blocks: int
+        self, worker: WorkerView, names: Sequence[bytes], prompt_tokens: int, depth: CachedDepth
     ) -> Candidate:
         assert worker.hello is not None
         self._fade(worker)
-        depth_blocks = max(depth_blocks, _speculative_depth(worker.speculative, names))
+        block_size = worker.hello.block_size
+        on_gpu = max(depth.blocks, _speculative_depth(worker.speculative, names))
+        anywhere = max(depth.blocks + depth.host_blocks, on_gpu)
+        cached_tokens = usable_cached_tokens(on_gpu, prompt_tokens, block_size)
         unstarted = [placed for placed in worker.placed if not placed.started]
         # A report counts what we placed as soon as the worker has seen it. The larger of report and own books
         # needs no clock to tell whether it has, and never counts a request twice.
         return Candidate(
             address=worker.address,
             worker_id=worker.worker_id,
-            cached_tokens=usable_cached_tokens(depth_blocks, prompt_tokens, worker.hello.block_size),
+            cached_tokens=cached_tokens,
+            host_cached_tokens=usable_cached_tokens(anywhere, prompt_tokens, block_size) - cached_tokens,
             queued_prefill_tokens=max(
                 worker.load.queued_prefill_tokens, sum(placed.uncached_tokens for placed in unstarted)
             ),
             sequences=max(worker.load.running + worker.load.waiting, len(worker.placed)),
             used_blocks=max(worker.load.used_blocks, sum(placed.blocks for placed in worker.placed)),
             total_blocks=worker.hello.total_blocks,
-            block_size=worker.hello.block_size,
+            block_size=block_size,
             prefill_tokens_per_second=worker.load.prefill_tokens_per_second,
             decode_tokens_per_second=worker.load.decode_tokens_per_second,
+            host_tokens_per_second=worker.load.host_tokens_per_second,
         )
 
     def _fade(self, worker: WorkerView) -> None:

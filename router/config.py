@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PolicyName = Literal["prefix", "round_robin", "least_loaded"]
+DEFAULT_MAX_OUTPUTS = 16
+DEFAULT_MAX_BEAM_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +26,13 @@ class RouterConfig:
     """Addresses "host:port" known from the start; others are learned from Redis and the supervisor."""
     policy: PolicyName = "prefix"
     max_requests: int = 1024
-    """Admitted at once, queued and running together; beyond it RESOURCE_EXHAUSTED."""
+    """Admitted at once, queued and running together; beyond it RESOURCE_EXHAUSTED. One with several outputs or beams
+    counts as so many."""
     max_tokens_admitted: int = 4_000_000
     """Estimated prompt tokens admitted at once."""
+    max_outputs: int = DEFAULT_MAX_OUTPUTS
+    """Of one request (`n`)."""
+    max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
     default_timeout_seconds: float = 600.0
     """For a call without a deadline."""
     slow_reader_seconds: float = 30.0
@@ -44,6 +50,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.max_requests < 1 or self.max_tokens_admitted < 1 or self.output_queue_messages < 1:
             raise ValueError("limits must be at least 1")
+        if self.max_outputs < 1 or self.max_beam_width < 1:
+            raise ValueError("max_outputs and max_beam_width must be at least 1")
         if self.no_worker_seconds < 0:
             raise ValueError("no_worker_seconds must not be negative")
         if not 0 < self.suspect_seconds < self.lost_seconds:

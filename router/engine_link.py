@@ -1,22 +1,24 @@
 """The router's one long-lived stream to one worker: connect, check, keep alive, route outputs, connect again.
 
-Every request that is open on a stream ends with it: its sink gets `Lost`, and the relay places it elsewhere.
-Any message is a sign of life; a stream that is silent for too long is ended like a broken one, because a hung
-process keeps its connections. Does not own what is believed of the worker (cluster_view.py) nor what becomes
-of a request (relay.py).
+Every request that is open on a stream ends with it: its sink gets `Lost`, and the relay places it elsewhere. An output
+that ends leaves its request open as long as there are others. Any message is a sign of life; a stream that is silent
+for too long is ended like a broken one, because a hung process keeps its connections. Does not own what the columns
+of a step say (engine_events.py), what is believed of the worker (cluster_view.py) nor what becomes of a request
+(relay.py).
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
+from blockyard.router.engine_events import Lost, Refused, Sink, Tokens, events_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ INSPECT_SECONDS = 2.0
 """Deadline of GetBlockPool and ListBlocks."""
 
 CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    # Prompts' log-probabilities come in one message, several requests' together.
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", 16 * 1024 * 1024),
     # A fresh connection for each life of the link: a shared one might be half-open.
     ("grpc.use_local_subchannel_pool", 1),
@@ -42,37 +45,13 @@ CHANNEL_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """Rows of one request, in order."""
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request that the worker has."""
 
-    offset: int
-    """Tokens generated before these, by any worker."""
-    token_ids: list[int]
-    finish_reason: int
-    """FinishReason of the contract; 0 while the request runs on."""
-    stop_token: int | None
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """The worker will not run it, or not any further."""
-
-    reason: int
-    """RejectReason of the contract."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """The stream ended; what the worker still computes nobody will see."""
-
-    was_sent: bool = True
-    """False where the link was down already: the worker never heard of the request."""
-
-
-Event = Tokens | Refused | Lost
-Sink = Callable[[Event], None]
+    sink: Sink
+    outputs: set[int]
+    """Those that have not ended."""
 
 
 _Call = grpc.aio.StreamStreamCall[session_pb2.ToWorker, session_pb2.ToRouter]
@@ -113,7 +92,7 @@ class EngineLink:
         self._secret = secret
         self._lost_seconds = lost_seconds
         self._clock = clock
-        self._sinks: dict[int, Sink] = {}
+        self._open: dict[int, _Open] = {}
         self._next_handle = 0
         self._outgoing: asyncio.Queue[session_pb2.ToWorker] | None = None
         self._stub: EngineServiceStub | None = None
@@ -144,22 +123,32 @@ class EngineLink:
         failure and swallows the cancellation."""
         self._is_stopped = True
 
-    def submit(self, submit: session_pb2.Submit, sink: Sink) -> int:
-        """Sends a request under a handle of this link's choosing. A link that is down answers `Lost` at once."""
+    def submit(self, submit: session_pb2.Submit, sink: Sink, outputs: Iterable[int] = (0,)) -> int:
+        """Sends a request for these outputs under a handle of this link's choosing. A link that is down answers
+        `Lost` at once."""
         self._next_handle += 1
         handle = self._next_handle
         submit.handle = handle
         if self._outgoing is None:
             sink(Lost(was_sent=False))
         else:
-            self._sinks[handle] = sink
+            self._open[handle] = _Open(sink, set(outputs))
             self._outgoing.put_nowait(session_pb2.ToWorker(submit=submit))
         return handle
 
-    def cancel(self, handle: int) -> None:
-        """Nothing more comes for this handle. Unknown or over, nothing happens."""
-        if self._sinks.pop(handle, None) is not None and self._outgoing is not None:
-            self._outgoing.put_nowait(session_pb2.ToWorker(cancel=session_pb2.Cancel(handle=handle)))
+    def cancel(self, handle: int, index: int | None = None) -> None:
+        """Nothing more comes for this handle, or for one output of it. Unknown or over, nothing happens."""
+        request = self._open.get(handle)
+        if request is None or (index is not None and index not in request.outputs):
+            return
+        if index is not None:
+            request.outputs.discard(index)
+        if index is None or not request.outputs:
+            del self._open[handle]
+            index = None
+        if self._outgoing is not None:
+            cancel = session_pb2.Cancel(handle=handle, index=index)
+            self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
 
     async def block_pool(self, request: cluster_pb2.GetBlockPoolRequest) -> cluster_pb2.BlockPool:
         """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
@@ -280,49 +269,38 @@ class EngineLink:
 
     def _route(self, step: session_pb2.StepOutput) -> None:
         """Deals the columns out to the rows' sinks."""
-        token_ids = list(step.token_ids)
-        end = 0
         try:
-            for handle, offset, count, finish, stop, cached in zip(
-                step.handles,
-                step.token_offsets,
-                step.token_counts,
-                step.finish_reasons,
-                step.stop_tokens,
-                step.cached_tokens,
-                strict=True,
-            ):
-                start, end = end, end + count
-                tokens = Tokens(
-                    offset=offset,
-                    token_ids=token_ids[start:end],
-                    finish_reason=finish,
-                    stop_token=stop - 1 if stop else None,
-                    cached_tokens=cached,
-                )
-                if finish:
-                    self._end(handle, tokens)
-                elif (sink := self._sinks.get(handle)) is not None:
-                    sink(tokens)
-            failed = list(zip(step.failed_handles, step.failed_reasons, strict=True))
-        except ValueError:
-            raise _StreamOver("columns of unequal length") from None
-        if end != len(token_ids):
-            raise _StreamOver("columns that do not add up")
-        for handle, reason in failed:
-            self._end(handle, Refused(reason=reason))
+            events = events_of(step)
+        except ValueError as error:
+            raise _StreamOver(f"step: {error}") from None
+        for handle, event in events:
+            match event:
+                case Tokens():
+                    self._deal(handle, event)
+                case Refused():
+                    self._end(handle, event)
 
-    def _end(self, handle: int, event: Event) -> None:
-        """The last event of a request; one that was cancelled meanwhile has no sink any more."""
-        sink = self._sinks.pop(handle, None)
-        if sink is not None:
-            sink(event)
+    def _deal(self, handle: int, tokens: Tokens) -> None:
+        """A request that was cancelled meanwhile has no sink any more. Of an output that was, the sink knows."""
+        request = self._open.get(handle)
+        if request is None:
+            return
+        if tokens.finish_reason:
+            request.outputs.discard(tokens.index)
+            if not request.outputs:
+                del self._open[handle]
+        request.sink(tokens)
+
+    def _end(self, handle: int, refused: Refused) -> None:
+        request = self._open.pop(handle, None)
+        if request is not None:
+            request.sink(refused)
 
     def _end_all(self) -> None:
         self._outgoing = None
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink(Lost())
+        requests, self._open = self._open, {}
+        for request in requests.values():
+            request.sink(Lost())
 
 
 def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:

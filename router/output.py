@@ -20,19 +20,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """The next piece of an output. The last one carries `finish`."""
+    """The next piece of an output. Its last one carries `finish`."""
 
     text: str
     token_ids: list[int]
     token_offset: int
     finish: inference_pb2.Finish | None = None
+    index: int = 0
+    """Which of the request's outputs."""
+    logprobs: list[inference_pb2.TokenLogprob] = field(default_factory=list)
+    """One for each token, if the client wants them."""
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
 
     def merge(self, later: "Delta") -> None:
         """Appends the piece that follows this one."""
         assert self.finish is None
+        assert later.index == self.index
         assert later.token_offset == self.token_offset + len(self.token_ids)
         self.text += later.text
-        self.token_ids = self.token_ids + later.token_ids
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
         self.finish = later.finish
 
 
@@ -47,18 +54,33 @@ class Piece:
 
 
 class TextOutput:
-    """One output's text as it grows. Stop strings are looked for in what follows the first `min_tokens` tokens."""
+    """One output's text as it grows. Stop strings are looked for in what follows the first `min_tokens` tokens, and
+    shown where `include_stop` says so."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, stop: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        stop: Sequence[str],
+        min_tokens: int,
+        include_stop: bool = False,
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._checker = StopChecker(stop)
         self._has_stop_strings = bool(stop)
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._num_tokens = 0
 
-    def push(self, token_ids: Sequence[int], *, is_last: bool, has_stop_token: bool) -> Piece:
-        """The last of `token_ids` has no text where it is a stop token."""
-        shown = token_ids[:-1] if has_stop_token else token_ids
+    def push(self, token_ids: Sequence[int], *, is_last: bool, hides_last: bool) -> Piece:
+        """`hides_last`: the last of `token_ids` has no text, because it is what stopped the output."""
+        piece = self._push(token_ids, is_last=is_last, hides_last=hides_last)
+        if piece.stop is None or not self._include_stop:
+            return piece
+        return Piece(text=piece.text + piece.stop, token_ids=piece.token_ids, stop=piece.stop)
+
+    def _push(self, token_ids: Sequence[int], *, is_last: bool, hides_last: bool) -> Piece:
+        shown = token_ids[:-1] if hides_last else token_ids
         text: list[str] = []
         # Token by token only where a stop string may cut between them.
         for run in [[token] for token in shown] if self._has_stop_strings else [shown]:
@@ -84,10 +106,13 @@ class TextOutput:
 
 @dataclass(slots=True)
 class Outbox:
-    """What waits for one client: pieces in order, then the end."""
+    """What waits for one client: the pieces of each output in order, then the end. At most `max_deltas` pieces and
+    one more for each output."""
 
     max_deltas: int
     _deltas: deque[Delta] = field(default_factory=deque)
+    _newest: dict[int, Delta] = field(default_factory=dict)
+    """Of what waits, each output's last piece."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
     _error: RouterError | None = None
@@ -96,11 +121,13 @@ class Outbox:
         return len(self._deltas)
 
     def put(self, delta: Delta) -> None:
-        """Never waits: a full outbox merges the newest pieces."""
-        if len(self._deltas) >= self.max_deltas:
-            self._deltas[-1].merge(delta)
+        """Never waits: a full outbox merges the newest pieces of an output."""
+        newest = self._newest.get(delta.index)
+        if newest is not None and len(self._deltas) >= self.max_deltas:
+            newest.merge(delta)
         else:
             self._deltas.append(delta)
+            self._newest[delta.index] = delta
         self._changed.set()
 
     async def fill(self, deltas: AsyncIterator[Delta]) -> None:
@@ -122,7 +149,10 @@ class Outbox:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        return self._deltas.popleft()
+        delta = self._deltas.popleft()
+        if self._newest[delta.index] is delta:
+            del self._newest[delta.index]
+        return delta
 
 
 async def deliver(

@@ -1,6 +1,6 @@
 """Which worker gets a request: a pure function of a snapshot.
 
-    cost(worker) = queue_ms + prefill_ms + decode_ms + memory_ms        least wins
+    cost(worker) = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms        least wins
 
 Everything is an estimate of the time to the first token in milliseconds, so that terms add up and an operator
 can argue with each (ExplainPlacement shows them). A worker that holds the prefix but is busy loses to an idle
@@ -54,7 +54,9 @@ class Candidate:
     """Where it listens; unique, which a worker id is not while an old life of it lingers."""
     worker_id: WorkerId
     cached_tokens: int = 0
-    """Leading prompt tokens that need no computing there."""
+    """Leading prompt tokens whose KV is on its GPU."""
+    host_cached_tokens: int = 0
+    """Those that follow them and are in its host memory."""
     queued_prefill_tokens: int = 0
     sequences: int = 0
     """Running and waiting."""
@@ -65,6 +67,8 @@ class Candidate:
     """Measured; 0 until something was."""
     decode_tokens_per_second: float = 0.0
     """Of all its sequences together, in steps that only decode. Measured; 0 until something was."""
+    host_tokens_per_second: float = 0.0
+    """From host memory to the GPU. Measured; without it host memory is worth nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +88,16 @@ class Score:
     address: str
     worker_id: WorkerId
     cached_tokens: int
+    host_cached_tokens: int
+    """That would come from host memory; 0 where nobody knows how fast."""
     uncached_tokens: int
+    """That would be computed."""
     queue_ms: float
     """Prefill of others that comes first."""
     prefill_ms: float
     """The part of this prompt that is not cached there."""
+    host_load_ms: float
+    """The part that comes from host memory, however slow: a worker loads what it finds there."""
     decode_ms: float
     """The decode steps of the sequences that are there, in part."""
     memory_ms: float
@@ -100,7 +109,12 @@ class Score:
 
     @property
     def total_ms(self) -> float:
-        return self.load_ms + self.prefill_ms
+        return self.load_ms + self.prefill_ms + self.host_load_ms
+
+    @property
+    def needed_tokens(self) -> int:
+        """Of this prompt, that need new room in the pool."""
+        return self.host_cached_tokens + self.uncached_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +167,21 @@ def _score(
 ) -> Score:
     own_rate = candidate.prefill_tokens_per_second
     tokens_per_ms = (own_rate if _is_measured(own_rate) else typical_rate) / 1000
-    uncached_tokens = max(request.prompt_tokens - candidate.cached_tokens, 0)
+    needed_tokens = max(request.prompt_tokens - candidate.cached_tokens, 0)
+    host_rate = candidate.host_tokens_per_second
+    host_tokens = min(candidate.host_cached_tokens, needed_tokens) if _is_measured(host_rate) else 0
+    uncached_tokens = needed_tokens - host_tokens
     return Score(
         address=candidate.address,
         worker_id=candidate.worker_id,
         cached_tokens=candidate.cached_tokens,
+        host_cached_tokens=host_tokens,
         uncached_tokens=uncached_tokens,
         queue_ms=candidate.queued_prefill_tokens / tokens_per_ms,
         prefill_ms=uncached_tokens / tokens_per_ms,
+        host_load_ms=1000 * host_tokens / host_rate if host_tokens else 0.0,
         decode_ms=candidate.sequences * _sequence_ms(candidate, weights),
-        memory_ms=_memory_ms(uncached_tokens, candidate, weights),
+        memory_ms=_memory_ms(needed_tokens, candidate, weights),
     )
 
 
@@ -172,11 +191,11 @@ def _sequence_ms(candidate: Candidate, weights: PlacementWeights) -> float:
     return weights.decode_ms_per_sequence
 
 
-def _memory_ms(uncached_tokens: int, candidate: Candidate, weights: PlacementWeights) -> float:
+def _memory_ms(needed_tokens: int, candidate: Candidate, weights: PlacementWeights) -> float:
     """Zero while the pool stays roomy, then rising linearly to the full price where the request no longer fits."""
     if candidate.total_blocks == 0:
         return 0.0
-    needed_blocks = -(-uncached_tokens // candidate.block_size)
+    needed_blocks = -(-needed_tokens // candidate.block_size)
     free_fraction = 1 - (candidate.used_blocks + needed_blocks) / candidate.total_blocks
     shortage = (weights.memory_free_fraction - free_fraction) / weights.memory_free_fraction
     return weights.memory_full_ms * min(max(shortage, 0.0), 1.0)

@@ -119,7 +119,7 @@ class Placer:
             chosen.address,
             names=names,
             uncached_tokens=chosen.uncached_tokens,
-            blocks=-(-chosen.uncached_tokens // self._fleet.identity.block_size),
+            blocks=-(-chosen.needed_tokens // self._fleet.identity.block_size),
         )
 
     def _prefix_key(self, names: Sequence[bytes]) -> bytes:

@@ -19,6 +19,7 @@ from blockyard.proto.prefix_index import (
     PrefixIndexError,
     WorkerId,
 )
+from blockyard.router.cluster_view import CachedDepth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,8 @@ class PrefixLookupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
-    depth_by_worker: dict[WorkerId, int] = field(default_factory=dict)
-    """Leading blocks each worker holds; who holds none is not in it."""
+    depth_by_worker: dict[WorkerId, CachedDepth] = field(default_factory=dict)
+    """What each worker holds; who holds nothing is not in it."""
     available: bool
 
 
@@ -134,9 +135,11 @@ class PrefixLookup:
         return LookupResult(available=False)
 
 
-def _depths(holders: Sequence[Holder], incarnations: Mapping[WorkerId, Incarnation]) -> dict[WorkerId, int]:
-    depths: dict[WorkerId, int] = {}
-    for holder in holders:
-        if incarnations.get(holder.worker_id) == holder.incarnation:
-            depths[holder.worker_id] = max(holder.depth, depths.get(holder.worker_id, 0))
-    return depths
+def _depths(
+    holders: Sequence[Holder], incarnations: Mapping[WorkerId, Incarnation]
+) -> dict[WorkerId, CachedDepth]:
+    return {
+        holder.worker_id: CachedDepth(blocks=holder.depth, host_blocks=holder.host_blocks)
+        for holder in holders
+        if incarnations.get(holder.worker_id) == holder.incarnation
+    }

@@ -1,23 +1,31 @@
 """One request's way over the workers: submit, take tokens, and again elsewhere if a worker fails it.
 
-A replay sends prompt + tokens so far with the same seed; what comes is joined by token offset, so that no
-token is lost or doubled whatever a worker repeats. Yields tokens, never text. Does not own the choice of a
-worker (placer.py), nor admission, text and the client's stream (generation.py).
+A replay sends what the unfinished outputs have so far with the same seed; what comes is joined by token offset
+(outputs.py), so that no token is lost or doubled whatever a worker repeats. Yields tokens, never text. Does not own
+the choice of a worker (placer.py), nor admission, text and the client's stream (generation.py).
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from blockyard.proto.block_hash import pack_tokens, split_names
-from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.proto.block_hash import split_names
+from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster_view import Placed
-from blockyard.router.engine_link import Event, Lost, Refused, Tokens
-from blockyard.router.errors import DeadlinePassed, EngineFailed, RequestTooLarge, WorkerLost
+from blockyard.router.engine_events import Event, Lost, Refused, Tokens
+from blockyard.router.engine_link import EngineLink
+from blockyard.router.errors import (
+    DeadlinePassed,
+    EngineFailed,
+    InvalidRequest,
+    RequestTooLarge,
+    WorkerLost,
+)
 from blockyard.router.fleet import Fleet
+from blockyard.router.outputs import Outputs, TokenChunk
 from blockyard.router.placer import Placer
 
 logger = logging.getLogger(__name__)
@@ -42,24 +50,8 @@ class Generation:
     sampling: session_pb2.EngineSampling
     deadline: float
     """On the relay's clock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFinish:
-    """The engine ended the output."""
-
-    reason: inference_pb2.FinishReason
-    stop_token: int | None
-    """An end-of-sequence or stop token that did; it is the last of the output's tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChunk:
-    """The next tokens, contiguous with those before. The last chunk carries `finish`."""
-
-    offset: int
-    token_ids: list[int]
-    finish: EngineFinish | None
+    priority: int = 0
+    """Lower is served earlier."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +63,7 @@ class Progress:
     cached_tokens: int | None = None
     """Prompt tokens reused, as the first worker that answered said."""
     num_generated: int = 0
+    """Tokens, of all outputs together."""
     num_deaths: int = 0
     is_placed: bool = False
 
@@ -83,72 +76,95 @@ class Relay:
         self._placer = placer
         self._clock = clock
 
-    async def run(self, generation: Generation, progress: Progress) -> AsyncGenerator[TokenChunk, None]:
-        """Tokens to the end. Closing the generator cancels the request on its worker at once.
+    async def run(
+        self, generation: Generation, progress: Progress, stopped: Container[int] = ()
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Tokens to the end of the last output. Closing the generator cancels the request on its worker at once.
 
-        Raises NoWorkers, WorkerLost (the quarantine), RequestTooLarge, DeadlinePassed, EngineFailed.
+        An output whose index the caller has put into `stopped` by the time he asks for more has ended for him: it is
+        cancelled, and the others go on. Raises InvalidRequest (a grammar), NoWorkers, WorkerLost (the quarantine),
+        RequestTooLarge, DeadlinePassed, EngineFailed.
         """
-        generated: list[int] = []
+        outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
         ticket = self._placer.ticket()
-        while True:
-            placed = await self._placer.place(names, generation.prompt_tokens, ticket)
-            with self._submitted(generation, generated, placed, progress) as attempt:
-                while (tokens := await attempt.next_tokens(len(generated))) is not None:
-                    offset, finish = len(generated), _finish(tokens)
-                    fresh = tokens.token_ids[offset - tokens.offset :]
-                    generated += fresh
-                    if fresh or finish:
-                        yield TokenChunk(offset=offset, token_ids=fresh, finish=finish)
-                    if finish:
-                        return
+        while outputs.running:
+            # A prompt whose log-probabilities are wanted is computed whole: no cache serves it.
+            reusable = [] if outputs.wants_prompt_logprobs else names
+            placed = await self._placer.place(reusable, generation.prompt_tokens, ticket)
+            with self._submitted(generation, outputs, placed, progress) as attempt:
+                while outputs.running and (tokens := await attempt.next_tokens(outputs)) is not None:
+                    chunk = outputs.take(tokens)
+                    if chunk is None:
+                        continue
+                    progress.num_generated = outputs.num_tokens
+                    yield chunk
+                    if chunk.index in stopped:
+                        outputs.end(chunk.index)
+                        attempt.cancel(chunk.index)
 
     @contextmanager
     def _submitted(
-        self, generation: Generation, generated: Sequence[int], placed: Placed, progress: Progress
+        self, generation: Generation, outputs: Outputs, placed: Placed, progress: Progress
     ) -> Iterator["_Attempt"]:
-        link = self._fleet.links[placed.address]
-        attempt = _Attempt(self._fleet, placed, progress)
         worker = self._fleet.view.at(placed.address)
         progress.worker_id = worker.worker_id if worker else ""
         progress.is_placed = True
-        handle = link.submit(self._submit(generation, generated), attempt.events.put_nowait)
+        attempt = _Attempt(self._fleet, placed, progress)
+        attempt.submit(self._submit(generation, outputs), outputs)
         try:
             yield attempt
         finally:
             progress.is_placed = False
-            link.cancel(handle)
+            attempt.cancel()
             self._fleet.view.ended(placed, busy=attempt.found_busy)
 
-    def _submit(self, generation: Generation, generated: Sequence[int]) -> session_pb2.Submit:
-        return session_pb2.Submit(
+    def _submit(self, generation: Generation, outputs: Outputs) -> session_pb2.Submit:
+        submit = session_pb2.Submit(
             request_id=generation.request_id,
-            token_ids=generation.prompt + pack_tokens(generated),
+            token_ids=generation.prompt + outputs.resumed(),
             prompt_tokens=generation.prompt_tokens,
             block_names=generation.block_names,
             sampling=generation.sampling,
             deadline_seconds=max(generation.deadline - self._clock(), 0.001),
+            continuations=outputs.continuations(),
+            priority=generation.priority,
         )
+        if not outputs.wants_prompt_logprobs:
+            submit.sampling.ClearField("prompt_logprobs")
+        return submit
 
 
 class _Attempt:
     """One request on one worker."""
 
     def __init__(self, fleet: Fleet, placed: Placed, progress: Progress) -> None:
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.found_busy = False
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._fleet = fleet
+        self._link: EngineLink = fleet.links[placed.address]
+        self._handle = 0
         self._placed = placed
         self._progress = progress
 
-    async def next_tokens(self, num_generated: int) -> Tokens | None:
+    def submit(self, submit: session_pb2.Submit, outputs: Outputs) -> None:
+        submitted = outputs.submitted(submit.continuations)
+        self._handle = self._link.submit(submit, self._events.put_nowait, submitted)
+        for index in submitted - outputs.running:
+            self.cancel(index)
+
+    def cancel(self, index: int | None = None) -> None:
+        """All that still runs, or one output of it."""
+        self._link.cancel(self._handle, index)
+
+    async def next_tokens(self, outputs: Outputs) -> Tokens | None:
         """What the worker brings next; None where the request must go elsewhere."""
-        match await self.events.get():
-            case Tokens() as tokens if tokens.offset <= num_generated:
+        match await self._events.get():
+            case Tokens() as tokens if outputs.follows(tokens):
                 self._note(tokens)
                 return tokens
             case Tokens():
-                logger.error("worker %s skipped tokens of a request", self._progress.worker_id)
+                logger.error("worker %s left out a part of a request", self._progress.worker_id)
                 self._count_death()
             case Lost(was_sent=True):
                 self._count_death()
@@ -160,9 +176,6 @@ class _Attempt:
 
     def _note(self, tokens: Tokens) -> None:
         self._fleet.view.started(self._placed)
-        self._progress.num_generated = max(
-            self._progress.num_generated, tokens.offset + len(tokens.token_ids)
-        )
         if self._progress.cached_tokens is None:
             self._progress.cached_tokens = tokens.cached_tokens
 
@@ -182,15 +195,9 @@ class _Attempt:
                 raise RequestTooLarge("prompt and max_tokens can never fit a worker")
             case session_pb2.REJECT_REASON_DEADLINE:
                 raise DeadlinePassed("the deadline passed before the output was complete")
+            case session_pb2.REJECT_REASON_GRAMMAR:
+                raise InvalidRequest.of(
+                    "sampling.structured_output", "cannot be compiled, or not within the server's limits"
+                )
             case _:
                 raise EngineFailed("the engine failed on this request")
-
-
-def _finish(tokens: Tokens) -> EngineFinish | None:
-    if not tokens.finish_reason:
-        return None
-    is_stop = tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
-    return EngineFinish(
-        reason=inference_pb2.FINISH_REASON_STOP if is_stop else inference_pb2.FINISH_REASON_LENGTH,
-        stop_token=tokens.stop_token,
-    )

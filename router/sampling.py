@@ -1,26 +1,18 @@
 """Sampling parameters: from what a client sent to what the engine gets, with every default filled in.
 
-Owns ranges and defaults. protobuf lets NaN and any number through, so each is checked here, all at once, by
-field.
+Owns defaults. Takes valid messages only: what is valid is in sampling_checks.py.
 """
 
-import math
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.errors import FieldViolation
 from blockyard.router.model_facts import ModelFacts
 
-MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5
 """Logits divided by less overflow: such a temperature means greedy."""
-MAX_MAX_TOKENS = 2**24
-"""No context is longer: more is a mistake rather than a wish for "all there is"."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
+LEAST_ENGINE_PENALTY = 0.01 + 1e-8
+"""As a float32, 0.01 is a little less than 0.01, and the engine would refuse it."""
 SEED_BITS = 63
 
 
@@ -31,92 +23,109 @@ class SamplingRequest:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: frozenset[int]
+    """Empty: all."""
+    bad_token_ids: frozenset[int]
     max_tokens: int | None
     min_tokens: int
     ignore_eos: bool
     seed: int
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
+    include_stop_in_output: bool
+    logprobs: int | None
+    """What the client wants to see; `for_engine` may ask for more."""
+    prompt_logprobs: int | None
+    n: int
+    beam_width: int
+    """0 samples."""
+    length_penalty: float
+    early_stopping: inference_pb2.EarlyStopping
+    structured_output: inference_pb2.StructuredOutput | None
+
+    @property
+    def num_sequences(self) -> int:
+        """How many the engine runs at once for it."""
+        return max(self.n, self.beam_width)
+
+    @property
+    def wants_score(self) -> bool:
+        """Whether the client is told how likely each whole output was."""
+        return self.n > 1 or self.logprobs is not None or self.beam_width > 0
 
     def for_engine(self, *, room_tokens: int, facts: ModelFacts) -> session_pb2.EngineSampling:
         """`room_tokens` is what the context leaves after the prompt: longer outputs are capped at it."""
         max_tokens = room_tokens if self.max_tokens is None else min(self.max_tokens, room_tokens)
+        # The score of a sampled output is summed up here, of a beam by the engine.
+        summed = 0 if self.wants_score and not self.beam_width else None
         return session_pb2.EngineSampling(
             temperature=self.temperature,
             top_k=self.top_k if self.top_k < facts.vocab_size else 0,
             top_p=self.top_p,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=max(self.repetition_penalty, LEAST_ENGINE_PENALTY),
+            logit_bias=dict(self.logit_bias),
+            allowed_token_ids=sorted(self.allowed_token_ids),
+            bad_token_ids=sorted(self.bad_token_ids),
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
             seed=self.seed,
             stop_token_ids=sorted(self.stop_token_ids),
             eos_token_ids=() if self.ignore_eos else sorted(facts.eos_token_ids),
+            logprobs=summed if self.logprobs is None else self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            n=self.n,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            structured_output=self.structured_output,
         )
 
 
-def parse_sampling(
-    message: inference_pb2.SamplingParams, facts: ModelFacts
-) -> tuple[SamplingRequest, list[FieldViolation]]:
-    """The parameters and everything that is wrong with them; they are for use only where nothing is."""
-    temperature = message.temperature if message.HasField("temperature") else 1.0
-    sampling = SamplingRequest(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+def parse_sampling(message: inference_pb2.SamplingParams) -> SamplingRequest:
+    """Of a message in which `sampling_violations` finds nothing."""
+    stopping = message.early_stopping
+    return SamplingRequest(
+        temperature=_temperature(message),
         top_k=message.top_k,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=frozenset(message.allowed_token_ids),
+        bad_token_ids=frozenset(message.bad_token_ids),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         min_tokens=message.min_tokens,
         ignore_eos=message.ignore_eos,
         seed=message.seed if message.HasField("seed") else secrets.randbits(SEED_BITS),
-        stop=tuple(message.stop[: MAX_STOP_STRINGS + 1]),
-        stop_token_ids=frozenset(message.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1]),
+        stop=tuple(message.stop),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        include_stop_in_output=message.include_stop_in_output,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        n=message.n if message.HasField("n") else 1,
+        beam_width=message.beam_width,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        early_stopping=stopping or inference_pb2.EARLY_STOPPING_HEURISTIC,
+        structured_output=message.structured_output if message.HasField("structured_output") else None,
     )
-    checks = (
-        (
-            "temperature",
-            math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE,
-            f"must be a number from 0 to {MAX_TEMPERATURE:g}",
-        ),
-        ("top_p", 0 < sampling.top_p <= 1, "must be above 0 and at most 1"),
-        (
-            "max_tokens",
-            sampling.max_tokens is None or 1 <= sampling.max_tokens <= MAX_MAX_TOKENS,
-            f"must be from 1 to {MAX_MAX_TOKENS}",
-        ),
-        ("min_tokens", _min_tokens_fit(sampling), "must be at most max_tokens"),
-        ("stop", len(message.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} are allowed"),
-        (
-            "stop",
-            all(1 <= len(stop) <= MAX_STOP_CHARS for stop in sampling.stop),
-            f"each must have 1 to {MAX_STOP_CHARS} characters",
-        ),
-        (
-            "stop_token_ids",
-            len(message.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"at most {MAX_STOP_TOKEN_IDS} are allowed",
-        ),
-        (
-            "stop_token_ids",
-            all(token_id < facts.vocab_size for token_id in sampling.stop_token_ids),
-            "each must be a token id of the model",
-        ),
-        (
-            "min_tokens",
-            not sampling.min_tokens or not _covers_vocabulary(sampling, facts),
-            "cannot be reached: every token would end the output",
-        ),
-    )
-    return sampling, list(_violations(checks))
 
 
-def _violations(checks: Iterable[tuple[str, bool, str]]) -> Iterable[FieldViolation]:
-    for field, holds, description in checks:
-        if not holds:
-            yield FieldViolation(field=f"sampling.{field}", description=description)
+def is_greedy(message: inference_pb2.SamplingParams) -> bool:
+    """Asked for in so many words."""
+    return message.HasField("temperature") and message.temperature < GREEDY_BELOW
 
 
-def _min_tokens_fit(sampling: SamplingRequest) -> bool:
-    return sampling.min_tokens <= (MAX_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
-
-
-def _covers_vocabulary(sampling: SamplingRequest, facts: ModelFacts) -> bool:
-    ends = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | facts.eos_token_ids
-    return len(ends) >= facts.vocab_size
+def _temperature(message: inference_pb2.SamplingParams) -> float:
+    if message.beam_width or is_greedy(message):
+        return 0.0
+    return message.temperature if message.HasField("temperature") else 1.0

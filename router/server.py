@@ -29,6 +29,7 @@ from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
 from blockyard.router.relay import Relay
 from blockyard.router.requests import RequestRegistry
+from blockyard.router.sampling_checks import SamplingLimits
 from blockyard.router.service import InferenceService, OutputLimits
 from blockyard.router.tokenizing import TokenizerService
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -50,7 +51,8 @@ SERVICES = tuple(
 )
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    # As much as our client takes: log-probabilities of many outputs come in one answer.
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),
     # Between a soft and a hard limit gRPC rejects at random: they are one.
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
@@ -159,6 +161,7 @@ class RouterServer:
             relay=Relay(fleet, placer),
             ledger=AdmissionLedger(max_requests=config.max_requests, max_tokens=config.max_tokens_admitted),
             registry=RequestRegistry(),
+            limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
         )
         return parts, await self._index(stack, DIRECTORY_SECONDS)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
+from blockyard.router.answers import gathered, stream_response
 from blockyard.router.call_bounds import CallBounds
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.generation import RouterParts, admit, generate, tokenise
@@ -36,7 +37,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with self._deltas(request, context) as (request_id, deltas):
 
             async def write(delta: Delta) -> None:
-                await context.write(_stream_response(request_id, delta))
+                await context.write(stream_response(request_id, delta))
 
             await deliver(
                 deltas,
@@ -49,15 +50,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         async with self._deltas(request, context) as (request_id, deltas):
-            response = inference_pb2.GenerateResponse(request_id=request_id)
-            texts = []
-            async for delta in deltas:
-                texts.append(delta.text)
-                response.token_ids.extend(delta.token_ids)
-                if delta.finish is not None:
-                    response.finish.CopyFrom(delta.finish)
-            response.text = "".join(texts)
-            return response
+            return await gathered(request_id, deltas)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -100,7 +93,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         parts = self._parts
         valid = admit(parts, request)
         deadline = parts.clock() + self._bounds.seconds_left(context)
-        with parts.ledger.charge(valid.estimated_tokens), parts.registry.hold(valid.request_id) as record:
+        with (
+            parts.ledger.charge(valid.estimated_tokens, outputs=valid.sampling.num_sequences),
+            parts.registry.hold(valid.request_id) as record,
+        ):
             async with (
                 self._bounds.deadline(context),
                 aclosing(generate(parts, valid, record, deadline=deadline)) as deltas,
@@ -116,14 +112,4 @@ def model_message(parts: RouterParts) -> inference_pb2.Model:
         max_model_len=parts.max_model_len,
         vocab_size=parts.facts.vocab_size,
         block_size=identity.block_size if identity else 0,
-    )
-
-
-def _stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStreamResponse:
-    return inference_pb2.GenerateStreamResponse(
-        request_id=request_id,
-        delta=inference_pb2.OutputDelta(
-            text=delta.text, token_ids=delta.token_ids, token_offset=delta.token_offset
-        ),
-        finish=delta.finish,
     )

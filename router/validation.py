@@ -13,11 +13,20 @@ from blockyard.router.admission import estimate_tokens
 from blockyard.router.errors import ContextLengthExceeded, FieldViolation, InvalidRequest, UnknownModel
 from blockyard.router.model_facts import ModelFacts
 from blockyard.router.sampling import SamplingRequest, parse_sampling
+from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
 from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, TextPrompt, TokenPrompt
 
 MAX_MESSAGES = 1024
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_NAME_CHARS = 128
+MAX_PRIORITY = 100
+"""Either sign."""
+MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
+"""Of prompt_logprobs, which travel in one message: half of what a worker's stream carries."""
+LOGPROB_BYTES = 24
+"""A token's own, as a message, at most."""
+TOP_LOGPROB_BYTES = 14
+"""Each of the likeliest tokens beside it."""
 _NAME = re.compile(r"[A-Za-z0-9._:-]*")
 _NAME_RULE = f"[A-Za-z0-9._:-] with at most {MAX_NAME_CHARS} characters"
 
@@ -37,15 +46,16 @@ class ValidGeneration:
     """For admission, before anything is tokenised."""
     sampling: SamplingRequest
     cache_salt: str
+    priority: int
+    """Lower is served earlier."""
 
 
 def valid_generation(
-    message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int
+    message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int, limits: SamplingLimits
 ) -> ValidGeneration:
     """Raises InvalidRequest with every violation found, ContextLengthExceeded, UnknownModel."""
     check_model(message, facts)
-    sampling, violations = parse_sampling(message.sampling, facts)
-    violations += _name_violations(message)
+    violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
     try:
         prompt = valid_prompt(message, facts, max_model_len=max_model_len)
     except InvalidRequest as invalid:
@@ -58,8 +68,9 @@ def valid_generation(
         request_id=message.request_id if message.HasField("request_id") else f"req-{secrets.token_hex(12)}",
         prompt=prompt,
         estimated_tokens=prompt_estimate(prompt),
-        sampling=sampling,
+        sampling=parse_sampling(message.sampling),
         cache_salt=message.cache_salt,
+        priority=message.priority,
     )
 
 
@@ -103,6 +114,18 @@ def check_context(prompt_tokens: int, max_model_len: int) -> None:
         raise ContextLengthExceeded(
             f"input: {prompt_tokens} tokens do not fit a context of {max_model_len} that needs room for output",
             violations=(FieldViolation(field="input", description=f"at most {max_model_len - 1} tokens"),),
+        )
+
+
+def check_prompt_report(prompt_tokens: int, prompt_logprobs: int | None) -> None:
+    """Log-probabilities of a prompt must fit one message. Raises InvalidRequest."""
+    if prompt_logprobs is None:
+        return
+    token_bytes = LOGPROB_BYTES + TOP_LOGPROB_BYTES * prompt_logprobs
+    if prompt_tokens * token_bytes > MAX_PROMPT_REPORT_BYTES:
+        raise InvalidRequest.of(
+            "sampling.prompt_logprobs",
+            f"so many are for prompts of at most {MAX_PROMPT_REPORT_BYTES // token_bytes} tokens",
         )
 
 
@@ -160,12 +183,15 @@ def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, max_mode
     return TokenPrompt(list(tokens.ids))
 
 
-def _name_violations(message: inference_pb2.GenerateRequest) -> list[FieldViolation]:
+def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViolation]:
     violations = []
     if message.HasField("request_id") and not (message.request_id and is_name(message.request_id)):
         violations.append(FieldViolation(field="request_id", description=f"must be {_NAME_RULE}, not empty"))
     if not is_name(message.cache_salt):
         violations.append(FieldViolation(field="cache_salt", description=f"must be {_NAME_RULE}"))
+    if abs(message.priority) > MAX_PRIORITY:
+        description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        violations.append(FieldViolation(field="priority", description=description))
     return violations
 
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 logger = logging.getLogger("blockyard.worker")
 
-COUNTERS = {"prompt_tokens", "generated_tokens", "cached_tokens", "preemptions"}
+COUNTERS = {"prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "swaps"}
 
 
 class StatsCollector(Collector):

@@ -27,6 +27,9 @@ GAUGES = {
     "prompt_tokens": "Prompt tokens since the worker's start.",
     "generated_tokens": "Tokens generated since the worker's start.",
     "cached_tokens": "Prompt tokens reused from the prefix cache since the worker's start.",
+    "preemptions": "Sequences that gave their blocks to others since the worker's start.",
+    "swaps": "Preemptions that moved blocks to host memory since the worker's start.",
+    "host_cached_blocks": "Evicted blocks that host memory keeps.",
 }
 
 

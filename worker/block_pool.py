@@ -104,10 +104,12 @@ class BlockPool:
 
         So a sequence's tail is evicted before its head, and what stays cached is always a prefix.
         """
+        references = self._references
         for block in reversed(blocks):
-            assert self._references[block] > 0, "released more often than taken"
-            self._references[block] -= 1
-            if not self._references[block]:
+            left = references[block] - 1
+            assert left >= 0, "released more often than taken"
+            references[block] = left
+            if not left:
                 (self._cached if self._kept[block] else self._free)[block] = None
 
     def keep(self, block: BlockId) -> None:

@@ -1,8 +1,11 @@
 """Every setting of a worker, with its unit, in two frozen values."""
 
 import argparse
+import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from blockyard.worker.preemption import PreemptionMode
 
 EngineKind = Literal["model", "simulated"]
 
@@ -33,6 +36,21 @@ class EngineConfig:
     """Share of the GPU's memory that weights and KV cache may take."""
     kv_cache_memory: int | None = None
     """Bytes of KV cache. None: from gpu_memory_utilization; on a CPU 1 GiB."""
+    swap_space_gib: float | None = None
+    """Host memory for the blocks of preempted sequences, in GiB. None: on a GPU 4 GiB, or a quarter of the memory that
+    is available if that is less; on a CPU, where it would be the same memory, none."""
+    host_cache_gib: float = 0.0
+    """Host memory for prefixes that the KV cache has evicted, in GiB."""
+    preempt: PreemptionMode = "auto"
+    """What becomes of the blocks of a preempted sequence: moved to host memory and back, or computed again. `auto`
+    takes what is faster, by measured rates."""
+    max_preemptions: int = 4
+    """Of one sequence; after so many it is safe from them."""
+    priority_ageing_seconds: float = 10.0
+    """So long a request waits until it passes younger ones that are one step of priority better."""
+    mixed_step_seconds: float = 0.1
+    """What a step in which sequences decode may take for prompts beside them, by the measured rate: the longest pause
+    between two tokens that a long prompt should cause. 0: as long as max_num_batched_tokens takes."""
     deterministic: bool = False
     """fp32 with fixed tiles: a request's tokens do not depend on what else runs."""
     simulated_prefill_tokens_per_second: float = 20_000.0
@@ -47,6 +65,18 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        for name in ("swap_space_gib", "host_cache_gib", "max_preemptions", "mixed_step_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must not be negative, not {value}")
+        if not 0 < self.priority_ageing_seconds < math.inf:
+            raise ValueError(f"priority_ageing_seconds must be above 0, not {self.priority_ageing_seconds}")
+        if self.preempt not in get_args(PreemptionMode):
+            raise ValueError(
+                f"preempt must be one of {', '.join(get_args(PreemptionMode))}, not {self.preempt}"
+            )
+        if self.preempt == "swap" and self.swap_space_gib == 0:
+            raise ValueError("preempt swap needs swap space (--swap-space-gib)")
         if self.simulated_prefill_tokens_per_second <= 0 or self.simulated_step_seconds < 0:
             raise ValueError("the simulated engine's rates must be positive")
 
@@ -90,8 +120,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "dtype": ("auto", "float32", "bfloat16", "float16"),
         "load_format": ("auto", "random"),
         "block_size": (16, 32, 64, 128),
+        "preempt": get_args(PreemptionMode),
     }
-    kinds: dict[str, type] = {"max_model_len": int, "kv_cache_memory": int}
+    kinds: dict[str, type] = {"max_model_len": int, "kv_cache_memory": int, "swap_space_gib": float}
     for setting in fields(EngineConfig):
         option = "--" + setting.name.replace("_", "-")
         if setting.name == "model":

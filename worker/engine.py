@@ -1,92 +1,48 @@
-"""The engine: scheduler, pool, prefix cache and runner in one loop body, and a thread that turns it.
+"""The engine: scheduler, pool, prefix cache and runner in one loop body.
 
-`Engine` is synchronous and owned by one thread; it needs no Ray, Redis or gRPC. `EngineThread` runs it beside an event
-loop: commands go in through a queue, what each step brought comes out through one callback.
+Synchronous, and owned by one thread (engine_thread.py); needs no Ray, Redis or gRPC. Owns requests: who they are, when
+they are late, what is told of them. What runs is the scheduler's choice.
 """
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
 
-from blockyard.worker.block_pool import BlockPool
-from blockyard.worker.prefix_cache import CacheChanges, PrefixCache
+from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
+from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.runner import Runner
-from blockyard.worker.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
+from blockyard.worker.scheduler import Scheduler, SchedulerConfig, uncached_tokens
 from blockyard.worker.sequence import (
-    BlockName,
-    FinishReason,
-    SamplingParams,
+    RequestId,
     Sequence,
     SequenceId,
     SequenceState,
     StepPlan,
+    TokenLogprob,
 )
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 RATE_SMOOTHING = 0.2
 """Weight of the newest step in the measured rates."""
 MIN_MEASURED_PREFILL_TOKENS = 64
 """A smaller prefill measures the overhead of a step, not the rate."""
+MIN_CHUNK_TOKENS = 16
+"""Of a prompt beside decodes, however long its step takes: it must get done."""
 MAX_FAILED_STEPS_IN_A_ROW = 3
 """After so many the device, not a request, is what fails: the engine ends, and its worker is started afresh."""
+DEFAULT_AGEING_SECONDS = 10.0
+SHED_AT_SHARE_OF_ESTIMATE = 0.5
+"""A waiting request is shed once less than this share of its estimated prefill time is left: then not even a prefill
+twice as fast as measured would meet its deadline."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """What to run. `token_ids` is the prompt, then tokens generated before a replay."""
+@dataclass(slots=True)
+class _Request:
+    """What is unfinished of a request."""
 
-    token_ids: list[int]
-    prompt_length: int
-    names: list[BlockName]
-    """The root's name, then those of the prompt's full blocks (they may stop short: the rest is computed)."""
-    sampling: SamplingParams
-    deadline_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOutput:
-    """What one step brought one sequence."""
-
-    sequence_id: SequenceId
-    token: int | None
-    token_offset: int
-    """Tokens generated before this one."""
-    cached_tokens: int
-    state: SequenceState
-    finish_reason: FinishReason | None = None
-    stop_token: int | None = None
-    expired: bool = False
-    """The deadline passed: nobody waits for the rest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    outputs: tuple[SequenceOutput, ...]
-    changes: CacheChanges
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """What routers place by, and operators look at. Counters are since the engine's start."""
-
-    running: int
-    waiting: int
-    queued_prefill_tokens: int
-    free_blocks: int
-    cached_blocks: int
-    used_blocks: int
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
+    num_outputs: int
+    deadline: float | None
 
 
 @dataclass(slots=True)
@@ -94,7 +50,6 @@ class _Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
 
 
@@ -112,16 +67,25 @@ class Engine:
         *,
         num_blocks: int,
         bytes_per_block: int = 0,
+        ageing_seconds: float = DEFAULT_AGEING_SECONDS,
+        mixed_step_seconds: float | None = None,
+        swap_blocks_per_second: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool)
-        self.scheduler = Scheduler(config, self.pool, self.cache)
+        """`ageing_seconds` of waiting make up for one step of priority. `mixed_step_seconds` is what a step that
+        decodes may take for prompts beside it, as far as measured rates tell; None leaves it to the token budget."""
+        self.scheduler = Scheduler(config, num_blocks=num_blocks)
+        self.scheduler.rates.swap_blocks_per_second = swap_blocks_per_second
+        self.pool = self.scheduler.pool
+        self.cache = self.scheduler.cache
         self.runner = runner
         self.bytes_per_block = bytes_per_block
-        self.sequences: dict[SequenceId, Sequence] = {}
+        self._ageing_seconds = ageing_seconds
+        self._mixed_step_seconds = mixed_step_seconds
         self._clock = clock
-        self._next_id = 0
+        self._requests: dict[RequestId, _Request] = {}
+        self._next_request = 0
+        self._next_sequence = 0
         self._counters = _Counters()
         self._failed_steps_in_a_row = 0
 
@@ -129,32 +93,73 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def submit(self, request: EngineRequest) -> SequenceId:
+    def submit(self, request: EngineRequest) -> RequestId:
         """Queues a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
         if not 0 < request.prompt_length <= len(request.token_ids):
             raise ValueError(f"a prompt of {request.prompt_length} tokens in {len(request.token_ids)}")
-        sequence = Sequence(
-            sequence_id=SequenceId(self._next_id),
-            tokens=list(request.token_ids),
-            prompt_length=request.prompt_length,
-            sampling=request.sampling,
-            names=list(request.names),
-            arrival=self._next_id,
-            deadline=None if request.deadline_seconds is None else self._clock() + request.deadline_seconds,
+        request_id = RequestId(self._next_request)
+        sequences = self._sequences(request, request_id)
+        try:
+            for sequence in sequences:
+                self.scheduler.submit(sequence)
+        except ValueError:
+            self.scheduler.cancel_request(request_id)
+            raise
+        self._next_request += 1
+        beams = request.sampling.beam_width > 0
+        self._requests[request_id] = _Request(
+            num_outputs=1 if beams else sum(sequence.num_outputs for sequence in sequences),
+            deadline=sequences[0].deadline,
         )
-        self.scheduler.submit(sequence)
-        self._next_id += 1
-        self.sequences[sequence.sequence_id] = sequence
-        return sequence.sequence_id
+        return request_id
 
-    def cancel(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence in any state; unknown or over, nothing happens. No output follows."""
-        sequence = self.sequences.pop(sequence_id, None)
-        if sequence is not None:
-            self.scheduler.cancel(sequence)
+    def _sequences(self, request: EngineRequest, request_id: RequestId) -> list[Sequence]:
+        """One that will fork, or each output's own where it is a replay."""
+        now = self._clock()
+        sampling = request.sampling
+        if request.continuations and (
+            len(request.token_ids) != request.prompt_length
+            or any(not part.token_ids or part.index >= sampling.n for part in request.continuations)
+            or len({part.index for part in request.continuations}) < len(request.continuations)
+        ):
+            raise ValueError("continuations need a prompt alone, and tokens for each of different outputs")
+        parts = request.continuations or (Continuation(index=0, token_ids=()),)
+        forks = not request.continuations and not sampling.beam_width
+        sequences = []
+        for part in parts:
+            sequence = Sequence(
+                sequence_id=SequenceId(self._next_sequence),
+                tokens=[*request.token_ids, *part.token_ids],
+                prompt_length=request.prompt_length,
+                sampling=sampling,
+                names=list(request.names),
+                arrival=self._next_sequence,
+                rank=now + request.priority * self._ageing_seconds,
+                priority=request.priority,
+                request_id=request_id,
+                index=part.index,
+                num_outputs=sampling.n if forks else 1,
+                grammar=request.grammar,
+                deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
+            )
+            self._next_sequence += 1
+            sequences.append(sequence)
+        return sequences
+
+    def cancel(self, request_id: RequestId, index: int | None = None) -> bool:
+        """Ends a request, or one of its outputs, in any state; unknown or over, nothing happens. Whether anything of
+        the request goes on: if not, no output of it follows."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.num_outputs -= self.scheduler.cancel_request(request_id, index)
+        if index is None or not request.num_outputs:
+            del self._requests[request_id]
+            return False
+        return True
 
     def step(self) -> StepResult:
-        """Plans, runs and commits one step. A step that raises ends its own sequences as FAILED, and is logged.
+        """Plans, runs and commits one step. A step that raises ends its own requests as FAILED, and is logged.
 
         Raises EngineFailed at the beginning of a step after MAX_FAILED_STEPS_IN_A_ROW that raised.
         """
@@ -163,62 +168,156 @@ class Engine:
         expired = self._expire()
         plan = self.scheduler.plan()
         started = self._clock()
-        try:
-            tokens = self.runner.execute(plan) if plan.rows else []
-        except Exception:
-            logger.exception("step %d failed; its %d requests end", plan.step, len(plan.rows))
-            updates = self.scheduler.fail(plan)
-            self._failed_steps_in_a_row += 1
-        else:
-            if plan.rows:
+        updates: list[Update] = []
+        if plan.has_work:
+            try:
+                tokens = self.runner.execute(plan)
+            except Exception:
+                logger.exception("step %d failed; its %d sequences end", plan.step, len(plan.rows))
+                updates = self.scheduler.fail(plan)
+                self._failed_steps_in_a_row += 1
+            else:
                 self._failed_steps_in_a_row = 0
-            updates = self.scheduler.commit(plan, tokens)
-            self._measure(plan, self._clock() - started)
-        outputs = (*expired, *(self._output(update) for update in updates))
-        return StepResult(outputs=outputs, changes=self.cache.take_changes())
+                updates = self.scheduler.commit(plan, tokens)
+                self._measure(plan, self._clock() - started)
+        outputs = [*expired, *(output for update in updates for output in self._outputs(update))]
+        return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
 
     def _expire(self) -> list[SequenceOutput]:
+        """Ends what is past its deadline, and what waits and cannot meet it, before it costs any prefill."""
         now = self._clock()
-        late = [s for s in self.sequences.values() if s.deadline is not None and s.deadline <= now]
-        for sequence in late:
-            self.scheduler.cancel(sequence)
-        return [self._output(SequenceUpdate(sequence=s, token=None), expired=True) for s in late]
+        late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
+        rate = self.scheduler.rates.prefill_tokens_per_second
+        queued_tokens = 0
+        for sequence in self.scheduler.waiting if rate else ():
+            estimate = (queued_tokens + uncached_tokens(sequence)) / rate
+            if _is_late(sequence.deadline, now + SHED_AT_SHARE_OF_ESTIMATE * estimate):
+                late.add(sequence.request_id)
+            else:
+                queued_tokens += uncached_tokens(sequence)
+        return [self._unanswered(request_id, expired=True) for request_id in sorted(late)]
 
-    def _output(self, update: SequenceUpdate, *, expired: bool = False) -> SequenceOutput:
-        sequence = update.sequence
-        cached = sequence.cached_tokens or 0
-        if update.token is not None:
-            self._counters.generated_tokens += 1
-            if len(sequence.tokens) == sequence.prompt_length + 1:
-                self._counters.prompt_tokens += sequence.prompt_length
-                self._counters.cached_tokens += cached
-        if sequence.is_over:
-            self.sequences.pop(sequence.sequence_id, None)
+    def _unanswered(
+        self, request_id: RequestId, *, expired: bool = False, state: SequenceState = SequenceState.CANCELLED
+    ) -> SequenceOutput:
+        """Ends all of a request."""
+        self.scheduler.cancel_request(request_id)
+        del self._requests[request_id]
         return SequenceOutput(
-            sequence_id=sequence.sequence_id,
-            token=update.token,
-            token_offset=sequence.num_generated - (update.token is not None),
+            request_id=request_id,
+            token_ids=(),
+            token_offset=0,
+            cached_tokens=0,
+            state=state,
+            expired=expired,
+            is_last=True,
+        )
+
+    def _outputs(self, update: Update) -> list[SequenceOutput]:
+        request_id = update.sequence.request_id
+        if request_id not in self._requests:
+            return []  # another output of it has failed in this step
+        match update:
+            case BeamsUpdate():
+                return self._beam_outputs(update)
+            case SequenceUpdate(token=None):
+                return [self._unanswered(request_id, state=update.sequence.state)]
+            case SequenceUpdate():
+                return [self._output(update)]
+
+    def _output(self, update: SequenceUpdate) -> SequenceOutput:
+        sequence, token = update.sequence, update.token
+        assert token is not None
+        cached = sequence.cached_tokens or 0
+        self._counters.generated_tokens += 1
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if sequence.num_generated == 1 and sequence.index == 0:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+            self._count_prompt(sequence)
+        return SequenceOutput(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            token_ids=(token,),
+            token_offset=sequence.num_generated - 1,
             cached_tokens=cached,
             state=sequence.state,
             finish_reason=sequence.finish_reason,
             stop_token=sequence.stop_token,
-            expired=expired,
+            logprobs=update.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            is_last=sequence.is_over and self._end_output(sequence.request_id),
         )
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        self._counters.prompt_tokens += sequence.prompt_length
+        self._counters.cached_tokens += sequence.cached_tokens or 0
+
+    def _end_output(self, request_id: RequestId) -> bool:
+        """One output less; whether it was the last."""
+        request = self._requests[request_id]
+        request.num_outputs -= 1
+        if not request.num_outputs:
+            del self._requests[request_id]
+        return not request.num_outputs
+
+    def _beam_outputs(self, update: BeamsUpdate) -> list[SequenceOutput]:
+        sequence = update.sequence
+        self._end_output(sequence.request_id)
+        self._count_prompt(sequence)
+        self._counters.generated_tokens += sum(len(beam.token_ids) for beam in update.hypotheses)
+        last = len(update.hypotheses) - 1
+        return [
+            SequenceOutput(
+                request_id=sequence.request_id,
+                index=index,
+                token_ids=beam.token_ids,
+                token_offset=0,
+                cached_tokens=sequence.cached_tokens or 0,
+                state=SequenceState.FINISHED,
+                finish_reason=beam.finish_reason,
+                stop_token=beam.stop_token,
+                cumulative_logprob=beam.cumulative_logprob,
+                beam_score=beam.score,
+                is_last=index == last,
+            )
+            for index, beam in enumerate(update.hypotheses)
+        ]
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
         decodes = sum(row.num_tokens == 1 for row in plan.rows)
         if seconds <= 0:
             return
-        counters = self._counters
+        counters, rates = self._counters, self.scheduler.rates
         if prefill >= MIN_MEASURED_PREFILL_TOKENS:
-            rate = plan.num_tokens / seconds
-            counters.prefill_tokens_per_second = _smooth(counters.prefill_tokens_per_second, rate)
+            rates.prefill_tokens_per_second = _smooth(
+                rates.prefill_tokens_per_second, plan.num_tokens / seconds
+            )
         elif decodes and not prefill:
             counters.decode_tokens_per_second = _smooth(counters.decode_tokens_per_second, decodes / seconds)
+        if self._mixed_step_seconds is not None and prefill:
+            self._limit_prefill(prefill, seconds, is_mixed=decodes > 0)
+
+    def _limit_prefill(self, prefill: int, seconds: float, *, is_mixed: bool) -> None:
+        """Follows what steps really took: a chunk costs the more, the more context is before it."""
+        assert self._mixed_step_seconds is not None
+        limit = self.scheduler.prefill_tokens_beside_decodes
+        if limit is None:
+            self.scheduler.prefill_tokens_beside_decodes = max(
+                MIN_CHUNK_TOKENS, int(prefill * self._mixed_step_seconds / seconds)
+            )
+            return
+        if not is_mixed:
+            return
+        change = self._mixed_step_seconds / seconds
+        if change < 1.0:
+            limit = max(MIN_CHUNK_TOKENS, int(min(limit, prefill) * max(change, 0.5)))
+        elif prefill >= limit // 2:
+            limit = min(self.scheduler.config.max_num_batched_tokens, int(limit * min(change, 1.25)) + 1)
+        self.scheduler.prefill_tokens_beside_decodes = limit
 
     def load(self) -> EngineLoad:
-        counters = self._counters
+        counters, rates, host_cache = self._counters, self.scheduler.rates, self.scheduler.host_cache
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -226,88 +325,21 @@ class Engine:
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
             used_blocks=self.pool.num_used,
-            prefill_tokens_per_second=counters.prefill_tokens_per_second,
+            prefill_tokens_per_second=rates.prefill_tokens_per_second,
             decode_tokens_per_second=counters.decode_tokens_per_second,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
+            swaps=self.scheduler.num_swaps,
+            host_cached_blocks=len(host_cache) if host_cache is not None else 0,
+            host_tokens_per_second=rates.swap_blocks_per_second * self.scheduler.config.block_size,
         )
+
+
+def _is_late(deadline: float | None, now: float) -> bool:
+    return deadline is not None and deadline <= now
 
 
 def _smooth(old: float, new: float) -> float:
     return new if not old else old + RATE_SMOOTHING * (new - old)
-
-
-class EngineThread:
-    """Turns an engine in a thread of its own, as long as there is work; commands run between steps."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        on_step: Callable[[StepResult, EngineLoad], None],
-        on_death: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Both are called on the engine's thread: `on_step` when anything has changed, `on_death` if a defect
-        ends the thread."""
-        self._engine = engine
-        self._on_step = on_step
-        self._on_death = on_death
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._reported = engine.load()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread after the current step."""
-        self._commands.put(None)
-        self._thread.join()
-
-    def call(self, command: Callable[[Engine], T]) -> "Future[T]":
-        """Runs a command on the engine's thread, between steps."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(command(self._engine))
-            except Exception as error:
-                future.set_exception(error)
-
-        self._commands.put(run)
-        return future
-
-    def _run(self) -> None:
-        try:
-            self._turn()
-        except Exception:
-            logger.critical("a defect ends the engine", exc_info=True)
-            self._on_death()
-
-    def _turn(self) -> None:
-        while self._run_commands():
-            if self._engine.has_work:
-                result = self._engine.step()
-            elif self._engine.load() != self._reported:
-                # A command ended the last work: nobody must go on believing in it.
-                result = StepResult(outputs=(), changes=self._engine.cache.take_changes())
-            else:
-                continue
-            self._reported = self._engine.load()
-            self._on_step(result, self._reported)
-
-    def _run_commands(self) -> bool:
-        """Runs what is queued, waiting for a command when there is no other work. False once told to stop."""
-        block = not self._engine.has_work
-        while True:
-            try:
-                command = self._commands.get(block=block)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            block = False

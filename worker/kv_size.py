@@ -48,3 +48,45 @@ class KVSize:
             f"maximum concurrency for requests of {max_model_len:,} tokens: "
             f"{self.max_concurrency(max_model_len):.2f}",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSize:
+    """One worker's blocks in host memory."""
+
+    swap_blocks: int
+    """For preempted sequences."""
+    cache_blocks: int
+    """For prefixes that the pool has evicted."""
+    block_bytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.swap_blocks + self.cache_blocks
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def describe(self) -> str:
+        """The line a worker logs when it starts."""
+        swap_gib, cache_gib = (
+            count * self.block_bytes / 2**30 for count in (self.swap_blocks, self.cache_blocks)
+        )
+        return (
+            f"host memory: swap space of {self.swap_blocks:,} blocks, {swap_gib:.2f} GiB; "
+            f"prefix cache of {self.cache_blocks:,} blocks, {cache_gib:.2f} GiB"
+        )
+
+
+def host_size(*, swap_bytes: int, cache_bytes: int, block_bytes: int) -> HostSize:
+    """Raises ValueError for memory that is given and holds no block."""
+    sizes = {"swap space": swap_bytes, "the host cache": cache_bytes}
+    for name, budget in sizes.items():
+        if budget and not blocks_in_budget(budget, block_bytes):
+            raise ValueError(f"{name} of {budget} bytes holds no block of {block_bytes} bytes")
+    return HostSize(
+        swap_blocks=blocks_in_budget(swap_bytes, block_bytes),
+        cache_blocks=blocks_in_budget(cache_bytes, block_bytes),
+        block_bytes=block_bytes,
+    )

@@ -1,28 +1,20 @@
 """Offline generation, with no server, Redis or Ray: `LLM(model).generate(prompts)`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from blockyard.proto.block_hash import chain, root_name
-from blockyard.proto.text import IncrementalDetokenizer, StopChecker, load_tokenizer
+from blockyard.proto.text import load_tokenizer
+from blockyard.worker.completions import Completion, GrowingOutput
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.engine import EngineRequest, SequenceOutput
+from blockyard.worker.engine_types import EngineRequest, SequenceOutput
+from blockyard.worker.grammar.compiled import CompiledGrammar
+from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.loading import load_engine
-from blockyard.worker.sequence import BlockName, FinishReason, SamplingParams, SequenceId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One prompt's answer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-    """The stop string, or the id of the token, that ended the text."""
+from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, TokenLogprob
+from llguidance import LLTokenizer
 
 
 class LLM:
@@ -31,6 +23,9 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
         self._loaded = load_engine(self.config)
+        self._engine = self._loaded.engine
+        self._model_ends = self._loaded.model.eos_token_ids
+        self._grammar_tokenizer: LLTokenizer | None = None
         self.tokenizer = load_tokenizer(self._loaded.model_path)
         self._root = root_name(
             cluster_secret="",
@@ -46,102 +41,105 @@ class LLM:
         *,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        include_stop_in_output: bool = False,
+        structured_output: Grammar | None = None,
     ) -> list[Completion]:
         """Runs all prompts (texts, or token ids) together; completions in the order of the prompts.
 
         Every prompt uses the same sampling; its end-of-sequence tokens are the model's unless it names others. Stop
-        strings count from the text after `min_tokens`. Raises ValueError for an empty prompt or one that can never fit.
+        strings count from the text after `min_tokens`. Every output follows `structured_output`, and then ends. Raises
+        ValueError for an empty prompt, one that can never fit, what does not go together, or a grammar that cannot
+        be compiled.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        sampling = sampling or SamplingParams(max_tokens=128)
-        ends = frozenset() if ignore_eos else sampling.eos_token_ids or self._loaded.model.eos_token_ids
-        sampling = replace(sampling, eos_token_ids=ends)
-        answers: dict[SequenceId, _Answer] = {}
+        sampling = self._complete(sampling or SamplingParams(max_tokens=128), stop, ignore_eos)
+        grammar = None if structured_output is None else self._compile(structured_output, sampling)
+        start_output = partial(
+            GrowingOutput, self.tokenizer, sampling, stop=stop, include_stop=include_stop_in_output
+        )
+        answers: dict[RequestId, _Answer] = {}
         try:
             for text in texts:
-                self._submit(text, sampling, stop, answers)
-            while self._loaded.engine.has_work:
-                for output in self._loaded.engine.step().outputs:
-                    self._take(answers[output.sequence_id], output)
+                request = self._request(text, sampling, grammar)
+                answer = _Answer(request.prompt_length, [start_output() for _ in range(sampling.n)])
+                answers[self._engine.submit(request)] = answer
+            while self._engine.has_work:
+                for output in self._engine.step().outputs:
+                    self._take(answers[output.request_id], output)
         finally:
-            for sequence_id in answers:
-                self._loaded.engine.cancel(sequence_id)
+            for request_id in answers:
+                self._engine.cancel(request_id)
         return [answer.completion() for answer in answers.values()]
 
-    def _submit(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        stop: Sequence[str],
-        answers: "dict[SequenceId, _Answer]",
-    ) -> None:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _complete(self, sampling: SamplingParams, stop: Sequence[str], ignore_eos: bool) -> SamplingParams:
+        """With the model's end-of-sequence tokens."""
+        if stop and sampling.beam_width:
+            raise ValueError("a beam search takes no stop strings")
+        ends = frozenset() if ignore_eos else sampling.eos_token_ids or self._model_ends
+        named = {*sampling.stop_token_ids, *sampling.allowed_token_ids, *sampling.bad_token_ids}
+        self._check_tokens([*named, *ends, *(token for token, _ in sampling.logit_bias)])
+        return replace(sampling, eos_token_ids=ends)
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if any(not 0 <= token < self._loaded.model.vocab_size for token in token_ids):
             raise ValueError(f"token ids must be below {self._loaded.model.vocab_size}")
+
+    def _compile(self, grammar: Grammar, sampling: SamplingParams) -> CompiledGrammar:
+        """In this process and without a limit of time: here nobody else waits."""
+        if self._loaded.masks is None:
+            raise ValueError("the simulated engine follows no grammar")
+        if sampling.beam_width or sampling.min_tokens or not sampling.eos_token_ids >= self._model_ends:
+            raise ValueError(
+                "structured output takes no beams, no min_tokens and no other end than the model's"
+            )
+        if self._grammar_tokenizer is None:
+            self._grammar_tokenizer = self._loaded.tokenizer_source.load()
+        compiled = CompiledGrammar(grammar, self._grammar_tokenizer)
+        compiled.try_out()
+        return compiled
+
+    def _request(
+        self, prompt: str | Sequence[int], sampling: SamplingParams, grammar: CompiledGrammar | None
+    ) -> EngineRequest:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_tokens(token_ids)
         names = [self._root, *chain(self._root, token_ids, self.config.block_size)]
-        request = EngineRequest(
+        return EngineRequest(
             token_ids=token_ids,
             prompt_length=len(token_ids),
             names=[BlockName(name) for name in names],
             sampling=sampling,
+            grammar=grammar,
         )
-        answer = _Answer(
-            len(token_ids), IncrementalDetokenizer(self.tokenizer), StopChecker(stop), sampling.min_tokens
-        )
-        answers[self._loaded.engine.submit(request)] = answer
 
     def _take(self, answer: "_Answer", output: SequenceOutput) -> None:
-        if output.token is None:
+        if not output.token_ids:
             raise RuntimeError("the engine failed on this prompt; its log says why")
-        answer.add(output)
-        if answer.stop_reason is not None:
-            self._loaded.engine.cancel(output.sequence_id)
+        if answer.add(output) and output.finish_reason is None:
+            self._engine.cancel(output.request_id, output.index)
 
 
 class _Answer:
     """What has come for one prompt so far."""
 
-    def __init__(
-        self, prompt_tokens: int, detokenizer: IncrementalDetokenizer, stops: StopChecker, min_tokens: int
-    ) -> None:
+    def __init__(self, prompt_tokens: int, outputs: list[GrowingOutput]) -> None:
         self._prompt_tokens = prompt_tokens
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._min_tokens = min_tokens
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
+        self._outputs = outputs
         self._cached_tokens = 0
-        self._finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
+        self._prompt_logprobs: list[TokenLogprob] = []
 
-    def add(self, output: SequenceOutput) -> None:
-        assert output.token is not None
-        self._token_ids.append(output.token)
+    def add(self, output: SequenceOutput) -> bool:
+        """Whether its output is finished."""
+        growing = self._outputs[output.index]
+        growing.add(output)
         self._cached_tokens = output.cached_tokens
-        self._finish_reason = output.finish_reason
-        delta = "" if output.stop_token is not None else self._detokenizer.push([output.token])
-        if output.finish_reason is not None:
-            delta += self._detokenizer.finish()
-        if len(self._token_ids) <= self._min_tokens and output.finish_reason is None:
-            self._text.append(delta)
-            return
-        safe, stop = self._stops.push(delta)
-        self._text.append(safe)
-        if stop is None and output.finish_reason is not None:
-            safe, stop = self._stops.finish()
-            self._text.append(safe)
-        if stop is not None:
-            self.stop_reason, self._finish_reason = stop, FinishReason.STOP
-        else:
-            self.stop_reason = output.stop_token
+        self._prompt_logprobs += output.prompt_logprobs
+        return growing.finish_reason is not None
 
     def completion(self) -> Completion:
-        assert self._finish_reason is not None
         return Completion(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
+            outputs=tuple(growing.output() for growing in self._outputs),
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            finish_reason=self._finish_reason,
-            stop_reason=self.stop_reason,
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )

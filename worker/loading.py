@@ -8,7 +8,11 @@ import torch
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
-from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block
+from blockyard.worker.grammar.compiled import TokenizerSource
+from blockyard.worker.grammar.masks import Masks
+from blockyard.worker.host_blocks import STAGING_BYTES
+from blockyard.worker.host_size import size_host_memory
+from blockyard.worker.kv_size import DTYPE_BYTES, HostSize, KVSize, blocks_in_budget, bytes_per_block
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
 from blockyard.worker.model.weights import num_parameters
 from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
@@ -27,14 +31,27 @@ class LoadedEngine:
     """An engine, and what others must know to talk about it."""
 
     engine: Engine
+    runner: Runner
     model: ModelConfig
     model_path: Path
     kv_size: KVSize
+    host_size: HostSize
     max_model_len: int
     model_fingerprint: str
     tokenizer_fingerprint: str
     dtype: str
     device: str
+    masks: Masks | None
+    """What makes outputs follow grammars; None where no model does."""
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        """For which grammars are compiled."""
+        return TokenizerSource(
+            file=self.model_path / "tokenizer.json",
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=tuple(sorted(self.model.eos_token_ids)),
+        )
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
@@ -51,20 +68,19 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     kv_size = _size_pool(config, model, device, dtype, path)
     for line in kv_size.describe(max_model_len):
         logger.info(line)
-    scheduling = SchedulerConfig(
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-    )
     _check_one_full_sequence_fits(kv_size, max_model_len)
-    runner = _make_runner(config, model, path, device, kv_size.num_blocks)
+    host_size = size_host_memory(config, device, kv_size.block_bytes)
+    logger.info(host_size.describe())
+    scheduling = _scheduling(config, max_model_len, host_size)
+    runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks)
     runner.warm_up()
     return LoadedEngine(
-        engine=Engine(scheduling, runner, num_blocks=kv_size.num_blocks, bytes_per_block=kv_size.block_bytes),
+        engine=_make_engine(config, scheduling, runner, kv_size),
+        runner=runner,
         model=model,
         model_path=path,
         kv_size=kv_size,
+        host_size=host_size,
         max_model_len=max_model_len,
         model_fingerprint=model_fingerprint(
             path, load_format=config.load_format, seed=config.seed, dtype=f"{config.engine}:{dtype}"
@@ -72,7 +88,50 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         tokenizer_fingerprint=tokenizer_fingerprint(path),
         dtype=dtype,
         device=str(device),
+        masks=_give_masks(runner, model.vocab_size),
     )
+
+
+def _scheduling(config: EngineConfig, max_model_len: int, host_size: HostSize) -> SchedulerConfig:
+    return SchedulerConfig(
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        preemption=config.preempt,
+        max_preemptions=config.max_preemptions,
+        swap_blocks=host_size.swap_blocks,
+        host_cache_blocks=host_size.cache_blocks,
+    )
+
+
+def _make_engine(
+    config: EngineConfig, scheduling: SchedulerConfig, runner: Runner, kv_size: KVSize
+) -> Engine:
+    """Chunks are cut by measured time in deterministic mode too: there its tokens do not depend on chunks."""
+    return Engine(
+        scheduling,
+        runner,
+        num_blocks=kv_size.num_blocks,
+        bytes_per_block=kv_size.block_bytes,
+        ageing_seconds=config.priority_ageing_seconds,
+        mixed_step_seconds=config.mixed_step_seconds or None,
+        swap_blocks_per_second=_swap_rate(runner),
+    )
+
+
+def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
+    if not isinstance(runner, TorchRunner):
+        return None
+    masks = runner.grammar_masks = Masks(vocab_size)
+    return masks
+
+
+def _swap_rate(runner: Runner) -> float:
+    """0 where nothing moves: unknown, as far as the choice between swapping and computing again goes."""
+    if isinstance(runner, TorchRunner) and runner.host_blocks is not None:
+        return runner.host_blocks.measure()
+    return 0.0
 
 
 def _check_one_full_sequence_fits(kv_size: KVSize, max_model_len: int) -> None:
@@ -93,7 +152,12 @@ def _resolve_device(config: EngineConfig) -> torch.device:
 
 
 def _make_runner(
-    config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, num_blocks: int
+    config: EngineConfig,
+    model: ModelConfig,
+    path: Path,
+    device: torch.device,
+    num_blocks: int,
+    num_host_slots: int,
 ) -> Runner:
     match config.engine:
         case "simulated":
@@ -110,6 +174,7 @@ def _make_runner(
                 load_format=config.load_format,
                 num_blocks=num_blocks,
                 block_size=config.block_size,
+                num_host_slots=num_host_slots,
                 deterministic=config.deterministic,
                 seed=config.seed,
             )
@@ -140,11 +205,13 @@ def _size_pool(
 def _gpu_budget(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str, path: Path
 ) -> int:
-    """What utilisation leaves beside what is taken, the weights and one step's activations, estimated."""
+    """What utilisation leaves beside what is taken, the weights, one step's activations, estimated, and blocks on
+    their way to host memory."""
     free, total = torch.cuda.mem_get_info(device)
     size = DTYPE_BYTES[dtype]
     weights = num_parameters(model) * size
     per_token = ACTIVATION_COPIES * (2 * model.intermediate_size + 6 * model.hidden_size) * size
     logits = config.max_num_seqs * model.vocab_size * 12
     activations = config.max_num_batched_tokens * per_token + logits
-    return int(config.gpu_memory_utilization * total) - (total - free) - weights - activations
+    wanted = weights + activations + STAGING_BYTES
+    return int(config.gpu_memory_utilization * total) - (total - free) - wanted

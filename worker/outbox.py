@@ -1,35 +1,72 @@
-"""What waits to be sent to one router: news of its sequences, merged until it takes them.
+"""What waits to be sent to one router: news of its requests' outputs, merged until it takes them.
 
-Bounded however slowly the router reads: a row for each of its sequences, one load, one pong, and a rejection for each
-request that it sent. Pure; one event loop owns it.
+Bounded however slowly the router reads: a row for each output of its requests, one load, one pong, and a rejection for
+each request that it sent. Pure; one event loop owns it.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from blockyard.proto.v1.session_pb2 import Pong, Rejected, RejectReason, StepOutput, ToRouter
-from blockyard.worker.engine import EngineLoad, SequenceOutput
+from blockyard.proto.v1 import inference_pb2
+from blockyard.proto.v1.session_pb2 import Pong, Rejected, RejectReason, RowDetails, StepOutput, ToRouter
+from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.pool_view import load_message
-from blockyard.worker.sequence import FinishReason
+from blockyard.worker.sequence import FinishReason, TokenLogprob
 
 FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
+MAX_LOGPROBS_A_MESSAGE = 500_000
+"""About 6 MB; several long prompts' in one message would be more than a router takes. One row is never split."""
+
+_Key = tuple[int, int]
+"""A request's handle, and which of its outputs."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """One sequence's tokens that its router has not taken yet."""
+    """What its router has not taken yet of one output."""
 
     token_offset: int
     token_ids: list[int] = field(default_factory=list)
     finish_reason: int = 0
     stop_token: int = 0
     cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    beam_score: float | None = None
+
+    def add(self, output: SequenceOutput) -> None:
+        self.token_ids += output.token_ids
+        self.finish_reason = FINISH_REASONS[output.finish_reason]
+        self.stop_token = 0 if output.stop_token is None else output.stop_token + 1
+        self.cached_tokens = output.cached_tokens
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.cumulative_logprob, self.beam_score = output.cumulative_logprob, output.beam_score
+
+    @property
+    def num_logprobs(self) -> int:
+        return sum(1 + len(logprob.top) for logprob in (*self.logprobs, *self.prompt_logprobs))
+
+    @property
+    def has_details(self) -> bool:
+        return bool(self.logprobs or self.prompt_logprobs) or self.beam_score is not None
+
+    def details(self, number: int) -> RowDetails:
+        return RowDetails(
+            row=number,
+            logprobs=[_logprob_message(logprob) for logprob in self.logprobs],
+            prompt_logprobs=[_logprob_message(logprob) for logprob in self.prompt_logprobs],
+            cumulative_logprob=self.cumulative_logprob,
+            beam_score=self.beam_score,
+        )
 
 
 class Outbox:
     """News in, messages out."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[_Key, _Row] = {}
         self._failed: dict[int, RejectReason] = {}
         self._rejected: list[Rejected] = []
         self._pong: Pong | None = None
@@ -37,16 +74,13 @@ class Outbox:
         """The load in the last message."""
 
     def add(self, handle: int, output: SequenceOutput) -> None:
-        """Merges a step's news of one sequence into what waits."""
-        if output.token is None:
+        """Merges a step's news of one output into what waits. Tokens go out before their request's failure."""
+        if not output.token_ids:
             expired = RejectReason.REJECT_REASON_DEADLINE
             self._failed[handle] = expired if output.expired else RejectReason.REJECT_REASON_INTERNAL
             return
-        row = self._rows.setdefault(handle, _Row(token_offset=output.token_offset))
-        row.token_ids.append(output.token)
-        row.finish_reason = FINISH_REASONS[output.finish_reason]
-        row.stop_token = 0 if output.stop_token is None else output.stop_token + 1
-        row.cached_tokens = output.cached_tokens
+        row = self._rows.setdefault((handle, output.index), _Row(token_offset=output.token_offset))
+        row.add(output)
 
     def reject(self, handle: int, reason: RejectReason) -> None:
         self._rejected.append(Rejected(handle=handle, reason=reason))
@@ -62,21 +96,48 @@ class Outbox:
             messages.append(ToRouter(pong=self._pong))
         if self._rows or self._failed or load != self.reported:
             self.reported = load
-            messages.append(ToRouter(step=self._columns(load)))
+            steps = [_columns(rows) for rows in _portions(self._rows.items())]
+            steps[-1].failed_handles.extend(self._failed)
+            steps[-1].failed_reasons.extend(self._failed.values())
+            steps[-1].load.CopyFrom(load_message(load))
+            messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
         return messages
 
-    def _columns(self, load: EngineLoad) -> StepOutput:
-        rows = self._rows.values()
-        return StepOutput(
-            handles=list(self._rows),
-            token_offsets=[row.token_offset for row in rows],
-            token_counts=[len(row.token_ids) for row in rows],
-            token_ids=[token for row in rows for token in row.token_ids],
-            finish_reasons=[row.finish_reason for row in rows],
-            stop_tokens=[row.stop_token for row in rows],
-            cached_tokens=[row.cached_tokens for row in rows],
-            failed_handles=list(self._failed),
-            failed_reasons=list(self._failed.values()),
-            load=load_message(load),
-        )
+
+def _portions(rows: Iterable[tuple[_Key, _Row]]) -> Iterator[dict[_Key, _Row]]:
+    """What goes into each message: at least one portion, maybe of nothing."""
+    portion: dict[_Key, _Row] = {}
+    num_logprobs = 0
+    for key, row in rows:
+        num_logprobs += row.num_logprobs
+        if portion and num_logprobs > MAX_LOGPROBS_A_MESSAGE:
+            yield portion
+            portion, num_logprobs = {}, row.num_logprobs
+        portion[key] = row
+    yield portion
+
+
+def _columns(waiting: dict[_Key, _Row]) -> StepOutput:
+    rows = waiting.values()
+    has_indexes = any(index for _, index in waiting)
+    return StepOutput(
+        handles=[handle for handle, _ in waiting],
+        indexes=[index for _, index in waiting] if has_indexes else [],
+        token_offsets=[row.token_offset for row in rows],
+        token_counts=[len(row.token_ids) for row in rows],
+        token_ids=[token for row in rows for token in row.token_ids],
+        finish_reasons=[row.finish_reason for row in rows],
+        stop_tokens=[row.stop_token for row in rows],
+        cached_tokens=[row.cached_tokens for row in rows],
+        details=[row.details(number) for number, row in enumerate(rows) if row.has_details],
+    )
+
+
+def _logprob_message(logprob: TokenLogprob) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        rank=logprob.rank,
+        top=[inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top],
+    )

@@ -47,6 +47,7 @@ def map_text(pool: BlockPool) -> str:
         f"worker {pool.worker_id}, incarnation {pool.incarnation}\n"
         f"blocks: {pool.total_blocks} of {pool.block_size} tokens = {pool.free_blocks} free + "
         f"{pool.cached_blocks} cached + {pool.used_blocks} used\n"
+        f"{_host_line(pool)}"
         f"sequences: {pool.load.running} running, {pool.load.waiting} waiting\n"
         f"legend: . free | c cached prefix | 1-9 held by so many sequences | + by ten or more | {scale_text(pool)}\n"
     )
@@ -54,6 +55,13 @@ def map_text(pool: BlockPool) -> str:
         f"{start * scale:06d} {cells[start : start + ROW_CELLS]}" for start in range(0, len(cells), ROW_CELLS)
     )
     return head + "\n".join(rows) + "\n"
+
+
+def _host_line(pool: BlockPool) -> str:
+    """Nothing where there is no host cache."""
+    if not pool.host_cache_blocks:
+        return ""
+    return f"host memory: {pool.load.host_cached_blocks} of {pool.host_cache_blocks} blocks keep what was evicted\n"
 
 
 def _cell(run: BlockRun) -> str:

@@ -4,13 +4,15 @@
 done wherever it delays nobody.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from blockyard.proto.v1.cluster_pb2 import Block, BlockPool, BlockRun, BlockState, WorkerLoad
 from blockyard.worker.block_pool import BlockState as State
-from blockyard.worker.engine import Engine, EngineLoad
-from blockyard.worker.sequence import BlockId, SequenceId
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import EngineLoad
+from blockyard.worker.sequence import BlockId, RequestId
 
 STATES = {
     State.FREE: BlockState.BLOCK_STATE_FREE,
@@ -28,6 +30,8 @@ class PoolSnapshot:
     """1 for each block that the prefix cache can find."""
     block_size: int
     bytes_per_block: int
+    host_cache_blocks: int
+    """Blocks that host memory can keep; 0 without a host cache."""
     load: EngineLoad
 
 
@@ -43,6 +47,7 @@ def take_snapshot(engine: Engine) -> PoolSnapshot:
         kept=kept,
         block_size=engine.scheduler.config.block_size,
         bytes_per_block=engine.bytes_per_block,
+        host_cache_blocks=engine.scheduler.config.host_cache_blocks,
         load=engine.load(),
     )
 
@@ -59,6 +64,7 @@ def pool_message(snapshot: PoolSnapshot, *, worker_id: str, incarnation: str) ->
         free_blocks=load.free_blocks,
         cached_blocks=load.cached_blocks,
         used_blocks=load.used_blocks,
+        host_cache_blocks=snapshot.host_cache_blocks,
         runs=_runs(snapshot),
         load=load_message(load),
     )
@@ -78,12 +84,15 @@ def _runs(snapshot: PoolSnapshot) -> list[BlockRun]:
     ]
 
 
-def block_messages(engine: Engine, start: int, count: int, request_ids: dict[SequenceId, str]) -> list[Block]:
-    """Blocks `start` to `start + count`, with name and holders. To be called on the engine's thread."""
-    holders: dict[BlockId, list[str]] = {}
+def block_messages(
+    engine: Engine, start: int, count: int, request_ids: Mapping[RequestId, str]
+) -> list[Block]:
+    """Blocks `start` to `start + count`, with name and holders: each request once, however many of its outputs hold
+    the block. To be called on the engine's thread."""
+    holders: dict[BlockId, dict[RequestId, None]] = {}
     for sequence in engine.scheduler.running:
         for block in sequence.block_table:
-            holders.setdefault(block, []).append(request_ids.get(sequence.sequence_id, ""))
+            holders.setdefault(block, {})[sequence.request_id] = None
     pool = engine.pool
     return [
         Block(
@@ -91,7 +100,7 @@ def block_messages(engine: Engine, start: int, count: int, request_ids: dict[Seq
             state=STATES[pool.state(block)],
             references=pool.references(block),
             name=engine.cache.name(block) or b"",
-            request_ids=holders.get(block, []),
+            request_ids=[request_ids.get(key, "") for key in holders.get(block, ())],
         )
         for block in map(BlockId, range(start, min(start + count, pool.num_blocks)))
     ]

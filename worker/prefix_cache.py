@@ -8,11 +8,12 @@ recomputes its last block into one of its own): the name is published at its fir
 Blocks are evicted leaf first (see BlockPool.release), so what is published is always closed under prefixes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from blockyard.worker.block_pool import BlockPool
 from blockyard.worker.sequence import BlockId, BlockName
+from blockyard.worker.tiers import AnywhereNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,25 @@ class CacheChanges:
     """A parent always before its children."""
     removed: tuple[BlockName, ...]
     """A child always before its parent."""
+    anywhere_stored: tuple[BlockName, ...] = ()
+    """The same of names on the GPU or in host memory; empty where there is no host cache."""
+    anywhere_removed: tuple[BlockName, ...] = ()
+
+
+NO_CHANGES = CacheChanges(stored=(), removed=())
 
 
 class PrefixCache:
-    """Names over a pool, whose evictions it follows."""
+    """Names over a pool, whose evictions it follows.
 
-    def __init__(self, pool: BlockPool) -> None:
+    `on_lost` is called with a block and its name when the pool is about to reuse the last copy of a published name.
+    """
+
+    def __init__(self, pool: BlockPool, *, anywhere: AnywhereNames | None = None) -> None:
+        """`anywhere` hears of published names too, where host memory is a second place for them."""
         self._pool = pool
+        self._anywhere = anywhere
+        self.on_lost: Callable[[BlockId, BlockName], None] = lambda block, name: None
         pool.on_evict = self._forget
         self._copies: dict[BlockName, dict[BlockId, None]] = {}
         self._names: dict[BlockId, BlockName] = {}
@@ -50,10 +63,10 @@ class PrefixCache:
 
     def match(self, names: Sequence[BlockName]) -> list[BlockId]:
         """The blocks of the longest cached prefix of `names`."""
-        blocks = []
+        blocks, copies_of = [], self._copies.get
         for name in names:
-            copies = self._copies.get(name)
-            if not copies:
+            copies = copies_of(name)
+            if copies is None:
                 break
             blocks.append(next(iter(copies)))
         return blocks
@@ -62,19 +75,35 @@ class PrefixCache:
         """Names a used block whose last token has just been scheduled."""
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
-        self._copies.setdefault(name, {})[block] = None
+        copies = self._copies.get(name)
+        if copies is None:
+            self._copies[name] = {block: None}
+        else:
+            copies[block] = None
         self._unconfirmed.add(block)
         self._pool.keep(block)
 
     def confirm(self, block: BlockId) -> None:
         """The step that filled the block has run: its name may be published."""
-        if block not in self._unconfirmed:
-            return
-        self._unconfirmed.remove(block)
-        name = self._names[block]
-        self._published[name] = self._published.get(name, 0) + 1
-        if self._published[name] == 1:
-            self._record(name, stored=True)
+        self.confirm_all((block,))
+
+    def confirm_all(self, blocks: Iterable[BlockId]) -> None:
+        """The same for those of the blocks that are unconfirmed, root first."""
+        unconfirmed, published = self._unconfirmed, self._published
+        for block in blocks:
+            if block in unconfirmed:
+                unconfirmed.remove(block)
+                name = self._names[block]
+                known = published.get(name, 0)
+                published[name] = known + 1
+                if not known:
+                    self._record(name, stored=True)
+
+    def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
+        """Retracts those of the blocks that one sequence alone holds, which is about to release them."""
+        for block in self._unconfirmed.intersection(blocks):
+            if self._pool.references(block) == 1:
+                self.retract(block)
 
     def retract(self, block: BlockId) -> None:
         """Takes an unconfirmed name back: what the block holds is not what the name says."""
@@ -91,12 +120,16 @@ class PrefixCache:
         if block in self._unconfirmed:
             self._unconfirmed.remove(block)
             return
-        self._published[name] -= 1
-        if not self._published[name]:
-            del self._published[name]
+        others = self._published.pop(name) - 1
+        if others:
+            self._published[name] = others
+        else:
+            self.on_lost(block, name)
             self._record(name, stored=False)
 
     def _record(self, name: BlockName, *, stored: bool) -> None:
+        if self._anywhere is not None:
+            (self._anywhere.add if stored else self._anywhere.remove)(name)
         if self._changes.get(name) is (not stored):
             del self._changes[name]
         else:
@@ -105,9 +138,14 @@ class PrefixCache:
     def take_changes(self) -> CacheChanges:
         """What was published and removed since the last call."""
         changes, self._changes = self._changes, {}
+        anywhere = self._anywhere.take_changes() if self._anywhere is not None else ((), ())
+        if not changes and anywhere == ((), ()):
+            return NO_CHANGES
         return CacheChanges(
-            stored=tuple(name for name, stored in changes.items() if stored),
-            removed=tuple(name for name, stored in changes.items() if not stored),
+            anywhere_stored=anywhere[0],
+            anywhere_removed=anywhere[1],
+            stored=tuple([name for name, stored in changes.items() if stored]),
+            removed=tuple([name for name, stored in changes.items() if not stored]),
         )
 
     def check_invariants(self) -> None:

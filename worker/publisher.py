@@ -7,6 +7,8 @@ or make it wait: without the index the worker serves on, and the difference is k
     record() -> net difference -> batches of <= 512 names, one on its way -> the index
                                     lost reply: the same batch again, DUPLICATE is as good as OK
                                     GAP, UNKNOWN: a new berth, and everything again, root first
+
+A worker with a host cache has a berth of two numbers, and each batch tells of both tiers.
 """
 
 import asyncio
@@ -29,7 +31,7 @@ from blockyard.proto.prefix_index import (
     RenewResult,
     WorkerRecord,
 )
-from blockyard.worker.net_difference import NetDifference
+from blockyard.worker.net_difference import TieredDifference
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,9 @@ class PublisherState:
     num_pending: int
     """Names whose change the index has not confirmed."""
     num_entries: int
-    """Names the cache holds."""
+    """Names the GPU's cache holds."""
+    num_anywhere: int
+    """Names that the GPU's cache or host memory holds; 0 without a host cache."""
     lag_seconds: float
     """Age of the oldest change that the index has not confirmed; 0 when it knows everything."""
     last_error: ErrorKind | None
@@ -80,13 +84,15 @@ class IndexPublisher:
         record: WorkerRecord,
         *,
         config: PublisherConfig | None = None,
+        has_host_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index = index
         self._record = record
         self._config = config or PublisherConfig()
+        self._has_host_cache = has_host_cache
         self._clock = clock
-        self._difference = NetDifference()
+        self._difference = TieredDifference()
         self._berth: Berth | None = None
         self._on_its_way: Batch | None = None
         self._applied_sequence = 0
@@ -99,20 +105,28 @@ class IndexPublisher:
         self._stopped = asyncio.Event()
         self._stopped.set()
 
-    def record(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """What one step did to the cache: `removed`, leaf-first, then `stored`, root-first. Cheap; to be
-        called on the event loop."""
-        self._difference.record(stored, removed)
+    def record(
+        self,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        anywhere_stored: Sequence[bytes] = (),
+        anywhere_removed: Sequence[bytes] = (),
+    ) -> None:
+        """What one step did to the cache: what was removed, leaf-first, then what was stored, root-first. Cheap; to
+        be called on the event loop."""
+        self._difference.on_gpu.record(stored, removed)
+        self._difference.anywhere.record(anywhere_stored, anywhere_removed)
         self._note_age()
         self._changed.set()
 
     def state(self) -> PublisherState:
         batch = self._on_its_way
-        num_on_its_way = len(batch.removed) + len(batch.added) if batch is not None else 0
+        num_on_its_way = batch.num_names if batch is not None else 0
         return PublisherState(
             berth=self._berth,
             num_pending=len(self._difference) + num_on_its_way,
-            num_entries=len(self._difference.held),
+            num_entries=len(self._difference.on_gpu.held),
+            num_anywhere=len(self._difference.anywhere.held),
             lag_seconds=self._clock() - self._changed_at if self._changed_at is not None else 0.0,
             last_error=self._last_error,
             num_errors=self._num_errors,
@@ -164,9 +178,13 @@ class IndexPublisher:
         if self._num_registrations:
             await self._pause(random.uniform(0, self._config.resync_jitter_seconds))
         lease_seconds = self._config.lease_seconds
-        berth = await self._call(self._index.register(self._record, lease_seconds=lease_seconds))
+        berth = await self._call(
+            self._index.register(
+                self._record, lease_seconds=lease_seconds, has_host_cache=self._has_host_cache
+            )
+        )
         self._berth, self._on_its_way, self._applied_sequence = berth, None, FIRST_SEQUENCE - 1
-        self._difference.restart()
+        self._difference.restart(tells_anywhere=berth.anywhere is not None)
         self._note_age()
         self._num_registrations += 1
         self._renew_at = self._clock() + lease_seconds / 3
@@ -187,8 +205,7 @@ class IndexPublisher:
     async def _publish(self, berth: Berth) -> None:
         """One batch. It stays on its way until the index has answered, whatever is recorded meanwhile."""
         if self._on_its_way is None:
-            removed, added = self._difference.take(MAX_BATCH_NAMES)
-            self._on_its_way = Batch(sequence=self._applied_sequence + 1, removed=removed, added=added)
+            self._on_its_way = self._difference.take(MAX_BATCH_NAMES, sequence=self._applied_sequence + 1)
             self._taken_at = self._clock()
         match await self._call(self._index.apply(berth, self._on_its_way)):
             case ApplyResult.OK | ApplyResult.DUPLICATE:

@@ -1,13 +1,14 @@
-"""Runs the model: a planned step in, one token for each row out.
+"""Runs the model: a planned step in, one token for each row out, and what else the rows ask for.
 
 Owns weights, KV pools and kernel backend of one worker, and the flattening of a step into tensors. Does not
 decide what runs, where blocks lie or when a sequence ends: the scheduler does, and writes it into the plan.
 
-Shapes: T tokens in the step, S rows that sample, B blocks in the pool, K kv heads, P tokens a block, D head
-size.
+Shapes: T tokens in the step, S rows that sample, Q positions that get logits, V vocabulary, B blocks in the pool,
+K kv heads, P tokens a block, D head size, C block copies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -15,12 +16,25 @@ import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend, choose_backend
 from blockyard.worker import sequence as sequences
+from blockyard.worker.host_blocks import HostBlocks
+from blockyard.worker.logprobs import score
 from blockyard.worker.model.config import DataTypeName, ModelConfig, load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import Weights, load_weights, random_weights
-from blockyard.worker.sampler import Draw, sample
-from blockyard.worker.scheduler import FAILED_TOKEN, NO_TOKEN
-from blockyard.worker.sequence import BlockId, SamplingParams, ScheduledRow, SequenceId, StepPlan
+from blockyard.worker.prompt_scoring import SCORED_AT_ONCE, scored_positions, wanted_positions
+from blockyard.worker.sampler import Sampler
+from blockyard.worker.sequence import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    BlockId,
+    RowExtras,
+    SamplingParams,
+    ScheduledRow,
+    SequenceId,
+    StepPlan,
+    StepTokens,
+    TokenLogprob,
+)
 
 WARM_UP_PREFILL_TOKENS = 64
 
@@ -37,12 +51,28 @@ class Runner(Protocol):
         """Everything slow about a first step. To be called before the pool holds anything."""
         ...
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> StepTokens:
         """The new token of each row of the plan, NO_TOKEN where it does not sample, FAILED_TOKEN where the
-        logits were not finite.
+        logits were not finite or no token was possible.
 
         A row's input may be the token that the step before sampled, although it is not committed yet.
         """
+        ...
+
+
+class GrammarMasks(Protocol):
+    """What structured output adds to a step. Never raises for what a request or a model has done."""
+
+    def start(self, rows: Sequence[ScheduledRow]) -> None:
+        """Called before the forward pass with the rows that sample: may fill masks in a thread beside it."""
+        ...
+
+    def apply(self, logits_SV: torch.Tensor, rows: Sequence[ScheduledRow]) -> None:
+        """Called after it with the same rows: in place, minus infinity for every token that may not come."""
+        ...
+
+    def forget(self, ended: Iterable[SequenceId]) -> None:
+        """Sequences that have left, whether it knows them or not."""
         ...
 
 
@@ -60,7 +90,10 @@ class TorchRunner:
         backend: Backend,
         num_blocks: int,
         block_size: int,
+        num_host_slots: int = 0,
+        verify_host_blocks: bool = False,
     ) -> None:
+        """`verify_host_blocks` checks what comes back from host memory against what went there, by content."""
         self.config = config
         self.backend = backend
         self.block_size = block_size
@@ -70,7 +103,12 @@ class TorchRunner:
         self.kv_pools = [
             torch.zeros(shape_B2KPD, dtype=self.dtype, device=self.device) for _ in range(config.num_layers)
         ]
+        self.host_blocks = (
+            HostBlocks(self.kv_pools, num_host_slots, verify=verify_host_blocks) if num_host_slots else None
+        )
+        self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
+        self._sampler = Sampler(config.vocab_size, self.device)
         self._sampled: dict[tuple[SequenceId, int], int] = {}
         """What the last step sampled, by sequence and position: it may be the next step's input."""
 
@@ -84,6 +122,7 @@ class TorchRunner:
         load_format: LoadFormat = "auto",
         num_blocks: int,
         block_size: int,
+        num_host_slots: int = 0,
         deterministic: bool = False,
         seed: int = 0,
     ) -> Self:
@@ -101,20 +140,34 @@ class TorchRunner:
             case "random":
                 weights = random_weights(config, _DTYPES[name], place, seed)
         return cls(
-            config=config, weights=weights, backend=backend, num_blocks=num_blocks, block_size=block_size
+            config=config,
+            weights=weights,
+            backend=backend,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_host_slots=num_host_slots,
+            verify_host_blocks=deterministic,
         )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[int]:
-        if not plan.rows:
-            return []
+    def execute(self, plan: StepPlan) -> StepTokens:
+        self._forget(plan.ended)
+        if not plan.has_work:
+            return StepTokens(tokens=[])
+        self._move_blocks(plan)
         sampling = [row for row in plan.rows if row.samples]
-        tokens = sample(self._logits(plan.rows), [_draw_of(row) for row in sampling])
+        masks = self._masks_for(sampling)
+        if masks is not None:
+            masks.start(sampling)
+        logits_SV, prompt_logprobs = self._logits(plan.rows)
+        sampled = self._sampler.sample(
+            logits_SV, sampling, in_flight=self._sampled, apply_masks=None if masks is None else masks.apply
+        )
         self._sampled = {
-            (row.sequence.sequence_id, row.end): token for row, token in zip(sampling, tokens, strict=True)
+            (row.sequence.sequence_id, row.end): token
+            for row, token in zip(sampling, sampled.tokens, strict=True)
         }
-        remaining = iter(tokens)
-        return [next(remaining) if row.samples else NO_TOKEN for row in plan.rows]
+        return _by_row_of_plan(plan.rows, sampled, prompt_logprobs)
 
     def warm_up(self) -> None:
         """Run a decode and a prefill over blocks from 0 on, so that kernels are compiled and weights packed.
@@ -124,22 +177,79 @@ class TorchRunner:
         fitting = min(len(self.kv_pools[0]) * self.block_size, self.config.max_position_embeddings)
         num_tokens = min(WARM_UP_PREFILL_TOKENS, fitting)
         rows = (_warm_up_row(1, self.block_size), _warm_up_row(num_tokens, self.block_size))
-        tokens = self.execute(StepPlan(step=0, rows=rows))
+        tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
+        self._forget(row.sequence.sequence_id for row in rows)
         self._sampled = {}
         if FAILED_TOKEN in tokens:
             raise ValueError(f"the model's logits are not finite in {self.dtype}; try another dtype")
 
-    def _logits(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
-        """Of the last position of each row that samples."""
-        tokens: list[int] = []
-        last_indices: list[int] = []
-        for row in rows:
-            tokens += self._input_tokens(row)
+    def _forget(self, ended: Iterable[SequenceId]) -> None:
+        ended = tuple(ended)
+        self._sampler.forget(ended)
+        if self.grammar_masks is not None:
+            self.grammar_masks.forget(ended)
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """In the plan's order: a block that goes to the host may be filled again in the same step."""
+        if plan.to_host or plan.from_host:
+            assert self.host_blocks is not None, (
+                "the plan moves blocks to or from a host pool that is not there"
+            )
+            if plan.to_host:
+                self.host_blocks.save(plan.to_host)
+            if plan.from_host:
+                self.host_blocks.load(plan.from_host)
+        if plan.copies:
+            src_dst_C2 = torch.tensor(plan.copies, dtype=torch.int64, device=self.device)
+            for pool in self.kv_pools:
+                self.backend.copy_blocks(pool, src_dst_C2)
+
+    def _masks_for(self, sampling: Sequence[ScheduledRow]) -> GrammarMasks | None:
+        is_needed = any(row.sequence.grammar is not None for row in sampling)
+        return self.grammar_masks if is_needed else None
+
+    def _logits(
+        self, rows: Sequence[ScheduledRow]
+    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
+        """Logits [S, V] of the rows that sample, in order, and prompt logprobs by index of the row."""
+        if not rows:
+            return torch.empty(0, self.config.vocab_size), {}
+        hidden_QH = self._hidden(rows)
+        scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        sampling: list[int] = []
+        end = 0
+        for index, row in enumerate(rows):
+            num_scored = len(scored_positions(row))
+            if num_scored:
+                scores[index] = self._score(row, hidden_QH[end : end + num_scored])
+            end += num_scored + row.samples
             if row.samples:
-                last_indices.append(len(tokens) - 1)
+                sampling.append(end - 1)
+        if len(sampling) < len(hidden_QH):
+            hidden_QH = hidden_QH[sampling]
+        return self._decoder.logits(hidden_QH), scores
+
+    def _score(self, row: ScheduledRow, hidden_QH: torch.Tensor) -> tuple[TokenLogprob, ...]:
+        """How likely the prompt's next tokens were, a slice at a time."""
+        num_top = row.sequence.sampling.prompt_logprobs or 0
+        following = row.sequence.tokens[row.start + 1 : row.start + 1 + len(hidden_QH)]
+        scores: list[TokenLogprob] = []
+        for first in range(0, len(following), SCORED_AT_ONCE):
+            piece = slice(first, first + SCORED_AT_ONCE)
+            scores += score(self._decoder.logits(hidden_QH[piece]), following[piece], num_top=num_top)
+        return tuple(scores)
+
+    def _hidden(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        """[Q, H] of the rows' wanted positions, row by row."""
+        tokens: list[int] = []
+        wanted: list[int] = []
+        for row in rows:
+            offset = len(tokens) - row.start
+            tokens += self._input_tokens(row)
+            wanted += [offset + position for position in wanted_positions(row)]
         tokens_T = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        rows_S = torch.tensor(last_indices, dtype=torch.int64, device=self.device)
-        return self._decoder.forward(tokens_T, self.kv_pools, self._plan_attention(rows), rows_S)
+        wanted_Q = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        return self._decoder.hidden(tokens_T, self.kv_pools, self._plan_attention(rows), wanted_Q)
 
     def _plan_attention(self, rows: Sequence[ScheduledRow]) -> AttentionPlan:
         return plan_attention(
@@ -183,10 +293,19 @@ def resolve_dtype(
     return "float32" if device.type == "cpu" else config.dtype
 
 
-def _draw_of(row: ScheduledRow) -> Draw:
-    # Counted from the plan, as the sequence's own tokens may lag one step behind it.
-    num_generated = row.end - row.sequence.prompt_length
-    return Draw(params=row.sequence.sampling, position=row.end, num_generated=num_generated)
+def _by_row_of_plan(
+    rows: Sequence[ScheduledRow], sampled: StepTokens, prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+) -> StepTokens:
+    """What the rows that sample got, at their places among all rows."""
+    places = [index for index, row in enumerate(rows) if row.samples]
+    tokens = [NO_TOKEN] * len(rows)
+    for place, token in zip(places, sampled.tokens, strict=True):
+        tokens[place] = token
+    extras = {places[index]: extra for index, extra in sampled.extras.items()}
+    for index, scores in prompt_logprobs.items():
+        if scores:
+            extras[index] = replace(extras.get(index, RowExtras()), prompt_logprobs=scores)
+    return StepTokens(tokens=tokens, extras=extras)
 
 
 def _warm_up_row(num_tokens: int, block_size: int) -> ScheduledRow:

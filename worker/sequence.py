@@ -5,15 +5,33 @@ Pure data. The scheduler moves the counters, the block pool hands out the blocks
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NewType
+from typing import TYPE_CHECKING, Literal, NewType
 
+if TYPE_CHECKING:
+    from blockyard.worker.beams import BeamGroup
+    from blockyard.worker.host_memory import SwappedBlocks
+
+RequestId = NewType("RequestId", int)
+"""What a client asked for, inside one engine: one sequence, its `n` outputs, or its beams."""
 SequenceId = NewType("SequenceId", int)
 BlockId = NewType("BlockId", int)
 BlockName = NewType("BlockName", bytes)
+HostSlot = NewType("HostSlot", int)
+"""A block's place in host memory."""
 
-
+NO_TOKEN = -1
+"""What a row that does not sample yields."""
+FAILED_TOKEN = -2
+"""What a row yields whose logits were not finite."""
 MAX_TEMPERATURE = 1e4
 """Flatter than any use has for it, and far from where float32 overflows."""
+MAX_PENALTY = 2.0
+"""Of presence and frequency, either sign, as OpenAI has it."""
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGPROBS = 20
+EarlyStopping = Literal["heuristic", "first", "never"]
+"""When a beam search with enough finished beams ends: once the running ones are unlikely to be better (transformers'
+False), at once (True), or only when they cannot be (never)."""
 
 
 class FinishReason(Enum):
@@ -41,29 +59,94 @@ class SamplingParams:
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Keep tokens at least this likely, as a share of the likeliest one's probability."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the output has already."""
+    frequency_penalty: float = 0.0
+    """The same for each time that the output has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that prompt or output have already."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    allowed_token_ids: frozenset[int] = frozenset()
+    """Only these may be sampled. Empty: all."""
+    bad_token_ids: frozenset[int] = frozenset()
+    """These are never sampled."""
     max_tokens: int = 16
     min_tokens: int = 0
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()
     """Empty means ignore_eos."""
+    n: int = 1
+    """Outputs: sampled independently, or the best of the beams."""
+    beam_width: int = 0
+    """0 samples; otherwise a beam search, which is greedy: it ignores temperature and seed, and takes no filters."""
+    length_penalty: float = 1.0
+    """Beams are ranked by logprob / tokens ** length_penalty."""
+    early_stopping: EarlyStopping = "heuristic"
+    logprobs: int | None = None
+    """How many of the likeliest tokens to name beside each sampled one; 0 only its own. None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, which is then computed whole."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(f"temperature must be between 0 and {MAX_TEMPERATURE:g}, not {self.temperature}")
+        _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_range(name, getattr(self, name) or 0, 0, MAX_LOGPROBS)
+        for _, bias in self.logit_bias:
+            _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise ValueError(f"repetition_penalty must be from 0.01 to 100, not {self.repetition_penalty}")
         if not 0 <= self.min_tokens <= self.max_tokens or self.max_tokens < 1:
             raise ValueError(f"need 0 <= min_tokens {self.min_tokens} <= max_tokens {self.max_tokens} >= 1")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError("seed must fit 64 bits")
+        if self.n < 1 or self.beam_width < 0 or (self.beam_width and self.n > self.beam_width):
+            raise ValueError(
+                f"need 1 <= n {self.n}, and n <= beam_width {self.beam_width} where there are beams"
+            )
+        if not -10.0 <= self.length_penalty <= 10.0:
+            raise ValueError(f"length_penalty must be from -10 to 10, not {self.length_penalty}")
+        filters = self.top_k or self.top_p < 1.0 or self.min_p
+        chooses = self.logit_bias or self.allowed_token_ids or self.bad_token_ids or self.penalises
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
+        if self.beam_width and (filters or chooses or reports):
+            raise ValueError("a beam search takes no filters, penalties, biases, token lists or logprobs")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _check_range(name: str, value: float, lowest: float, highest: float) -> None:
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name} must be between {lowest:g} and {highest:g}, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model held a token, before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the likeliest token of all."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their logprobs, in order, as many as were asked for."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """One running output.
+    """One running output, or one beam.
 
     Counters are token positions from 0: `num_computed <= num_scheduled <= len(tokens) + steps in flight`.
     KV is valid for positions below `num_computed`; a step in flight computes up to `num_scheduled`.
@@ -78,7 +161,21 @@ class Sequence:
     names: list[BlockName]
     """The root's name, then one for each full block known so far: names[i + 1] names block i."""
     arrival: int = 0
-    """Order of submission: the first-come-first-served key."""
+    """Order of submission."""
+    rank: float = 0.0
+    """Who comes first: lower is earlier, `arrival` decides between equals. Time of arrival in seconds, later by
+    `ageing_seconds` for each step of priority: so a waiting request passes younger ones of a better priority."""
+    priority: int = 0
+    """Lower is served earlier, and preempted later."""
+    request_id: RequestId = RequestId(0)
+    index: int = 0
+    """Which of the request's outputs."""
+    num_outputs: int = 1
+    """Outputs that this sequence will fork into at its first token; 1 once it has."""
+    group: "BeamGroup | None" = None
+    """The beam search it is part of."""
+    grammar: object | None = None
+    """What structured output must follow, as the runner knows it."""
 
     state: SequenceState = SequenceState.WAITING
     block_table: list[BlockId] = field(default_factory=list)
@@ -92,11 +189,26 @@ class Sequence:
     """Tokens that were cached when the scheduler got it: an estimate of what it will reuse."""
     cached_tokens: int | None = None
     """Prompt tokens reused at the first admission; None before it."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as they are computed."""
     num_preemptions: int = 0
+    swapped: "SwappedBlocks | None" = None
+    """Blocks that a preemption has moved to host memory."""
+    is_reserved: bool = False
+    """It holds every block that it can ever need, and is preempted no more."""
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     deadline: float | None = None
     """On the engine's clock, in seconds."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return self.rank, self.arrival
+
+    @property
+    def wants_whole_prompt(self) -> bool:
+        """Whether the prompt must be computed where it is cached, for its logits."""
+        return self.sampling.prompt_logprobs is not None and not self.num_generated
 
     @property
     def num_generated(self) -> int:
@@ -123,17 +235,60 @@ class ScheduledRow:
     """Whether the last position's logits yield a new token (false inside a chunked prompt)."""
 
     @property
+    def num_outputs(self) -> int:
+        """Tokens drawn from the last position's logits: one for each output where the sequence forks."""
+        return self.sequence.num_outputs if self.samples else 0
+
+    @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step computes. Rows of one token come first (they are decodes to attention)."""
+    """What one step computes. Rows of one token come first (they are decodes to attention).
+
+    Blocks move before anything is computed, in this order: `to_host`, `from_host`, `copies`. So a block may be
+    saved, and filled again, in one step.
+    """
 
     step: int
     rows: tuple[ScheduledRow, ...]
+    to_host: tuple[tuple[BlockId, HostSlot], ...] = ()
+    from_host: tuple[tuple[HostSlot, BlockId], ...] = ()
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    """(source, destination): destinations are distinct, and none is a source."""
+    ended: tuple[SequenceId, ...] = ()
+    """Sequences that have left since the last plan: what is remembered of them may go."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rows or self.to_host or self.from_host or self.copies)
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowExtras:
+    """What a row brings beyond one token."""
+
+    tokens: tuple[int, ...] = ()
+    """Where the sequence forks: the tokens of its outputs from the second on."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token of the row (n of them where it forks), if the request wants them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens at positions start + 1 to end, as far as they are the prompt's."""
+    candidates: tuple[tuple[int, float], ...] = ()
+    """Of a beam: its likeliest tokens and their logprobs, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTokens:
+    """What a step has sampled."""
+
+    tokens: list[int]
+    """One a row: NO_TOKEN where it sampled none, FAILED_TOKEN where it could not."""
+    extras: dict[int, RowExtras] = field(default_factory=dict)
+    """By index of the row; most rows have none."""

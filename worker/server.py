@@ -16,11 +16,15 @@ import grpc.aio
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.proto.v1.session_pb2 import Hello
+from blockyard.worker.compiling import CompileGrammar
 from blockyard.worker.config import WorkerConfig
-from blockyard.worker.engine import EngineLoad, EngineThread, StepResult
+from blockyard.worker.engine_thread import EngineThread
+from blockyard.worker.engine_types import EngineLoad, StepResult
+from blockyard.worker.grammar.compiler import GrammarCompiler
 from blockyard.worker.loading import LoadedEngine, load_engine
 from blockyard.worker.pool_map import map_text
 from blockyard.worker.pool_view import load_message
+from blockyard.worker.prefix_cache import CacheChanges
 from blockyard.worker.publisher import IndexPublisher, PublisherConfig
 from blockyard.worker.session import SessionService
 
@@ -31,6 +35,7 @@ REDIS_TIMEOUT_SECONDS = 1.0
 POOL_MAP_SECONDS = 1.0
 LOG_LINE_SECONDS = 10.0
 STOP_GRACE_SECONDS = 1.0
+NO_CHANGES = CacheChanges(stored=(), removed=())
 SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 1_000),
@@ -54,6 +59,7 @@ class WorkerServer:
         self._service: SessionService
         self._engine: EngineThread
         self._server: grpc.aio.Server
+        self._grammars: GrammarCompiler | None = None
         self._publisher: IndexPublisher | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -68,6 +74,7 @@ class WorkerServer:
             cluster_secret=self.config.cluster_secret,
             vocab_size=self._loaded.model.vocab_size,
             max_waiting=self.config.max_waiting,
+            compile_grammar=self._compile_grammar(),
         )
         loop = asyncio.get_running_loop()
         self._engine = EngineThread(
@@ -87,6 +94,13 @@ class WorkerServer:
         self._start_tasks()
         logger.info("worker %s serves at %s", self.config.worker_id, self.address)
         return self.address
+
+    def _compile_grammar(self) -> CompileGrammar | None:
+        """Its process starts with the first grammar: most workers never need it."""
+        if self._loaded.masks is None:
+            return None
+        self._grammars = GrammarCompiler(self._loaded.tokenizer_source)
+        return self._grammars.compile_message
 
     def _hello(self) -> Hello:
         loaded = self._loaded
@@ -128,8 +142,11 @@ class WorkerServer:
         self._tasks.append(task)
 
     def _publish(self, result: StepResult) -> None:
-        if self._publisher is not None and (result.changes.stored or result.changes.removed):
-            self._publisher.record(result.changes.stored, result.changes.removed)
+        changes = result.changes
+        if self._publisher is not None and changes != NO_CHANGES:
+            self._publisher.record(
+                changes.stored, changes.removed, changes.anywhere_stored, changes.anywhere_removed
+            )
 
     def _make_publisher(self, redis_url: str) -> IndexPublisher:
         index = RedisPrefixIndex(
@@ -142,7 +159,12 @@ class WorkerServer:
             fingerprint=self._loaded.model_fingerprint,
             block_size=self._loaded.kv_size.block_size,
         )
-        return IndexPublisher(index, record, config=PublisherConfig(lease_seconds=self.config.lease_seconds))
+        return IndexPublisher(
+            index,
+            record,
+            config=PublisherConfig(lease_seconds=self.config.lease_seconds),
+            has_host_cache=self._loaded.host_size.cache_blocks > 0,
+        )
 
     async def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """Leaves the index, ends the sessions, then the engine."""
@@ -153,7 +175,11 @@ class WorkerServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.stop(grace_seconds)
+        if self._grammars is not None:
+            await self._grammars.aclose()
         await asyncio.to_thread(self._engine.stop)
+        if self._loaded.masks is not None:
+            self._loaded.masks.close()
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters as of the last step, by name."""
@@ -168,6 +194,8 @@ class WorkerServer:
             "generated_tokens": load.generated_tokens,
             "cached_tokens": load.cached_tokens,
             "preemptions": load.preemptions,
+            "swaps": load.swaps,
+            "host_cached_blocks": load.host_cached_blocks,
             "index_lag_seconds": 0.0,
         }
         if self._publisher is not None:
@@ -179,7 +207,7 @@ class WorkerServer:
         scratch = path.with_name(f".{path.name}.new")
         complained = False
         while True:
-            text = map_text(await self._service.block_pool())
+            text = map_text(await self._service.inspection.block_pool())
             try:
                 scratch.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
                 scratch.replace(path)

@@ -1,68 +1,53 @@
 """The engine session's server: streams from routers in, one engine behind them.
 
-Owns who asked for which sequence, and what waits to be sent to whom. A router that reads slowly costs nothing but its
-own freshness: what it has not taken yet is merged, so an outbox never holds more rows than its sequences. The engine
-never waits for a stream; the end of a stream cancels its sequences. (outbox.py holds what waits.)
+Owns who asked for which request, and what waits to be sent to whom. A router that reads slowly costs nothing but its
+own freshness: what it has not taken yet is merged, so an outbox never holds more rows than its requests have outputs.
+The engine never waits for a stream; the end of a stream cancels its requests. (submits.py says what a Submit asks for,
+compiling.py holds what waits for its grammar, outbox.py what waits for the router.)
 
-Threads: `_routes` and each link's `sequences` are changed on the engine's thread only, everything else on the loop's.
+Threads: `_routes` and each link's `requests` are changed on the engine's thread only, everything else on the loop's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
-import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
-from blockyard.proto.block_hash import NAME_BYTES, split_names, unpack_tokens
-from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.session_pb2 import (
+    Cancel,
     Hello,
     RejectReason,
     Submit,
     ToRouter,
     ToWorker,
 )
-from blockyard.worker.engine import (
-    Engine,
-    EngineLoad,
-    EngineRequest,
-    EngineThread,
-    SequenceOutput,
-    StepResult,
-)
+from blockyard.worker.calls import check_secret
+from blockyard.worker.compiling import CompileGrammar, Compiling
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_thread import EngineThread
+from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
+from blockyard.worker.inspection import Inspection
 from blockyard.worker.outbox import Outbox
-from blockyard.worker.pool_view import block_messages, load_message, pool_message, take_snapshot
+from blockyard.worker.pool_view import load_message
 from blockyard.worker.scheduler import CapacityError
-from blockyard.worker.sequence import BlockName, SamplingParams, SequenceId, SequenceState
-from google.protobuf.message import DecodeError, Message
+from blockyard.worker.sequence import RequestId
+from blockyard.worker.submits import Refused, engine_request
+from google.protobuf.message import DecodeError
 
 if TYPE_CHECKING:
-    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+    from blockyard.worker.calls import Context
 
 logger = logging.getLogger(__name__)
 
-SECRET_HEADER = "x-blockyard-secret"
 LOAD_REPORT_SECONDS = 0.05
-DEFAULT_PAGE_SIZE = 100
-MAX_PAGE_SIZE = 1000
-M = TypeVar("M", bound=Message)
-
-
-class _Refused(Exception):
-    """A submit that will not run, and why."""
-
-    def __init__(self, reason: RejectReason) -> None:
-        super().__init__(RejectReason.Name(reason))
-        self.reason = reason
 
 
 class _BadMessage(Exception):
@@ -71,9 +56,10 @@ class _BadMessage(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One router's stream: what waits for it, and which sequences are its."""
+    """One router's stream: what waits for it, and which requests are its, by handle."""
 
-    sequences: dict[int, SequenceId] = field(default_factory=dict)
+    compiling: Compiling
+    requests: dict[int, RequestId] = field(default_factory=dict)
     outbox: Outbox = field(default_factory=Outbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -88,7 +74,7 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Whose a sequence is."""
+    """Whose a request is."""
 
     link: _Link
     handle: int
@@ -98,22 +84,36 @@ class _Route:
 class SessionService:
     """EngineService over one engine thread. Made and used on one event loop."""
 
-    def __init__(self, *, hello: Hello, cluster_secret: str, vocab_size: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        *,
+        hello: Hello,
+        cluster_secret: str,
+        vocab_size: int,
+        max_waiting: int,
+        compile_grammar: CompileGrammar | None = None,
+    ) -> None:
+        """Without `compile_grammar` structured output is refused."""
         self._hello = hello
         self._secret = cluster_secret
         self._vocab_size = vocab_size
         self._max_waiting = max_waiting
-        self._routes: dict[SequenceId, _Route] = {}
+        self._compile_grammar = compile_grammar
+        self._routes: dict[RequestId, _Route] = {}
         self._links: set[_Link] = set()
         self._loop = asyncio.get_running_loop()
         self._engine: EngineThread
         self._load: EngineLoad
+        self.inspection = Inspection(
+            hello=hello, cluster_secret=cluster_secret, request_ids=self._client_request_ids
+        )
         self.on_changes: Callable[[StepResult], None] = lambda result: None
         self.draining = False
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
         """Gives the service its engine; `on_step` is what the engine must call."""
         self._engine, self._load = engine, load
+        self.inspection.attach(engine)
 
     @property
     def load(self) -> EngineLoad:
@@ -122,33 +122,35 @@ class SessionService:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Methods take raw bytes: a message that does not parse gets INVALID_ARGUMENT, where gRPC says UNKNOWN."""
-        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        methods = self.inspection.methods() | {
             "Session": grpc.stream_stream_rpc_method_handler(
                 self._session, response_serializer=ToRouter.SerializeToString
-            ),
-            "GetBlockPool": grpc.unary_unary_rpc_method_handler(
-                self._get_block_pool, response_serializer=cluster_pb2.BlockPool.SerializeToString
-            ),
-            "ListBlocks": grpc.unary_unary_rpc_method_handler(
-                self._list_blocks, response_serializer=cluster_pb2.ListBlocksResponse.SerializeToString
-            ),
+            )
         }
         name = session_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
         return grpc.method_handlers_generic_handler(name, methods)
+
+    def _client_request_ids(self) -> dict[RequestId, str]:
+        return {key: route.request_id for key, route in self._routes.items()}
+
+    # What the engine says
 
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
         """Called on the engine's thread."""
         news = []
         for output in result.outputs:
-            route = self._routes.get(output.sequence_id)
+            route = self._routes.get(output.request_id)
             if route is None:
                 continue
             news.append((route, output))
-            if output.state is not SequenceState.RUNNING:
-                del self._routes[output.sequence_id]
-                route.link.sequences.pop(route.handle, None)
+            if output.is_last:
+                self._forget(route.link, route.handle, output.request_id)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._deliver, news, result, load)
+
+    def _forget(self, link: _Link, handle: int, request_id: RequestId) -> None:
+        link.requests.pop(handle, None)
+        self._routes.pop(request_id, None)
 
     def _deliver(
         self, news: list[tuple[_Route, SequenceOutput]], result: StepResult, load: EngineLoad
@@ -159,15 +161,11 @@ class SessionService:
             route.link.has_news.set()
         self.on_changes(result)
 
-    async def _check_secret(self, context: Context) -> None:
-        metadata = context.invocation_metadata() or ()
-        shown = next((value for key, value in metadata if key == SECRET_HEADER), "")
-        if not hmac.compare_digest(str(shown).encode(), self._secret.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster secret is missing or wrong")
+    # What routers say
 
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
-        await self._check_secret(context)
-        link = _Link()
+        await check_secret(context, self._secret)
+        link = _Link(Compiling(self._compile_grammar))
         self._links.add(link)
         self._hello.load.CopyFrom(load_message(self._load))
         reader = asyncio.create_task(self._read(requests, link))
@@ -183,6 +181,7 @@ class SessionService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(bad))
         finally:
             reader.cancel()
+            link.compiling.cancel_all()
             self._links.discard(link)
             self._engine.call(partial(self._cancel_all, link))
 
@@ -204,21 +203,48 @@ class SessionService:
             except DecodeError as error:
                 raise _BadMessage("this is no ToWorker") from error
             match message.WhichOneof("message"):
+                case "submit" if message.submit.sampling.HasField("structured_output"):
+                    self._compile_first(link, message.submit)
                 case "submit":
                     self._submit(link, message.submit)
                 case "cancel":
-                    self._engine.call(partial(self._cancel, link, message.cancel.handle))
+                    self._take_cancel(link, message.cancel)
                 case "ping":
                     link.outbox.answer_ping(message.ping.nonce, self._load)
                     link.has_news.set()
                 case None:
                     raise _BadMessage("the message says nothing")
 
-    def _submit(self, link: _Link, submit: Submit) -> None:
+    def _compile_first(self, link: _Link, submit: Submit) -> None:
+        refuse = partial(link.reject, submit.handle)
+        try:
+            request = self._compilable(link, submit)
+        except Refused as refused:
+            refuse(refused.reason)
+            return
+        wanted = submit.sampling.structured_output
+        link.compiling.start(
+            submit.handle, request, wanted, then=partial(self._submit, link, submit), refuse=refuse
+        )
+
+    def _compilable(self, link: _Link, submit: Submit) -> EngineRequest:
+        if self.draining:
+            raise Refused(RejectReason.REJECT_REASON_DRAINING)
+        if sum(len(other.compiling) for other in self._links) >= self._max_waiting:
+            raise Refused(RejectReason.REJECT_REASON_BUSY)
+        if submit.handle in link.compiling:
+            raise Refused(RejectReason.REJECT_REASON_INVALID)
+        return self._engine_request(submit)
+
+    # To the engine
+
+    def _submit(self, link: _Link, submit: Submit, request: EngineRequest | None = None) -> None:
+        """`request` is what it asks for, where that has been looked at already."""
+
         def run(engine: Engine) -> None:
             try:
-                self._start(engine, link, submit)
-            except _Refused as refused:
+                self._start(engine, link, submit, request)
+            except Refused as refused:
                 reason = refused.reason
             except Exception:
                 logger.exception("a submit failed")
@@ -229,113 +255,41 @@ class SessionService:
 
         self._engine.call(run)
 
-    def _start(self, engine: Engine, link: _Link, submit: Submit) -> None:
+    def _start(self, engine: Engine, link: _Link, submit: Submit, request: EngineRequest | None) -> None:
         if self.draining:
-            raise _Refused(RejectReason.REJECT_REASON_DRAINING)
+            raise Refused(RejectReason.REJECT_REASON_DRAINING)
         if len(engine.scheduler.waiting) >= self._max_waiting:
-            raise _Refused(RejectReason.REJECT_REASON_BUSY)
-        if link not in self._links or submit.handle in link.sequences:
-            raise _Refused(RejectReason.REJECT_REASON_INVALID)
+            raise Refused(RejectReason.REJECT_REASON_BUSY)
+        if link not in self._links or submit.handle in link.requests:
+            raise Refused(RejectReason.REJECT_REASON_INVALID)
         try:
-            sequence_id = engine.submit(self._engine_request(submit))
+            request_id = engine.submit(request or self._engine_request(submit))
         except CapacityError as error:
-            raise _Refused(RejectReason.REJECT_REASON_TOO_LARGE) from error
+            raise Refused(RejectReason.REJECT_REASON_TOO_LARGE) from error
         except ValueError as error:
-            raise _Refused(RejectReason.REJECT_REASON_INVALID) from error
-        link.sequences[submit.handle] = sequence_id
-        self._routes[sequence_id] = _Route(link, submit.handle, submit.request_id)
+            raise Refused(RejectReason.REJECT_REASON_INVALID) from error
+        link.requests[submit.handle] = request_id
+        self._routes[request_id] = _Route(link, submit.handle, submit.request_id)
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
-        """Raises ValueError for anything that a router of ours would not send."""
-        token_ids = unpack_tokens(submit.token_ids)
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise ValueError("token ids must be within the vocabulary")
-        names = [BlockName(name) for name in split_names(submit.block_names)]
-        if not 1 <= len(names) <= 1 + submit.prompt_tokens // self._hello.block_size:
-            raise ValueError(f"{len(names)} names of {NAME_BYTES} bytes for {submit.prompt_tokens} tokens")
-        sampling = submit.sampling
-        return EngineRequest(
-            token_ids=token_ids,
-            prompt_length=submit.prompt_tokens,
-            names=names,
-            sampling=SamplingParams(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
-                min_tokens=sampling.min_tokens,
-                seed=sampling.seed,
-                stop_token_ids=frozenset(sampling.stop_token_ids),
-                eos_token_ids=frozenset(sampling.eos_token_ids),
-            ),
-            deadline_seconds=submit.deadline_seconds or None,
-        )
+        """Raises Refused."""
+        try:
+            return engine_request(submit, vocab_size=self._vocab_size, block_size=self._hello.block_size)
+        except ValueError as error:
+            raise Refused(RejectReason.REJECT_REASON_INVALID) from error
 
-    def _cancel(self, link: _Link, handle: int, engine: Engine) -> None:
-        sequence_id = link.sequences.pop(handle, None)
-        if sequence_id is not None:
-            engine.cancel(sequence_id)
-            self._routes.pop(sequence_id, None)
+    def _take_cancel(self, link: _Link, cancel: Cancel) -> None:
+        index = cancel.index if cancel.HasField("index") else None
+        if index is None:
+            link.compiling.cancel(cancel.handle)
+        end = partial(self._cancel, link, cancel.handle, index)
+        link.compiling.afterwards(cancel.handle, partial(self._engine.call, end))
+
+    def _cancel(self, link: _Link, handle: int, index: int | None, engine: Engine) -> None:
+        request_id = link.requests.get(handle)
+        if request_id is not None and not engine.cancel(request_id, index):
+            self._forget(link, handle, request_id)
 
     def _cancel_all(self, link: _Link, engine: Engine) -> None:
-        for handle in tuple(link.sequences):
-            self._cancel(link, handle, engine)
-
-    async def _get_block_pool(self, data: bytes, context: Context) -> cluster_pb2.BlockPool:
-        await self._check_secret(context)
-        await _parse(cluster_pb2.GetBlockPoolRequest, data, context)
-        return await self.block_pool()
-
-    async def block_pool(self) -> cluster_pb2.BlockPool:
-        """The pool as it is between two steps."""
-        hello = self._hello
-        snapshot = await asyncio.wrap_future(self._engine.call(take_snapshot))
-        return await asyncio.to_thread(
-            pool_message, snapshot, worker_id=hello.worker_id, incarnation=hello.incarnation
-        )
-
-    async def _list_blocks(self, data: bytes, context: Context) -> cluster_pb2.ListBlocksResponse:
-        await self._check_secret(context)
-        request = await _parse(cluster_pb2.ListBlocksRequest, data, context)
-        size = request.page_size or DEFAULT_PAGE_SIZE
-        start = self._page_start(request.page_token)
-        if size > MAX_PAGE_SIZE or start is None:
-            what = (
-                "page_size is above 1000"
-                if size > MAX_PAGE_SIZE
-                else "page_token is not one of this worker's"
-            )
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, what)
-        assert start is not None
-        blocks = await asyncio.wrap_future(
-            self._engine.call(
-                lambda engine: block_messages(
-                    engine, start, size, {key: route.request_id for key, route in self._routes.items()}
-                )
-            )
-        )
-        following = start + size
-        token = self._page_token(following) if following < self._hello.total_blocks else ""
-        return cluster_pb2.ListBlocksResponse(blocks=blocks, next_page_token=token)
-
-    def _page_token(self, start: int) -> str:
-        return base64.urlsafe_b64encode(f"{self._hello.incarnation}:{start}".encode()).decode()
-
-    def _page_start(self, token: str) -> int | None:
-        """Where a page begins; None for a token of another worker, another life, or of nobody."""
-        if not token:
-            return 0
-        try:
-            incarnation, _, start = base64.urlsafe_b64decode(token).decode().rpartition(":")
-        except (binascii.Error, UnicodeDecodeError, ValueError):
-            return None
-        valid = incarnation == self._hello.incarnation and start.isdecimal()
-        return int(start) if valid and int(start) < self._hello.total_blocks else None
-
-
-async def _parse(kind: type[M], data: bytes, context: Context) -> M:
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"this is no {kind.DESCRIPTOR.name}")
-        raise
+        for handle in tuple(link.requests):
+            self._cancel(link, handle, None, engine)

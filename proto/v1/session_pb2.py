@@ -23,37 +23,46 @@ _sym_db = _symbol_database.Default()
 
 
 from blockyard.proto.v1 import cluster_pb2 as blockyard_dot_proto_dot_v1_dot_cluster__pb2
+from blockyard.proto.v1 import inference_pb2 as blockyard_dot_proto_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n blockyard/proto/v1/session.proto\x12\x0c\x62lockyard.v1\x1a blockyard/proto/v1/cluster.proto\"\x89\x01\n\x08ToWorker\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x14.blockyard.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.blockyard.v1.CancelH\x00\x12\"\n\x04ping\x18\x03 \x01(\x0b\x32\x12.blockyard.v1.PingH\x00\x42\t\n\x07message\"\xb5\x01\n\x08ToRouter\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.blockyard.v1.HelloH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.StepOutputH\x00\x12*\n\x08rejected\x18\x03 \x01(\x0b\x32\x16.blockyard.v1.RejectedH\x00\x12\"\n\x04pong\x18\x04 \x01(\x0b\x32\x12.blockyard.v1.PongH\x00\x42\t\n\x07message\"\xa9\x02\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12&\n\x04load\x18\r \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\"\xb5\x01\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_names\x18\x05 \x01(\x0c\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.blockyard.v1.EngineSampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\"\xa8\x01\n\x0e\x45ngineSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x03\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"=\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\"\x95\x02\n\nStepOutput\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_offsets\x18\x02 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x16\n\x0e\x66inish_reasons\x18\x05 \x03(\r\x12\x13\n\x0bstop_tokens\x18\x06 \x03(\r\x12\x15\n\rcached_tokens\x18\x07 \x03(\r\x12&\n\x04load\x18\x08 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12\x16\n\x0e\x66\x61iled_handles\x18\t \x03(\x04\x12\x32\n\x0e\x66\x61iled_reasons\x18\n \x03(\x0e\x32\x1a.blockyard.v1.RejectReason\"F\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.blockyard.v1.RejectReason*\xd1\x01\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REJECT_REASON_BUSY\x10\x01\x12\x1b\n\x17REJECT_REASON_TOO_LARGE\x10\x02\x12\x19\n\x15REJECT_REASON_INVALID\x10\x03\x12\x1a\n\x16REJECT_REASON_DEADLINE\x10\x04\x12\x1a\n\x16REJECT_REASON_INTERNAL\x10\x05\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x06\x32\xeb\x01\n\rEngineService\x12=\n\x07Session\x12\x16.blockyard.v1.ToWorker\x1a\x16.blockyard.v1.ToRouter(\x01\x30\x01\x12J\n\x0cGetBlockPool\x12!.blockyard.v1.GetBlockPoolRequest\x1a\x17.blockyard.v1.BlockPool\x12O\n\nListBlocks\x12\x1f.blockyard.v1.ListBlocksRequest\x1a .blockyard.v1.ListBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n blockyard/proto/v1/session.proto\x12\x0c\x62lockyard.v1\x1a blockyard/proto/v1/cluster.proto\x1a\"blockyard/proto/v1/inference.proto\"\x89\x01\n\x08ToWorker\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x14.blockyard.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.blockyard.v1.CancelH\x00\x12\"\n\x04ping\x18\x03 \x01(\x0b\x32\x12.blockyard.v1.PingH\x00\x42\t\n\x07message\"\xb5\x01\n\x08ToRouter\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.blockyard.v1.HelloH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.StepOutputH\x00\x12*\n\x08rejected\x18\x03 \x01(\x0b\x32\x16.blockyard.v1.RejectedH\x00\x12\"\n\x04pong\x18\x04 \x01(\x0b\x32\x12.blockyard.v1.PongH\x00\x42\t\n\x07message\"\xa9\x02\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12&\n\x04load\x18\r \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\"\xfa\x01\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_names\x18\x05 \x01(\x0c\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.blockyard.v1.EngineSampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x31\n\rcontinuations\x18\x08 \x03(\x0b\x32\x1a.blockyard.v1.Continuation\x12\x10\n\x08priority\x18\t \x01(\x11\"0\n\x0c\x43ontinuation\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\xaa\x05\n\x0e\x45ngineSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x03\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x02\x12?\n\nlogit_bias\x18\r \x03(\x0b\x32+.blockyard.v1.EngineSampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x15\n\rbad_token_ids\x18\x0f \x03(\r\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x12\t\n\x01n\x18\x12 \x01(\r\x12\x12\n\nbeam_width\x18\x13 \x01(\r\x12\x16\n\x0elength_penalty\x18\x14 \x01(\x02\x12\x33\n\x0e\x65\x61rly_stopping\x18\x15 \x01(\x0e\x32\x1b.blockyard.v1.EarlyStopping\x12\x39\n\x11structured_output\x18\x16 \x01(\x0b\x32\x1e.blockyard.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"6\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"=\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\"\xd1\x02\n\nStepOutput\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_offsets\x18\x02 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x16\n\x0e\x66inish_reasons\x18\x05 \x03(\r\x12\x13\n\x0bstop_tokens\x18\x06 \x03(\r\x12\x15\n\rcached_tokens\x18\x07 \x03(\r\x12&\n\x04load\x18\x08 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12\x16\n\x0e\x66\x61iled_handles\x18\t \x03(\x04\x12\x32\n\x0e\x66\x61iled_reasons\x18\n \x03(\x0e\x32\x1a.blockyard.v1.RejectReason\x12\x0f\n\x07indexes\x18\x0b \x03(\r\x12)\n\x07\x64\x65tails\x18\x0c \x03(\x0b\x32\x18.blockyard.v1.RowDetails\"\xdc\x01\n\nRowDetails\x12\x0b\n\x03row\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.blockyard.v1.TokenLogprob\x12\x33\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1a.blockyard.v1.TokenLogprob\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nbeam_score\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x15\n\x13_cumulative_logprobB\r\n\x0b_beam_score\"F\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.blockyard.v1.RejectReason*\xec\x01\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REJECT_REASON_BUSY\x10\x01\x12\x1b\n\x17REJECT_REASON_TOO_LARGE\x10\x02\x12\x19\n\x15REJECT_REASON_INVALID\x10\x03\x12\x1a\n\x16REJECT_REASON_DEADLINE\x10\x04\x12\x1a\n\x16REJECT_REASON_INTERNAL\x10\x05\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x06\x12\x19\n\x15REJECT_REASON_GRAMMAR\x10\x07\x32\xeb\x01\n\rEngineService\x12=\n\x07Session\x12\x16.blockyard.v1.ToWorker\x1a\x16.blockyard.v1.ToRouter(\x01\x30\x01\x12J\n\x0cGetBlockPool\x12!.blockyard.v1.GetBlockPoolRequest\x1a\x17.blockyard.v1.BlockPool\x12O\n\nListBlocks\x12\x1f.blockyard.v1.ListBlocksRequest\x1a .blockyard.v1.ListBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'blockyard.proto.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REJECTREASON']._serialized_start=1528
-  _globals['_REJECTREASON']._serialized_end=1737
-  _globals['_TOWORKER']._serialized_start=85
-  _globals['_TOWORKER']._serialized_end=222
-  _globals['_TOROUTER']._serialized_start=225
-  _globals['_TOROUTER']._serialized_end=406
-  _globals['_HELLO']._serialized_start=409
-  _globals['_HELLO']._serialized_end=706
-  _globals['_SUBMIT']._serialized_start=709
-  _globals['_SUBMIT']._serialized_end=890
-  _globals['_ENGINESAMPLING']._serialized_start=893
-  _globals['_ENGINESAMPLING']._serialized_end=1061
-  _globals['_CANCEL']._serialized_start=1063
-  _globals['_CANCEL']._serialized_end=1087
-  _globals['_PING']._serialized_start=1089
-  _globals['_PING']._serialized_end=1110
-  _globals['_PONG']._serialized_start=1112
-  _globals['_PONG']._serialized_end=1173
-  _globals['_STEPOUTPUT']._serialized_start=1176
-  _globals['_STEPOUTPUT']._serialized_end=1453
-  _globals['_REJECTED']._serialized_start=1455
-  _globals['_REJECTED']._serialized_end=1525
-  _globals['_ENGINESERVICE']._serialized_start=1740
-  _globals['_ENGINESERVICE']._serialized_end=1975
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_REJECTREASON']._serialized_start=2510
+  _globals['_REJECTREASON']._serialized_end=2746
+  _globals['_TOWORKER']._serialized_start=121
+  _globals['_TOWORKER']._serialized_end=258
+  _globals['_TOROUTER']._serialized_start=261
+  _globals['_TOROUTER']._serialized_end=442
+  _globals['_HELLO']._serialized_start=445
+  _globals['_HELLO']._serialized_end=742
+  _globals['_SUBMIT']._serialized_start=745
+  _globals['_SUBMIT']._serialized_end=995
+  _globals['_CONTINUATION']._serialized_start=997
+  _globals['_CONTINUATION']._serialized_end=1045
+  _globals['_ENGINESAMPLING']._serialized_start=1048
+  _globals['_ENGINESAMPLING']._serialized_end=1730
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_start=1649
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_end=1697
+  _globals['_CANCEL']._serialized_start=1732
+  _globals['_CANCEL']._serialized_end=1786
+  _globals['_PING']._serialized_start=1788
+  _globals['_PING']._serialized_end=1809
+  _globals['_PONG']._serialized_start=1811
+  _globals['_PONG']._serialized_end=1872
+  _globals['_STEPOUTPUT']._serialized_start=1875
+  _globals['_STEPOUTPUT']._serialized_end=2212
+  _globals['_ROWDETAILS']._serialized_start=2215
+  _globals['_ROWDETAILS']._serialized_end=2435
+  _globals['_REJECTED']._serialized_start=2437
+  _globals['_REJECTED']._serialized_end=2507
+  _globals['_ENGINESERVICE']._serialized_start=2749
+  _globals['_ENGINESERVICE']._serialized_end=2984
 # @@protoc_insertion_point(module_scope)

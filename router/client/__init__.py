@@ -4,8 +4,8 @@
         for delta in client.stream("def fibonacci(n):", max_tokens=64):
             print(delta.text, end="", flush=True)
 
-requests.py, results.py and retry.py are the pure core, sync.py and aio.py two shells round it, errors.py the
-one tree of exceptions.
+arguments.py, requests.py, results.py, stream_check.py and retry.py are the pure core, sync.py and aio.py two shells
+round it, errors.py the one tree of exceptions.
 """
 
 from blockyard.router.client.aio import AsyncClient
@@ -22,7 +22,7 @@ from blockyard.router.client.errors import (
     TimedOutError,
     UnavailableError,
 )
-from blockyard.router.client.results import Completion, Delta, Finish
+from blockyard.router.client.results import Completion, Delta, Finish, Output, TokenLogprob
 from blockyard.router.client.sync import Client
 
 __all__ = [
@@ -38,8 +38,10 @@ __all__ = [
     "InvalidRequestError",
     "LostTokensError",
     "NotFoundError",
+    "Output",
     "OverloadedError",
     "ServerError",
     "TimedOutError",
+    "TokenLogprob",
     "UnavailableError",
 ]

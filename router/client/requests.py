@@ -1,21 +1,26 @@
-"""Every RPC that the clients make, as a value: its path, its request from keyword arguments, its response type.
+"""Every RPC that the clients make, as a value: its path, its request, its response type.
 
-Pure: opens no connection. How it is sent and retried is in retry.py, sync.py and aio.py.
+Pure: opens no connection. What generate() takes is in arguments.py; how a call is sent and retried in retry.py, sync.py
+and aio.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Generic, TypeVar
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.client.arguments import (
+    GenerateArguments,
+    Messages,
+    PromptArguments,
+    generate_request,
+    prompt_fields,
+    salted_prompt_fields,
+)
 from google.protobuf.message import Message
 
 Response = TypeVar("Response", bound=Message)
-Messages = Sequence[Mapping[str, str]]
-"""A chat: [{"role": "user", "content": "..."}, ...]."""
-
 BLOCKS_PER_PAGE = 1000
-_SAMPLING_FIELDS = frozenset(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,53 +36,27 @@ def serialize(request: Message) -> bytes:
     return request.SerializeToString()
 
 
-class GenerateArguments(TypedDict, total=False):
-    """The keyword arguments of generate() and stream(). None or absent leaves the server's default."""
-
-    messages: Messages | None
-    prompt_token_ids: Sequence[int] | None
-    model: str | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    max_tokens: int | None
-    min_tokens: int | None
-    ignore_eos: bool | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    request_id: str | None
-    cache_salt: str | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall(Call[inference_pb2.GenerateStreamResponse]):
+    num_outputs: int
+    """That the stream must finish."""
 
 
-class PromptArguments(TypedDict, total=False):
-    """The keyword arguments that name a prompt, of lookup_prefix() and explain_placement()."""
-
-    messages: Messages | None
-    prompt_token_ids: Sequence[int] | None
-    cache_salt: str | None
-
-
-def generate_stream(
-    prompt: str | None, arguments: GenerateArguments
-) -> Call[inference_pb2.GenerateStreamResponse]:
+def generate_stream(prompt: str | None, arguments: GenerateArguments) -> GenerateCall:
     """Raises ValueError or TypeError for arguments that no server could accept."""
-    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
-    fields = _prompt_fields(prompt, given.pop("messages", None), given.pop("prompt_token_ids", None))
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    sampling = {name: given.pop(name) for name in list(given) if name in _SAMPLING_FIELDS}
-    fields |= {name: given.pop(name) for name in ("model", "request_id", "cache_salt") if name in given}
-    if given:
-        raise TypeError(f"unknown arguments: {', '.join(sorted(given))}")
-    request = inference_pb2.GenerateRequest(sampling=inference_pb2.SamplingParams(**sampling), **fields)
-    return _inference("GenerateStream", request, inference_pb2.GenerateStreamResponse)
+    request = generate_request(prompt, arguments)
+    return GenerateCall(
+        path="/blockyard.v1.InferenceService/GenerateStream",
+        request=request,
+        response_type=inference_pb2.GenerateStreamResponse,
+        num_outputs=max(request.sampling.n, 1),
+    )
 
 
 def tokenize(
     prompt: str | None, messages: Messages | None, model: str | None
 ) -> Call[inference_pb2.TokenizeResponse]:
-    request = inference_pb2.TokenizeRequest(model=model, **_prompt_fields(prompt, messages, None))
+    request = inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None))
     return _inference("Tokenize", request, inference_pb2.TokenizeResponse)
 
 
@@ -121,14 +100,14 @@ def list_blocks(worker_id: str, page_token: str) -> Call[cluster_pb2.ListBlocksR
 
 
 def lookup_prefix(prompt: str | None, arguments: PromptArguments) -> Call[cluster_pb2.LookupPrefixResponse]:
-    request = cluster_pb2.LookupPrefixRequest(**_salted_prompt_fields(prompt, arguments))
+    request = cluster_pb2.LookupPrefixRequest(**salted_prompt_fields(prompt, arguments))
     return _cluster("LookupPrefix", request, cluster_pb2.LookupPrefixResponse)
 
 
 def explain_placement(
     prompt: str | None, arguments: PromptArguments
 ) -> Call[cluster_pb2.ExplainPlacementResponse]:
-    request = cluster_pb2.ExplainPlacementRequest(**_salted_prompt_fields(prompt, arguments))
+    request = cluster_pb2.ExplainPlacementRequest(**salted_prompt_fields(prompt, arguments))
     return _cluster("ExplainPlacement", request, cluster_pb2.ExplainPlacementResponse)
 
 
@@ -144,23 +123,3 @@ def _inference(name: str, request: Message, response_type: type[Response]) -> Ca
 def _cluster(name: str, request: Message, response_type: type[Response]) -> Call[Response]:
     path = f"/blockyard.v1.ClusterService/{name}"
     return Call(path=path, request=request, response_type=response_type)
-
-
-def _salted_prompt_fields(prompt: str | None, arguments: PromptArguments) -> dict[str, Any]:
-    fields = _prompt_fields(prompt, arguments.get("messages"), arguments.get("prompt_token_ids"))
-    return fields | {"cache_salt": arguments.get("cache_salt")}
-
-
-def _prompt_fields(
-    prompt: str | None, messages: Messages | None, prompt_token_ids: Sequence[int] | None
-) -> dict[str, Any]:
-    """The request's `input`. Raises ValueError unless exactly one is given."""
-    if [prompt, messages, prompt_token_ids].count(None) != 2:
-        raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
-    if prompt is not None:
-        return {"prompt": prompt}
-    if prompt_token_ids is not None:
-        return {"prompt_token_ids": inference_pb2.TokenIds(ids=prompt_token_ids)}
-    assert messages is not None
-    chat = [inference_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in messages]
-    return {"chat": inference_pb2.Chat(messages=chat)}

@@ -1,20 +1,13 @@
-"""What the clients hand out: deltas, completions, and the proof that no token was lost or doubled.
+"""What the clients hand out: deltas, outputs, completions.
 
-Pure: turns messages into values. Owns no stream.
+Pure values. The proof that no token was lost or doubled is in stream_check.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from blockyard.proto.v1 import inference_pb2
-from blockyard.router.client.errors import LostTokensError
-
 FinishReason = Literal["stop", "length", "unspecified"]
-_REASONS: dict[int, FinishReason] = {
-    inference_pb2.FINISH_REASON_STOP: "stop",
-    inference_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +25,27 @@ class Finish:
     time_to_first_token_seconds: float
     total_seconds: float
     worker_id: str
+    cumulative_logprob: float | None = None
+    """Of all its tokens; with n > 1, logprobs or beams."""
+    beam_score: float | None = None
+    """By which beams are ranked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """How likely the model held a token, before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the likeliest token of all."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob) of the likeliest tokens, in order, as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """One piece of a streamed output. The last one carries `finish`."""
+    """One piece of a streamed output. Its last one carries `finish`."""
 
     request_id: str
     text: str
@@ -44,74 +53,62 @@ class Delta:
     token_offset: int
     """Tokens of this output before token_ids[0]; checked to be contiguous."""
     finish: Finish | None
+    index: int = 0
+    """Which of the n outputs."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token, if asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """With the first delta of output 0, if asked for: one for each token of the prompt but the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One whole output."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole output."""
+    """All that a request gave. Text, tokens and finish are those of the first output."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish: Finish
-
-
-class StreamCheck:
-    """Turns the messages of one stream into deltas and proves that no token was lost or doubled."""
-
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._finished = False
-
-    def delta(self, message: inference_pb2.GenerateStreamResponse) -> Delta:
-        """Raises LostTokensError where token_offset is not the number of tokens before."""
-        offset, token_ids = message.delta.token_offset, tuple(message.delta.token_ids)
-        if self._finished:
-            raise LostTokensError("the stream went on after its last message")
-        if token_ids and offset != self._num_tokens:
-            raise LostTokensError(f"expected the token at offset {self._num_tokens}, got the one at {offset}")
-        self._num_tokens += len(token_ids)
-        finish = _finish(message.finish) if message.HasField("finish") else None
-        if finish is not None and finish.completion_tokens != self._num_tokens:
-            raise LostTokensError(f"got {self._num_tokens} tokens of {finish.completion_tokens}")
-        self._finished = finish is not None
-        return Delta(
-            request_id=message.request_id,
-            text=message.delta.text,
-            token_ids=token_ids,
-            token_offset=self._num_tokens - len(token_ids),
-            finish=finish,
-        )
-
-    def end(self) -> None:
-        """Raises LostTokensError where the stream ended without saying how."""
-        if not self._finished:
-            raise LostTokensError(
-                f"the stream ended after {self._num_tokens} tokens, without its last message"
-            )
+    outputs: tuple[Output, ...]
+    """In order of index; of beams, the best first."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:
     """All deltas of one finished stream as a whole."""
-    last = deltas[-1]
-    assert last.finish is not None, "a finished stream ends with its finish"
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    outputs = tuple(_output(by_index[index]) for index in sorted(by_index))
+    first = outputs[0]
     return Completion(
-        request_id=last.request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        finish=last.finish,
+        request_id=deltas[-1].request_id,
+        text=first.text,
+        token_ids=first.token_ids,
+        finish=first.finish,
+        outputs=outputs,
+        prompt_logprobs=tuple(token for delta in deltas for token in delta.prompt_logprobs),
     )
 
 
-def _finish(finish: inference_pb2.Finish) -> Finish:
-    return Finish(
-        reason=_REASONS.get(finish.reason, "unspecified"),
-        stop_reason=finish.stop_reason if finish.HasField("stop_reason") else None,
-        prompt_tokens=finish.usage.prompt_tokens,
-        completion_tokens=finish.usage.completion_tokens,
-        cached_tokens=finish.usage.cached_tokens,
-        seed=finish.seed,
-        time_to_first_token_seconds=finish.timing.time_to_first_token_seconds,
-        total_seconds=finish.timing.total_seconds,
-        worker_id=finish.worker_id,
+def _output(deltas: Sequence[Delta]) -> Output:
+    finish = deltas[-1].finish
+    assert finish is not None, "a finished output ends with its finish"
+    return Output(
+        index=deltas[-1].index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish=finish,
+        logprobs=tuple(token for delta in deltas for token in delta.logprobs),
     )

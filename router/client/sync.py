@@ -8,9 +8,10 @@ from typing import Self, Unpack
 import grpc
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.client import requests
+from blockyard.router.client.arguments import GenerateArguments, Messages, PromptArguments
 from blockyard.router.client.errors import BlockyardError, from_rpc
-from blockyard.router.client.requests import Call, GenerateArguments, Messages, PromptArguments, Response
-from blockyard.router.client.results import Completion, Delta, StreamCheck, completion
+from blockyard.router.client.requests import Call, GenerateCall, Response
+from blockyard.router.client.results import Completion, Delta, completion
 from blockyard.router.client.retry import (
     CHANNEL_OPTIONS,
     DEFAULT_TIMEOUT_SECONDS,
@@ -20,6 +21,7 @@ from blockyard.router.client.retry import (
     abort_failure,
     bearer,
 )
+from blockyard.router.client.stream_check import StreamCheck
 
 
 class Client:
@@ -73,7 +75,7 @@ class Client:
         timeout_seconds: float | None = None,
         **arguments: Unpack[GenerateArguments],
     ) -> Generator[Delta, None, None]:
-        """Deltas as they are sampled; the last has `finish`. Closing the generator cancels the request.
+        """Deltas as they are sampled; the last of each output has `finish`. Closing the generator cancels the request.
 
         The request is sent when the first delta is asked for. Raises LostTokensError rather than skip a token.
         """
@@ -148,10 +150,8 @@ class Client:
         """The requests that the answering router holds now."""
         return list(self._unary(requests.list_requests()).requests)
 
-    def _deltas(
-        self, call: Call[inference_pb2.GenerateStreamResponse], attempts: Attempts
-    ) -> Generator[Delta, None, None]:
-        check = StreamCheck()
+    def _deltas(self, call: GenerateCall, attempts: Attempts) -> Generator[Delta, None, None]:
+        check = StreamCheck(call.num_outputs)
         with closing(self._responses(call, attempts)) as responses:
             for message in responses:
                 yield check.delta(message)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import pytest
@@ -15,16 +16,19 @@ from grpc_status import rpc_status
 Message = inference_pb2.GenerateStreamResponse
 
 
-def delta(text: str, token_ids: list[int], offset: int) -> Message:
+def delta(text: str, token_ids: list[int], offset: int, index: int = 0, **fields: Any) -> Message:
     return Message(
         request_id="r",
-        delta=inference_pb2.OutputDelta(text=text, token_ids=token_ids, token_offset=offset),
+        delta=inference_pb2.OutputDelta(
+            text=text, token_ids=token_ids, token_offset=offset, index=index, **fields
+        ),
     )
 
 
-def last(num_tokens: int) -> Message:
+def last(num_tokens: int, index: int = 0, **fields: Any) -> Message:
     return Message(
         request_id="r",
+        delta=inference_pb2.OutputDelta(index=index),
         finish=inference_pb2.Finish(
             reason=inference_pb2.FINISH_REASON_STOP,
             stop_reason="\n",
@@ -32,8 +36,15 @@ def last(num_tokens: int) -> Message:
             seed=-3,
             timing=inference_pb2.Timing(time_to_first_token_seconds=0.25, total_seconds=0.5),
             worker_id="w1",
+            **fields,
         ),
     )
+
+
+def logprob(token_id: int) -> inference_pb2.TokenLogprob:
+    """Exact in a float32."""
+    top = [inference_pb2.TopLogprob(token_id=token_id, logprob=-token_id / 4)]
+    return inference_pb2.TokenLogprob(token_id=token_id, logprob=-token_id / 4, rank=1, top=top)
 
 
 GOOD_SCRIPT = (delta("Hel", [1, 2], 0), delta("", [3], 2), delta("lo", [4], 3), last(4))

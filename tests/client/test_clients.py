@@ -26,7 +26,7 @@ from blockyard.router.client import (
 )
 from blockyard.router.client.retry import AddressRotation
 
-from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, serve
+from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, logprob, serve
 
 
 class SyncDriver:
@@ -234,11 +234,11 @@ async def test_cancelling_the_task_cancels_the_request(router: ScriptedRouter, a
     router.scripts = [(GOOD_SCRIPT[0], Hang())]
     async with AsyncClient(address) as client:
         running = asyncio.create_task(client.generate("x"))
-        await asyncio.wait_for(router.arrived.wait(), 5)
+        await asyncio.wait_for(router.arrived.wait(), 30)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        await asyncio.wait_for(router.cancelled.wait(), 5)
+        await asyncio.wait_for(router.cancelled.wait(), 30)
 
 
 LOSSY_SCRIPTS = {
@@ -259,6 +259,55 @@ async def test_a_lost_or_doubled_token_is_an_error(
     router.scripts = [script]
     with pytest.raises(LostTokensError):
         await connect(address).call("generate", "x")
+
+
+SEVERAL = (
+    delta("x", [7], 0, 1, logprobs=[logprob(7)]),
+    delta("a", [1], 0, 0, logprobs=[logprob(1)], prompt_logprobs=[logprob(8), logprob(9)]),
+    delta("b", [2, 3], 1, 0, logprobs=[logprob(2), logprob(3)]),
+    last(1, 1, cumulative_logprob=-1.75, beam_score=-0.5),
+    last(3, 0, cumulative_logprob=-1.5),
+)
+
+
+async def test_several_outputs_may_come_in_any_mixture(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [SEVERAL]
+    deltas = await connect(address).collect("stream", prompt="x", n=2)
+    assert [d.index for d in deltas] == [1, 0, 0, 1, 0]
+    assert [d.token_offset for d in deltas] == [0, 0, 1, 1, 3]
+    whole = await connect(address).call("generate", "x", n=2)
+    first, second = whole.outputs
+    assert (first.index, first.text, first.token_ids) == (0, "ab", (1, 2, 3))
+    assert (second.index, second.text, second.token_ids) == (1, "x", (7,))
+    assert (whole.text, whole.token_ids, whole.finish) == (first.text, first.token_ids, first.finish)
+    assert (first.finish.cumulative_logprob, first.finish.beam_score) == (-1.5, None)
+    assert (second.finish.cumulative_logprob, second.finish.beam_score) == (-1.75, -0.5)
+    assert [(t.token_id, t.logprob, t.rank, t.top) for t in first.logprobs] == [
+        (token_id, -token_id / 4, 1, ((token_id, -token_id / 4),)) for token_id in (1, 2, 3)
+    ]
+    assert [token.token_id for token in whole.prompt_logprobs] == [8, 9]
+
+
+LOSSY_OUTPUTS = {
+    "one is missing": (delta("a", [1], 0), last(1)),
+    "one is unfinished": (delta("a", [1], 0), last(1), delta("b", [1], 0, 1)),
+    "one has a gap": (delta("a", [1], 0), last(1), delta("b", [1], 1, 1), last(1, 1)),
+    "one goes on": (delta("a", [1], 0), last(1), last(0, 1), delta("b", [1], 1)),
+    "one too many": (last(0), last(0, 1), last(0, 2)),
+    "their offsets are mixed up": (delta("a", [1], 0), delta("b", [2], 1, 1), last(1), last(1, 1)),
+    "logprobs are missing": (delta("a", [1, 2], 0, logprobs=[logprob(1)]), last(2), last(0, 1)),
+}
+
+
+@pytest.mark.parametrize("script", LOSSY_OUTPUTS.values(), ids=LOSSY_OUTPUTS)
+async def test_a_lost_or_doubled_token_of_any_output_is_an_error(
+    connect: Connect, router: ScriptedRouter, address: str, script: tuple
+) -> None:
+    router.scripts = [script]
+    with pytest.raises(LostTokensError):
+        await connect(address).call("generate", "x", n=2)
 
 
 ERRORS = [

@@ -1,7 +1,9 @@
 """The whole path with real processes: what a user of a running cluster relies on. In order: the last test
 ends it."""
 
+import json
 import os
+import re
 import signal
 import threading
 import urllib.request
@@ -17,7 +19,8 @@ from blockyard.deploy.options import model_path
 from blockyard.deploy.pool_map import cells_of_map
 from blockyard.deploy.processes import session_members
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.router.client import BlockyardError, Client, Completion, NotFoundError
+from blockyard.router.client import BlockyardError, Client, Completion, InvalidRequestError, NotFoundError
+from blockyard.router.client.results import completion
 from blockyard.worker.pool_map import block_cells
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -159,6 +162,43 @@ def test_generate_and_chat_print_what_the_client_gets(cluster: Cluster) -> None:
     assert cluster.command.run("chat", *sampling, stdin="Say x.\n").stdout == reply.text + "\n"
 
 
+def test_structured_outputs_follow_their_schema_and_expression(cluster: Cluster) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["os", "sys"]}, "lines": {"type": "integer", "maximum": 999}},
+        "required": ["name", "lines"],
+        "additionalProperties": False,
+    }
+    with cluster.client() as client:
+        described = client.generate("import ", json_schema=schema, max_tokens=200, seed=3, n=2)
+        for output in described.outputs:
+            value = json.loads(output.text)
+            assert value["name"] in ("os", "sys")
+            assert isinstance(value["lines"], int)
+        assert re.fullmatch(
+            "[a-f]{3}-[0-9]+", client.generate("id: ", regex="[a-f]{3}-[0-9]{2,4}", seed=1).text
+        )
+        with pytest.raises(InvalidRequestError, match="structured_output"):
+            client.generate("id: ", regex="(unclosed")
+
+
+def test_beams_come_best_first_and_log_probabilities_add_up(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        beams = client.generate("def add(a, b):", n=3, beam_width=4, max_tokens=12)
+        scores = [output.finish.beam_score for output in beams.outputs]
+        assert len(scores) == 3
+        assert scores == sorted(scores, key=lambda score: -(score or 0.0))
+        answer = client.generate("def add(a, b):", logprobs=2, temperature=0.0, max_tokens=12)
+        (output,) = answer.outputs
+        assert [entry.rank for entry in output.logprobs] == [1] * len(output.token_ids)
+        assert all(len(entry.top) == 2 for entry in output.logprobs)
+        total = sum(entry.logprob for entry in output.logprobs)
+        assert output.finish.cumulative_logprob == pytest.approx(total, abs=1e-3)
+        best = beams.outputs[0].finish.cumulative_logprob
+        assert best is not None
+        assert best >= total - 1e-3
+
+
 def test_a_second_cluster_of_the_same_name_is_refused(cluster: Cluster) -> None:
     result = cluster.command.run("up", "--model", "demo", "--device", "cpu")
     assert result.returncode == 1
@@ -179,8 +219,10 @@ def test_a_killed_worker_loses_no_token_and_comes_back_as_a_new_incarnation(clus
         not_started = [threads.submit(long_answer, client, seed) for seed in seeds]
         print(f"{len(lost)} of {len(seeds)} streams ran on the killed worker")
         assert lost
-        assert [future.result().token_ids for future in running] == [one.token_ids for one in undisturbed]
-        assert [future.result().token_ids for future in not_started] == [one.token_ids for one in undisturbed]
+        expected = [all_tokens(answer) for answer in undisturbed]
+        assert {len(tokens) for outputs in expected for tokens in outputs} == {160}
+        assert [all_tokens(future.result()) for future in running] == expected
+        assert [all_tokens(future.result()) for future in not_started] == expected
 
         def healed() -> bool:
             known = {worker.worker_id: worker for worker in client.list_workers() if worker.state == READY}
@@ -193,21 +235,20 @@ def test_a_killed_worker_loses_no_token_and_comes_back_as_a_new_incarnation(clus
 
 
 def long_answer(client: Client, seed: int, begun: threading.Barrier | None = None) -> Completion:
-    """160 tokens; meets the others at `begun` after its first."""
+    """Two outputs of 160 tokens; meets the others at `begun` after its first piece."""
     pieces = []
-    for delta in client.stream(f"# File {seed}\nimport os\n", max_tokens=160, ignore_eos=True, seed=seed):
+    prompt = f"# File {seed}\nimport os\n"
+    for delta in client.stream(
+        prompt, n=2, max_tokens=160, ignore_eos=True, seed=seed, frequency_penalty=0.3
+    ):
         pieces.append(delta)
         if begun is not None and len(pieces) == 1:
             begun.wait()
-    finish = pieces[-1].finish
-    assert finish is not None
-    token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
-    return Completion(
-        request_id=pieces[-1].request_id,
-        text="".join(piece.text for piece in pieces),
-        token_ids=token_ids,
-        finish=finish,
-    )
+    return completion(pieces)
+
+
+def all_tokens(answer: Completion) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in answer.outputs]
 
 
 def test_a_killed_router_comes_back_where_clients_look_for_it(cluster: Cluster) -> None:

@@ -25,25 +25,59 @@ from hypothesis.stateful import (
 )
 
 from .harness import IndexHarness, RedisHarness, TwinHarness, free_of, purge_all, record
-from .truth import ALL_CHAINS, Cache, Path, brute_force, name_of, seeded_change
+from .truth import ALL_CHAINS, Path, Tiers, brute_force, name_of
 
 LEASE_SECONDS = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """One incarnation, its true cache, and what the index should believe of it."""
+    """One incarnation, its true caches, and what the index should believe of them."""
 
     worker_id: str
     incarnation: str
     berth: Berth
-    cache: Cache = field(default_factory=Cache)
+    tiers: Tiers
     published: set[Path] = field(default_factory=set)
+    published_anywhere: set[Path] = field(default_factory=set)
     last_batch: Batch = field(default_factory=lambda: Batch(sequence=0))
     deadline: float = 0.0
     is_running: bool = True
     is_refused: bool = False
     """Superseded, retired, flushed or purged: every later write must come back UNKNOWN."""
+
+    def next_batch(self) -> Batch:
+        """From what was published to the truth."""
+        removed, added = _difference(self.published, set(self.tiers.on_gpu.paths))
+        anywhere_removed, anywhere_added = _difference(
+            self.published_anywhere, set(self.tiers.anywhere.paths)
+        )
+        return Batch(
+            sequence=self.last_batch.sequence + 1,
+            removed=removed,
+            added=added,
+            anywhere_removed=anywhere_removed,
+            anywhere_added=anywhere_added,
+        )
+
+    def applied(self, batch: Batch) -> None:
+        self.last_batch = batch
+        self.published, self.published_anywhere = (
+            set(self.tiers.on_gpu.paths),
+            set(self.tiers.anywhere.paths),
+        )
+
+    def forgotten(self) -> None:
+        self.published, self.published_anywhere = set(), set()
+
+    def refused(self) -> None:
+        self.is_refused = True
+        self.forgotten()
+
+
+def _difference(before: set[Path], truth: set[Path]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    removed = tuple(name_of(path) for path in sorted(before - truth, key=len, reverse=True))
+    return removed, tuple(name_of(path) for path in sorted(truth - before, key=len))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -77,23 +111,34 @@ class IndexMachine(RuleBasedStateMachine):
         candidates = self.running()
         return candidates[number % len(candidates)]
 
-    @rule(worker=st.integers(0, 3))
-    def start(self, worker: int) -> None:
+    @rule(worker=st.integers(0, 3), has_host_cache=st.booleans())
+    def start(self, worker: int, has_host_cache: bool) -> None:
         """Also a restart: the earlier life, if any, dies without a word."""
         for life in self.running():
             if life.worker_id == f"w{worker}":
                 life.is_running = False
         self.num_started += 1
-        life = Life(worker_id=f"w{worker}", incarnation=str(self.num_started), berth=Berth(number=0, epoch=0))
+        life = Life(
+            worker_id=f"w{worker}",
+            incarnation=str(self.num_started),
+            berth=Berth(number=0, epoch=0),
+            tiers=Tiers(has_host_cache=has_host_cache),
+        )
         self.lives.append(life)
         self.register(life)
 
     def register(self, life: Life) -> None:
         life.berth = self.run(
-            self.index.register(record(life.worker_id, life.incarnation), lease_seconds=LEASE_SECONDS)
+            self.index.register(
+                record(life.worker_id, life.incarnation),
+                lease_seconds=LEASE_SECONDS,
+                has_host_cache=life.tiers.has_host_cache,
+            )
         )
+        assert (life.berth.anywhere is not None) == life.tiers.has_host_cache
         life.deadline = self.now + LEASE_SECONDS
-        life.published, life.is_refused = set(), False
+        life.forgotten()
+        life.is_refused = False
         life.last_batch = Batch(sequence=0)
 
     @precondition(lambda self: self.running())
@@ -101,20 +146,17 @@ class IndexMachine(RuleBasedStateMachine):
     def step_of_the_engine(self, which: int, seed: int) -> None:
         """Some blocks stored, some evicted, then one batch of the net difference."""
         life = self.pick(which)
-        seeded_change(life.cache, seed)
+        life.tiers.seeded_change(seed)
         self.publish(life)
 
     def publish(self, life: Life) -> None:
-        truth = set(life.cache.paths)
-        removed = tuple(name_of(path) for path in sorted(life.published - truth, key=len, reverse=True))
-        added = tuple(name_of(path) for path in sorted(truth - life.published, key=len))
-        batch = Batch(sequence=life.last_batch.sequence + 1, removed=removed, added=added)
+        batch = life.next_batch()
         result = self.run(self.index.apply(life.berth, batch))
         if self.must_resync(life, result is ApplyResult.UNKNOWN):
             self.resync(life)
             return
         assert result is ApplyResult.OK
-        life.last_batch, life.published = batch, truth
+        life.applied(batch)
 
     def must_resync(self, life: Life, is_unknown: bool) -> bool:
         """A live berth is never refused, a refused one never comes back; a lapsed one may go either way."""
@@ -144,8 +186,9 @@ class IndexMachine(RuleBasedStateMachine):
     def lose_a_batch(self, which: int, seed: int) -> None:
         """The batch after it finds a gap: a new berth and a snapshot."""
         life = self.pick(which)
-        seeded_change(life.cache, seed)
-        after = Batch(sequence=life.last_batch.sequence + 2, added=(name_of((9, 9)),))
+        life.tiers.seeded_change(seed)
+        stray = (name_of((9, 9)),)
+        after = Batch(sequence=life.last_batch.sequence + 2, added=stray, anywhere_added=stray)
         result = self.run(self.index.apply(life.berth, after))
         assert result in (ApplyResult.GAP, ApplyResult.UNKNOWN)
         self.must_resync(life, result is ApplyResult.UNKNOWN)
@@ -178,7 +221,8 @@ class IndexMachine(RuleBasedStateMachine):
     def retire(self, which: int) -> None:
         life = self.pick(which)
         self.run(self.index.retire(life.berth))
-        life.is_running, life.is_refused, life.published = False, True, set()
+        life.is_running = False
+        life.refused()
 
     @precondition(lambda self: self.lives)
     @rule(which=st.integers(0, 20), seed=st.integers(0, 2**16))
@@ -188,22 +232,19 @@ class IndexMachine(RuleBasedStateMachine):
         if not dead:
             return
         life = dead[which % len(dead)]
-        seeded_change(life.cache, seed)
-        truth = set(life.cache.paths)
-        removed = tuple(name_of(path) for path in sorted(life.published - truth, key=len, reverse=True))
-        added = tuple(name_of(path) for path in sorted(truth - life.published, key=len))
-        batch = Batch(sequence=life.last_batch.sequence + 1, removed=removed, added=added)
+        life.tiers.seeded_change(seed)
+        batch = life.next_batch()
         result = self.run(self.index.apply(life.berth, batch))
         if self.must_resync(life, result is ApplyResult.UNKNOWN):
-            life.is_refused, life.published = True, set()
+            life.refused()
         else:
-            life.last_batch, life.published = batch, truth
+            life.applied(batch)
 
     @rule()
     def flush_everything(self) -> None:
         self.run(self.harness.flush())
         for life in self.lives:
-            life.is_refused, life.published = True, set()
+            life.refused()
 
     @rule(slice_buckets=st.sampled_from([64, 1000, 4096]))
     def purge_a_slice(self, slice_buckets: int) -> None:
@@ -211,27 +252,32 @@ class IndexMachine(RuleBasedStateMachine):
         self.check_freed(set(freed))
 
     def check_freed(self, freed: set[int]) -> None:
-        """Only the numbers of the lapsed and the refused are freed."""
+        """Only the numbers of the lapsed and the refused are freed, both of a worker at once."""
         for life in self.lives:
             if life.berth.number in freed and not life.is_refused:
                 assert self.now >= life.deadline + 2 * LEASE_SECONDS
-                life.is_refused, life.published = True, set()
+                assert life.berth.anywhere is None or life.berth.anywhere in freed
+                life.refused()
+            assert life.is_refused or life.berth.anywhere not in freed
 
     @invariant()
     def lookups_equal_the_brute_force(self) -> None:
         if not hasattr(self, "index"):
             return
-        live = {
-            (life.worker_id, life.incarnation): life.published
+        living = {
+            (life.worker_id, life.incarnation): life
             for life in self.lives
             if self.now < life.deadline and not life.is_refused
         }
+        on_gpu = {identity: life.published for identity, life in living.items()}
+        anywhere = {identity: life.published | life.published_anywhere for identity, life in living.items()}
         for path in ALL_CHAINS[:: max(1, len(ALL_CHAINS) // 6)]:
             names = [name_of(path[: depth + 1]) for depth in range(len(path))]
             found = self.run(self.index.lookup(names))
             assert len({(holder.worker_id, holder.incarnation) for holder in found}) == len(found)
-            depths = {(holder.worker_id, holder.incarnation): holder.depth for holder in found}
-            assert depths == brute_force(live, path)
+            depths = {(holder.worker_id, holder.incarnation): holder for holder in found}
+            assert {who: h.depth for who, h in depths.items() if h.depth} == brute_force(on_gpu, path)
+            assert {who: h.depth + h.host_blocks for who, h in depths.items()} == brute_force(anywhere, path)
 
     @rule()
     def settle(self) -> None:
@@ -245,7 +291,7 @@ class IndexMachine(RuleBasedStateMachine):
         for _ in range(2):
             self.check_freed(free_of(self.run(purge_all(self.index))))
         if self.running():
-            living = {path for life in self.running() for path in life.published}
+            living = {path for life in self.running() for path in life.published | life.published_anywhere}
             assert self.run(self.harness.num_entries()) == len(living)
 
 

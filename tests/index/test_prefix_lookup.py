@@ -11,6 +11,7 @@ from blockyard.deploy.redis_server import start_private_redis
 from blockyard.proto.prefix_index import FIRST_SEQUENCE, Batch, ErrorKind, Holder, Incarnation, WorkerId
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.router.cluster_view import CachedDepth
 from blockyard.router.prefix_index import BreakerState, LookupResult, PrefixLookup, PrefixLookupConfig
 
 from .harness import chain, record
@@ -22,15 +23,20 @@ UNAVAILABLE = LookupResult(available=False)
 async def twin_with_blocks() -> TwinPrefixIndex:
     index = TwinPrefixIndex(lambda: 0.0)
     for worker_id, incarnation, depth in (("a", "1", 4), ("b", "0", 9), ("b", "1", 2), ("stranger", "1", 9)):
-        berth = await index.register(record(worker_id, incarnation), lease_seconds=60)
-        await index.apply(berth, Batch(sequence=FIRST_SEQUENCE, added=chain(depth)))
+        berth = await index.register(record(worker_id, incarnation), lease_seconds=60, has_host_cache=True)
+        batch = Batch(sequence=FIRST_SEQUENCE, added=chain(depth), anywhere_added=chain(depth + depth // 4))
+        await index.apply(berth, batch)
     return index
 
 
 async def test_only_the_incarnations_the_router_knows_count() -> None:
     lookup = PrefixLookup(await twin_with_blocks())
     assert await lookup.lookup(chain(9), KNOWN) == LookupResult(
-        depth_by_worker={WorkerId("a"): 4, WorkerId("b"): 2}, available=True
+        depth_by_worker={
+            WorkerId("a"): CachedDepth(blocks=4, host_blocks=1),
+            WorkerId("b"): CachedDepth(blocks=2),
+        },
+        available=True,
     )
 
 
@@ -119,7 +125,7 @@ async def test_a_stopped_redis_costs_a_request_no_more_than_the_time_out(tmp_pat
             berth = await index.register(record("a"), lease_seconds=60)
             await index.apply(berth, Batch(sequence=FIRST_SEQUENCE, added=chain(4)))
             lookup = PrefixLookup(index, config=PrefixLookupConfig(open_seconds=0.1))
-            assert (await lookup.lookup(chain(9), KNOWN)).depth_by_worker == {"a": 4}
+            assert (await lookup.lookup(chain(9), KNOWN)).depth_by_worker == {"a": CachedDepth(blocks=4)}
             os.kill(process.pid, signal.SIGSTOP)
             for _ in range(3):
                 start = time.perf_counter()
@@ -133,7 +139,7 @@ async def test_a_stopped_redis_costs_a_request_no_more_than_the_time_out(tmp_pat
                 while not found.available:
                     await asyncio.sleep(0.02)
                     found = await lookup.lookup(chain(9), KNOWN)
-            assert found.depth_by_worker == {"a": 4}
+            assert found.depth_by_worker == {"a": CachedDepth(blocks=4)}
     finally:
         os.kill(process.pid, signal.SIGCONT)
         process.stop()

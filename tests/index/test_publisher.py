@@ -13,11 +13,11 @@ from blockyard.deploy.redis_server import start_private_redis
 from blockyard.proto.prefix_index import MAX_BATCH_NAMES, ErrorKind, PrefixIndex, PrefixIndexError
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.worker.net_difference import NetDifference
+from blockyard.worker.net_difference import NetDifference, TieredDifference
 from blockyard.worker.publisher import IndexPublisher, PublisherConfig
 
 from .harness import UnreliableIndex, chain, record
-from .truth import ALL_CHAINS, Cache, brute_force, name_of, seeded_change
+from .truth import ALL_CHAINS, Tiers, brute_force, name_of
 
 QUICK = PublisherConfig(
     lease_seconds=0.6,
@@ -33,9 +33,11 @@ QUICK = PublisherConfig(
 
 @contextlib.asynccontextmanager
 async def running(
-    index: Any, worker_id: str = "w0", config: PublisherConfig = QUICK
+    index: Any, worker_id: str = "w0", config: PublisherConfig = QUICK, *, has_host_cache: bool = False
 ) -> AsyncIterator[IndexPublisher]:
-    publisher = IndexPublisher(cast(PrefixIndex, index), record(worker_id), config=config)
+    publisher = IndexPublisher(
+        cast(PrefixIndex, index), record(worker_id), config=config, has_host_cache=has_host_cache
+    )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(publisher.run())
         try:
@@ -52,15 +54,25 @@ async def until_quiet(publisher: IndexPublisher, deadline_seconds: float = 10.0)
                 return
 
 
-async def until_index_equals(index: PrefixIndex, cache: Cache, deadline_seconds: float = 10.0) -> None:
+async def until_answered(publisher: IndexPublisher, deadline_seconds: float = 10.0) -> None:
+    """After a restart each idle connection of the pool fails once, also one that a quiet publisher draws."""
+    deadline = time.monotonic() + deadline_seconds
+    while publisher.state().last_error is not None:
+        assert time.monotonic() < deadline, "the index never answered again"
+        await asyncio.sleep(0.005)
+
+
+async def until_index_equals(index: PrefixIndex, tiers: Tiers, deadline_seconds: float = 10.0) -> None:
     """A loss that no batch follows is noticed at the next renewal: hence not at once, but soon."""
     deadline = time.monotonic() + deadline_seconds
-    while not await index_equals(index, cache):
-        assert time.monotonic() < deadline, "the index never came to equal the worker's cache"
+    while not await index_equals(index, tiers):
+        assert time.monotonic() < deadline, "the index never came to equal the worker's caches"
         await asyncio.sleep(0.02)
 
 
-async def index_equals(index: PrefixIndex, cache: Cache) -> bool:
+async def index_equals(index: PrefixIndex, tiers: Tiers) -> bool:
+    on_gpu = {("w0", "1"): tiers.on_gpu.paths}
+    anywhere = {("w0", "1"): tiers.anywhere.paths} if tiers.has_host_cache else on_gpu
     for path in ALL_CHAINS:
         names = [name_of(path[: depth + 1]) for depth in range(len(path))]
         try:
@@ -68,51 +80,75 @@ async def index_equals(index: PrefixIndex, cache: Cache) -> bool:
         except PrefixIndexError:
             # After a restart each idle connection of the pool fails once.
             return False
-        found = {(holder.worker_id, holder.incarnation): holder.depth for holder in holders}
-        if found != brute_force({("w0", "1"): cache.paths}, path):
+        found = {(holder.worker_id, holder.incarnation): holder for holder in holders}
+        if {who: h.depth for who, h in found.items() if h.depth} != brute_force(on_gpu, path):
+            return False
+        if {who: h.depth + h.host_blocks for who, h in found.items()} != brute_force(anywhere, path):
             return False
     return True
 
 
-def report(publisher: IndexPublisher, cache: Cache, seed: int) -> None:
-    for stored, evicted in seeded_change(cache, seed):
-        publisher.record([name_of(path) for path in stored], [name_of(path) for path in evicted])
+def report(publisher: IndexPublisher, tiers: Tiers, seed: int) -> None:
+    for step in tiers.seeded_change(seed):
+        publisher.record(*step.names)
+
+
+def take(difference: NetDifference, limit: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    return difference.take_removed(limit), difference.take_added(limit)
 
 
 def test_what_is_stored_and_removed_between_two_batches_is_never_sent() -> None:
     difference = NetDifference()
     difference.record(stored=chain(5), removed=())
     difference.record(stored=(), removed=tuple(reversed(chain(5)[2:])))
-    assert difference.take(MAX_BATCH_NAMES) == ((), chain(5)[:2])
+    assert take(difference, MAX_BATCH_NAMES) == ((), chain(5)[:2])
     difference.record(stored=(), removed=(chain(5)[1],))
     difference.record(stored=(chain(5)[1],), removed=())
     assert len(difference) == 0
 
 
+@pytest.mark.parametrize("has_host_cache", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_batch_leaves_a_prefix_closed_set(seed: int) -> None:
-    """Batches of three names, taken while the cache goes on changing."""
+def test_every_batch_leaves_prefix_closed_sets_and_what_is_on_the_gpu_is_anywhere(
+    seed: int, has_host_cache: bool
+) -> None:
+    """Batches of three names, taken while the caches go on changing."""
     chooser = random.Random(seed)
-    difference, cache, told = NetDifference(), Cache(), set[bytes]()
-    parent_of = {
-        name_of(path[:d]): name_of(path[: d - 1]) for path in ALL_CHAINS for d in range(2, len(path) + 1)
-    }
-    for step in range(250):
+    difference, tiers = TieredDifference(), Tiers(has_host_cache=has_host_cache)
+    difference.restart(tells_anywhere=has_host_cache)
+    on_gpu, anywhere = set[bytes](), set[bytes]()
+    for step in range(400):
         if step < 150:
-            for stored, evicted in seeded_change(cache, chooser.randrange(2**32)):
-                difference.record([name_of(path) for path in stored], [name_of(path) for path in evicted])
-        removed, added = difference.take(3)
-        for name in removed:
-            told.remove(name)
-            assert name not in {parent_of.get(other) for other in told}
-        for name in added:
-            assert name not in told
-            assert parent_of.get(name, name) in told | {name}
-            told.add(name)
+            for change in tiers.seeded_change(chooser.randrange(2**32)):
+                stored, removed, anywhere_stored, anywhere_removed = change.names
+                difference.on_gpu.record(stored, removed)
+                difference.anywhere.record(anywhere_stored, anywhere_removed)
+        batch = difference.take(3, sequence=step + 1)
+        assert batch.num_names <= 3
+        tell(on_gpu, batch.removed, batch.added)
+        tell(anywhere, batch.anywhere_removed, batch.anywhere_added)
+        assert on_gpu <= anywhere or not has_host_cache
         if step < 150 and chooser.random() < 0.02:
-            told.clear()
-            difference.restart()
-    assert told == {name_of(path) for path in cache.paths}
+            on_gpu.clear()
+            anywhere.clear()
+            difference.restart(tells_anywhere=has_host_cache)
+    assert len(difference) == 0
+    assert on_gpu == {name_of(path) for path in tiers.on_gpu.paths}
+    assert anywhere == {name_of(path) for path in tiers.anywhere.paths}
+
+
+PARENTS = {name_of(path[:d]): name_of(path[: d - 1]) for path in ALL_CHAINS for d in range(2, len(path) + 1)}
+
+
+def tell(told: set[bytes], removed: tuple[bytes, ...], added: tuple[bytes, ...]) -> None:
+    """One change after the other: none leaves a child without its parent."""
+    for name in removed:
+        told.remove(name)
+        assert name not in {PARENTS.get(other) for other in told}
+    for name in added:
+        assert name not in told
+        assert PARENTS.get(name, name) in told | {name}
+        told.add(name)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -125,48 +161,59 @@ async def test_losses_duplicates_and_flushes_end_in_the_workers_truth(seed: int)
         fates, weights = ["deliver", "lose_request", "lose_reply"], [6, 2, 2]
         return chooser.choices(fates, weights)[0] if is_troubled else "deliver"
 
-    cache = Cache()
-    async with running(UnreliableIndex(twin, fate)) as publisher:
+    tiers = Tiers(has_host_cache=seed % 2 == 0)
+    async with running(UnreliableIndex(twin, fate), has_host_cache=tiers.has_host_cache) as publisher:
         for _ in range(60):
-            report(publisher, cache, chooser.randrange(2**32))
+            report(publisher, tiers, chooser.randrange(2**32))
             await asyncio.sleep(chooser.choice([0, 0, 0.001, 0.005]))
             if chooser.random() < 0.08:
                 twin.flush()
         is_troubled = False
-        await until_index_equals(twin, cache)
-        assert publisher.state().num_entries == len(cache.paths)
+        await until_index_equals(twin, tiers)
+        assert publisher.state().num_entries == len(tiers.on_gpu.paths)
+        assert publisher.state().num_anywhere == len(tiers.anywhere.paths)
     assert await twin.directory() == []
 
 
+async def test_a_worker_that_gets_no_second_number_tells_of_its_gpu() -> None:
+    twin, tiers = TwinPrefixIndex(time.monotonic, max_berths=1), Tiers(has_host_cache=True)
+    async with running(twin, has_host_cache=True) as publisher:
+        for seed in range(5):
+            report(publisher, tiers, seed)
+        await until_quiet(publisher)
+        assert await index_equals(twin, Tiers(has_host_cache=False, on_gpu=tiers.on_gpu))
+        assert publisher.state().num_resyncs == 0
+
+
 async def test_a_flush_that_no_batch_follows_is_noticed_by_the_renewal() -> None:
-    twin, cache = TwinPrefixIndex(time.monotonic), Cache()
-    async with running(twin) as publisher:
-        report(publisher, cache, seed=1)
-        await until_index_equals(twin, cache)
+    twin, tiers = TwinPrefixIndex(time.monotonic), Tiers(has_host_cache=True)
+    async with running(twin, has_host_cache=True) as publisher:
+        report(publisher, tiers, seed=1)
+        await until_index_equals(twin, tiers)
         twin.flush()
-        await until_index_equals(twin, cache)
+        await until_index_equals(twin, tiers)
         assert publisher.state().num_resyncs == 1
 
 
 async def test_redis_killed_and_back_empty_is_filled_again(tmp_path: FilePath) -> None:
     process = start_private_redis(tmp_path)
-    chooser, cache = random.Random(1), Cache()
+    chooser, tiers = random.Random(1), Tiers(has_host_cache=True)
     try:
         async with connect(process.url, timeout_seconds=0.3) as client:
             index = RedisPrefixIndex(client, "restart")
-            async with running(index) as publisher:
+            async with running(index, has_host_cache=True) as publisher:
                 for _ in range(3):
                     for _ in range(10):
-                        report(publisher, cache, chooser.randrange(2**32))
+                        report(publisher, tiers, chooser.randrange(2**32))
                         await asyncio.sleep(0.003)
                     await asyncio.to_thread(process.stop)
-                    report(publisher, cache, chooser.randrange(2**32))
+                    report(publisher, tiers, chooser.randrange(2**32))
                     await asyncio.sleep(0.1)
                     assert publisher.state().last_error is ErrorKind.CONNECTION
                     process = await asyncio.to_thread(start_private_redis, tmp_path, port=process.port)
-                    await until_index_equals(index, cache)
+                    await until_index_equals(index, tiers)
                     await until_quiet(publisher)
-                    assert publisher.state().last_error is None
+                    await until_answered(publisher)
                 assert publisher.state().num_resyncs >= 3
     finally:
         process.stop()

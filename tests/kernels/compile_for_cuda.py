@@ -30,15 +30,15 @@ def compile_kernel(
     return triton.compile(source, target=H100, options=options)
 
 
-def compile_attention(dtype: str, head_dim: int, tiles: Tiles) -> Any:
-    strides = ("q_stride_t", "q_stride_n", "out_stride_t", "out_stride_n", "table_stride_r")
+def compile_attention(dtype: str, head_dim: int, tiles: Tiles, *, windowed: bool = False) -> Any:
+    integers = ("q_stride_t", "q_stride_n", "out_stride_t", "out_stride_n", "table_stride_r", "window")
     pointers = dict.fromkeys(("q_ptr", "pool_ptr", "out_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("table_ptr", "query_starts_ptr", "context_lens_ptr", "items_ptr"), "*i32")
     pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
     return compile_kernel(
         attention.attend_items_kernel,
         pointers,
-        dict.fromkeys(strides, "i32") | {"scale_log2": "fp32"},
+        dict.fromkeys(integers, "i32") | {"scale_log2": "fp32"},
         {
             "NUM_KV_HEADS": 8,
             "GROUP": 4,
@@ -47,6 +47,7 @@ def compile_attention(dtype: str, head_dim: int, tiles: Tiles) -> Any:
             "PROGRAMS_PER_ITEM": 4,
             "BLOCK_M": tiles.rows,
             "BLOCK_J": tiles.keys,
+            "WINDOWED": windowed,
             "WIDEN": False,
         },
         num_warps=tiles.warps,
@@ -119,6 +120,8 @@ def main() -> None:
             compiled[f"decode, head size {head_dim},"] = compile_attention(dtype, head_dim, decode)
             prefill = prefill_tiles(head_dim, torch_dtype)
             compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
+        tiles = prefill_tiles(128, torch_dtype)
+        compiled["prefill in a window"] = compile_attention(dtype, 128, tiles, windowed=True)
         compiled |= {"write_kv": compile_write_kv(dtype), "copy_blocks": compile_copy_blocks(dtype)}
         compiled |= {
             "rms_norm": compile_rms_norm(dtype, False),

@@ -4,7 +4,8 @@ import time
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import PREFILL_ITEM_TOKENS, AttentionPlan, plan_attention
+from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
+from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 
 
 def make_plan(

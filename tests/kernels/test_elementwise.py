@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from blockyard.kernels import reference
 from blockyard.kernels.backend import Backend
+from blockyard.kernels.deterministic_backend import DeterministicTorchBackend
+from blockyard.kernels.packed_linear import can_pack
+from blockyard.kernels.torch_backend import TorchBackend
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -129,18 +132,32 @@ def test_linear_is_x_times_weight_transposed_plus_bias(
     weight_OI = random_tensor(200, width, dtype=dtype, device=device)
     bias_O = weight_OI[:, 0].contiguous() if with_bias else None
     expected = F.linear(x_TI.float(), weight_OI.float(), None if bias_O is None else bias_O.float())
-    for _ in range(2):
-        actual = backend.linear(x_TI, weight_OI, bias_O)
+    for weight in (weight_OI, backend.pack_linear(weight_OI)):
+        actual = backend.linear(x_TI, weight, bias_O)
         assert actual.dtype == dtype
         torch.testing.assert_close(
             actual.float(), expected, atol=0.2 if dtype != torch.float32 else 1e-3, rtol=2e-2
         )
 
 
-def test_linears_of_two_weights_are_not_mixed_up(backend: Backend, device: torch.device) -> None:
+def test_a_packed_weight_is_a_copy_of_its_own(backend: Backend, device: torch.device) -> None:
+    """The dense one may go, and its memory to another weight."""
     x_TI = random_tensor(2, 512, dtype=torch.float32, device=device)
+    expected, packed = [], []
     for seed in range(4):
         weight_OI = torch.randn(512, 512, generator=torch.Generator().manual_seed(seed)).to(device)
-        actual = backend.linear(x_TI, weight_OI)
-        torch.testing.assert_close(actual, x_TI @ weight_OI.t(), atol=1e-3, rtol=1e-3)
+        expected.append(x_TI @ weight_OI.t())
+        packed.append(backend.pack_linear(weight_OI))
+        if packed[-1] is not weight_OI:
+            weight_OI.fill_(float("nan"))
         del weight_OI
+    for weight, result in zip(packed, expected, strict=True):
+        torch.testing.assert_close(backend.linear(x_TI, weight), result, atol=1e-3, rtol=1e-3)
+
+
+def test_large_weights_are_packed_on_a_cpu_where_pytorch_can() -> None:
+    backend = TorchBackend()
+    large, small = torch.zeros(512, 512), torch.zeros(16, 16)
+    assert backend.pack_linear(large).is_mkldnn == can_pack()
+    assert backend.pack_linear(small) is small
+    assert DeterministicTorchBackend().pack_linear(large) is large

@@ -5,7 +5,7 @@ request must get wherever and however often it is placed. Used by the router's u
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,26 @@ BLOCK_SIZE = 16
 FIRST_TOKEN = 300
 
 
-def expected_tokens(seed: int, count: int) -> list[int]:
-    """What every worker generates for a request with this seed."""
-    return [FIRST_TOKEN + (seed * 31 + position * 7) % 1000 for position in range(count)]
+def expected_tokens(seed: int, count: int, index: int = 0) -> list[int]:
+    """What every worker generates for this output of a request with this seed."""
+    return [FIRST_TOKEN + (seed * 31 + index * 101 + position * 7) % 1000 for position in range(count)]
+
+
+def expected_logprob(token_id: int) -> float:
+    """Exact in a float32."""
+    return -(token_id % 64) / 16
+
+
+def token_logprobs(token_ids: Sequence[int], num_top: int) -> list[inference_pb2.TokenLogprob]:
+    return [
+        inference_pb2.TokenLogprob(
+            token_id=token_id,
+            logprob=expected_logprob(token_id),
+            rank=1 + token_id % 3,
+            top=[inference_pb2.TopLogprob(token_id=rank, logprob=-rank) for rank in range(num_top)],
+        )
+        for token_id in token_ids
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +61,19 @@ class Script:
     tokens_a_step: int = 1
     stop_token_at: int | None = None
     """Ends with this many tokens by the stop token that the last one is."""
+    lengths: tuple[int, ...] = ()
+    """Of each output; as long as max_tokens says where none is given."""
+    silent_output: int | None = None
+    """Never gets a token."""
+    omit_logprobs: bool = False
+    """Leaves out what was asked for."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
     outgoing: asyncio.Queue[session_pb2.ToRouter | None] = field(default_factory=asyncio.Queue)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    cancelled_outputs: set[tuple[int, int]] = field(default_factory=set)
     hung: bool = False
 
     def send(self, **message: Any) -> None:
@@ -67,6 +91,7 @@ class FakeWorker(EngineServiceServicer):
         self.load = cluster_pb2.WorkerLoad()
         self.submits: list[session_pb2.Submit] = []
         self.cancelled: list[int] = []
+        self.cancelled_outputs: list[tuple[int, int]] = []
         self.address = ""
         self.max_running: int | None = None
         self.max_waiting = 0
@@ -163,6 +188,10 @@ class FakeWorker(EngineServiceServicer):
             match message.WhichOneof("message"):
                 case "ping":
                     stream.send(pong=session_pb2.Pong(nonce=message.ping.nonce, load=self.report()))
+                case "cancel" if message.cancel.HasField("index"):
+                    output = (message.cancel.handle, message.cancel.index)
+                    self.cancelled_outputs.append(output)
+                    stream.cancelled_outputs.add(output)
                 case "cancel":
                     self.cancelled.append(message.cancel.handle)
                     if (task := stream.tasks.pop(message.cancel.handle, None)) is not None:
@@ -191,44 +220,88 @@ class FakeWorker(EngineServiceServicer):
 
     async def _generate(self, stream: _Stream, submit: session_pb2.Submit, script: Script) -> None:
         self.started.append(submit.request_id)
-        done = len(unpack_tokens(submit.token_ids)) - submit.prompt_tokens
-        last = script.stop_token_at or submit.sampling.max_tokens
-        tokens = expected_tokens(submit.sampling.seed, last)
-        assert unpack_tokens(submit.token_ids)[submit.prompt_tokens :] == tokens[:done], (
-            "a replay of other tokens"
-        )
-        while done < last:
+        rows = _rows(submit, script)
+        while rows:
             await asyncio.sleep(script.step_seconds)
-            if script.die_after is not None and done >= script.die_after:
+            most_done = max(row.done for row in rows)
+            if script.die_after is not None and most_done >= script.die_after:
                 stream.outgoing.put_nowait(None)
                 return
-            if script.hang_after is not None and done >= script.hang_after:
+            if script.hang_after is not None and most_done >= script.hang_after:
                 self.hang()
                 return
-            if script.fail_after is not None and done >= script.fail_after:
+            if script.fail_after is not None and most_done >= script.fail_after:
                 failed = session_pb2.REJECT_REASON_INTERNAL
                 step = session_pb2.StepOutput(failed_handles=[submit.handle], failed_reasons=[failed])
                 stream.tasks.pop(submit.handle, None)
                 stream.send(step=step)
                 return
-            start = max(done - script.repeat_tokens, 0) + (1 if script.skip_token and done else 0)
-            done = min(done + script.tokens_a_step, last)
-            if done == last:
+            rows = [row for row in rows if (submit.handle, row.index) not in stream.cancelled_outputs]
+            step = self._step(submit, script, [row for row in rows if row.index != script.silent_output])
+            rows = [row for row in rows if row.done < len(row.tokens)]
+            if not rows:
                 stream.tasks.pop(submit.handle, None)
-            stream.send(step=self._step(submit, script, tokens[start:done], start, is_last=done == last))
+            stream.send(step=step)
 
-    def _step(
-        self, submit: session_pb2.Submit, script: Script, token_ids: list[int], start: int, *, is_last: bool
-    ) -> session_pb2.StepOutput:
-        stopped = is_last and script.stop_token_at is not None
-        reason = inference_pb2.FINISH_REASON_STOP if stopped else inference_pb2.FINISH_REASON_LENGTH
-        return session_pb2.StepOutput(
-            handles=[submit.handle],
-            token_offsets=[start],
-            token_counts=[len(token_ids)],
-            token_ids=token_ids,
-            finish_reasons=[reason if is_last else 0],
-            stop_tokens=[token_ids[-1] + 1 if stopped else 0],
-            cached_tokens=[32],
-            load=self.report(),
-        )
+    def _step(self, submit: session_pb2.Submit, script: Script, rows: list["_Row"]) -> session_pb2.StepOutput:
+        step = session_pb2.StepOutput(load=self.report())
+        sampling = submit.sampling
+        for row in rows:
+            start = max(row.done - script.repeat_tokens, 0) + (1 if script.skip_token and row.done else 0)
+            is_first = row.done == 0
+            row.done = min(
+                row.done + (10**9 if sampling.beam_width else script.tokens_a_step), len(row.tokens)
+            )
+            token_ids, is_last = row.tokens[start : row.done], row.done == len(row.tokens)
+            stopped = is_last and script.stop_token_at is not None
+            reason = inference_pb2.FINISH_REASON_STOP if stopped else inference_pb2.FINISH_REASON_LENGTH
+            detail = session_pb2.RowDetails(row=len(step.handles))
+            if sampling.HasField("logprobs") and not script.omit_logprobs:
+                detail.logprobs.extend(token_logprobs(token_ids, sampling.logprobs))
+            if sampling.HasField("prompt_logprobs") and row.index == 0 and is_first:
+                prompt = unpack_tokens(submit.token_ids)[1 : submit.prompt_tokens]
+                detail.prompt_logprobs.extend(token_logprobs(prompt, sampling.prompt_logprobs))
+            if sampling.beam_width:
+                detail.cumulative_logprob, detail.beam_score = -10.0 * row.index, -1.0 * row.index
+            step.handles.append(submit.handle)
+            step.indexes.append(row.index)
+            step.token_offsets.append(start)
+            step.token_counts.append(len(token_ids))
+            step.token_ids.extend(token_ids)
+            step.finish_reasons.append(reason if is_last else 0)
+            step.stop_tokens.append(token_ids[-1] + 1 if stopped else 0)
+            step.cached_tokens.append(32)
+            if detail.logprobs or detail.prompt_logprobs or sampling.beam_width:
+                step.details.append(detail)
+        if not any(step.indexes):
+            del step.indexes[:]
+        return step
+
+
+@dataclass(slots=True)
+class _Row:
+    """An output that runs."""
+
+    index: int
+    tokens: list[int]
+    """All that it will have."""
+    done: int
+
+
+def _rows(submit: session_pb2.Submit, script: Script) -> list[_Row]:
+    """Every output of a fresh submit, or those of a replay, each as far as it is."""
+    sampling = submit.sampling
+    given = unpack_tokens(submit.token_ids)[submit.prompt_tokens :]
+    done = {c.index: unpack_tokens(c.token_ids) for c in submit.continuations}
+    if not done:
+        done = dict.fromkeys(range(sampling.n or 1), given)
+    else:
+        assert not given, "a continuation beside tokens after the prompt"
+        assert all(done.values()), "a continuation without a token"
+    rows = []
+    for index, tokens in done.items():
+        length = script.stop_token_at or (script.lengths[index] if script.lengths else sampling.max_tokens)
+        row = _Row(index, expected_tokens(sampling.seed, length, index), len(tokens))
+        assert row.tokens[: row.done] == tokens, "a replay of other tokens"
+        rows.append(row)
+    return rows

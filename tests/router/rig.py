@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from blockyard.proto.fingerprint import tokenizer_fingerprint
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
@@ -21,6 +22,7 @@ from .fake_worker import SECRET, FakeWorker
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 READY = cluster_pb2.WORKER_STATE_READY
+FOREVER = {"max_tokens": 400, "ignore_eos": True}
 
 
 def config(**settings: Any) -> RouterConfig:
@@ -100,6 +102,29 @@ async def until(holds: Callable[[], Any], seconds: float = 5.0) -> None:
 def request(prompt: str = "def f(x):", **fields: Any) -> inference_pb2.GenerateRequest:
     sampling = {"max_tokens": 20, "seed": 1, **fields.pop("sampling", {})}
     return inference_pb2.GenerateRequest(prompt=prompt, sampling=sampling, **fields)
+
+
+async def is_idle(router: Router) -> bool:
+    return await router.requests() == []
+
+
+async def is_ready(router: Router) -> bool:
+    return READY in (await router.states()).values()
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    """The error that a call of either kind ends with."""
+
+    async def finish() -> None:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await finish()
+    return caught.value
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:

@@ -44,7 +44,7 @@ async def register(index: RedisPrefixIndex, worker: FakeWorker, worker_id: str) 
         fingerprint="model",
         block_size=16,
     )
-    return await index.register(record, lease_seconds=30.0)
+    return await index.register(record, lease_seconds=30.0, has_host_cache=True)
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:
@@ -81,18 +81,23 @@ async def test_a_prefix_in_the_index_draws_its_prompt(
         submit = next(submit for worker in workers for submit in worker.submits)
         names = split_names(submit.block_names)[1:]
         berth = await register(index[1], workers[1], "b")
-        await index[1].apply(berth, Batch(sequence=1, added=tuple(names[:8])))
+        batch = Batch(sequence=1, added=tuple(names[:8]), anywhere_added=tuple(names[:11]))
+        await index[1].apply(berth, batch)
+        workers[1].load.host_tokens_per_second = 24_000.0
         await asyncio.sleep(1.1)  # what the router placed itself has faded
         found = await router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt=PROMPT))
         assert found.index_available
-        assert [(holder.worker_id, holder.cached_blocks) for holder in found.holders] == [("b", 8)]
+        holders = [(h.worker_id, h.cached_blocks, h.host_cached_blocks) for h in found.holders]
+        assert holders == [("b", 8, 3)]
         assert (found.prompt_tokens, found.prompt_blocks) == (submit.prompt_tokens, len(names))
         explained = await router.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt=PROMPT))
         assert (explained.policy, explained.chosen_worker_id) == ("prefix", "b")
         first, second = explained.candidates
         assert (first.worker_id, first.cached_tokens, second.cached_tokens) == ("b", 128, 0)
+        assert (first.host_cached_tokens, first.host_load_ms) == (48, pytest.approx(2.0))
+        assert first.uncached_tokens == submit.prompt_tokens - 128 - 48
         for terms in explained.candidates:
-            parts = terms.queue_ms + terms.prefill_ms + terms.decode_ms + terms.memory_ms
+            parts = terms.queue_ms + terms.prefill_ms + terms.host_load_ms + terms.decode_ms + terms.memory_ms
             assert terms.total_ms == pytest.approx(parts)
         await router.inference.Generate(request(PROMPT))
         assert workers[1].submits[-1].block_names == submit.block_names

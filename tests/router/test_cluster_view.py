@@ -6,6 +6,7 @@ from blockyard.proto.prefix_index import WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster_view import (
     STORED_GRACE_SECONDS,
+    CachedDepth,
     ClusterView,
     WorkerState,
     usable_cached_tokens,
@@ -14,16 +15,7 @@ from blockyard.router.placement import PlacementRequest, place
 from hypothesis import given
 from hypothesis import strategies as st
 
-NAMES = [bytes([number]) * 16 for number in range(30)]
-PROMPT_TOKENS = 30 * 16 + 5
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from .prompt import NAMES, PROMPT_TOKENS, Clock
 
 
 def view_of(*names: str) -> tuple[ClusterView, Clock]:
@@ -142,8 +134,22 @@ def test_the_last_prompt_token_is_always_computed() -> None:
 def test_the_index_and_what_was_just_placed_are_taken_together() -> None:
     view, _ = view_of("a", "b")
     view.placed("b", names=NAMES[:5], uncached_tokens=80, blocks=5)
-    candidates = view.candidates(NAMES, PROMPT_TOKENS, {WorkerId("a"): 12, WorkerId("b"): 2})
+    depths = {
+        WorkerId("a"): CachedDepth(blocks=12, host_blocks=4),
+        WorkerId("b"): CachedDepth(blocks=2, host_blocks=5),
+    }
+    candidates = view.candidates(NAMES, PROMPT_TOKENS, depths)
     assert {c.worker_id: c.cached_tokens for c in candidates} == {"a": 192, "b": 80}
+    assert {c.worker_id: c.host_cached_tokens for c in candidates} == {"a": 64, "b": 32}
+
+
+def test_host_memory_counts_below_the_last_token_and_at_the_rate_the_worker_told() -> None:
+    view, _ = view_of("a")
+    view.heard("a", cluster_pb2.WorkerLoad(host_tokens_per_second=5000.0))
+    depths = {WorkerId("a"): CachedDepth(blocks=2, host_blocks=28)}
+    worker = view.candidates(NAMES, 30 * 16, depths)[0]
+    assert (worker.cached_tokens, worker.host_cached_tokens) == (32, 27 * 16)
+    assert worker.host_tokens_per_second == 5000.0
 
 
 def test_a_busy_worker_is_left_alone_until_a_place_is_free() -> None:

@@ -5,18 +5,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from blockyard.proto.text import load_tokenizer
+from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import SlowReader, WorkerLost, as_router_error
 from blockyard.router.output import Delta, Outbox, TextOutput, deliver
 from hypothesis import given
 from hypothesis import strategies as st
-
-from .rig import MODEL
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer(MODEL)
 
 
 def delta(number: int) -> Delta:
@@ -90,7 +83,7 @@ def test_the_text_ends_where_the_first_stop_string_begins(tokenizer: Any, data: 
     for size in sizes:
         run = tokens[position : position + size]
         position += size
-        piece = output.push(run, is_last=position >= len(tokens), has_stop_token=False)
+        piece = output.push(run, is_last=position >= len(tokens), hides_last=False)
         text, taken = text + piece.text, taken + len(piece.token_ids)
         if piece.stop is not None or position >= len(tokens):
             break
@@ -100,9 +93,68 @@ def test_the_text_ends_where_the_first_stop_string_begins(tokenizer: Any, data: 
         assert stop in tokenizer.decode(tokens[:taken], skip_special_tokens=True) or taken == len(tokens)
 
 
+@given(data=st.data())
+def test_a_full_outbox_merges_each_output_by_itself_and_loses_nothing(data: st.DataObject) -> None:
+    num_outputs, max_deltas = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    outbox = Outbox(max_deltas)
+    put = [0] * num_outputs
+    taken: list[list[int]] = [[] for _ in range(num_outputs)]
+    shown = [""] * num_outputs
+
+    async def take_one() -> None:
+        piece = await outbox.take()
+        assert piece is not None
+        assert piece.token_offset == len(taken[piece.index])
+        assert [token.token_id for token in piece.logprobs] == piece.token_ids
+        taken[piece.index] += piece.token_ids
+        shown[piece.index] += piece.text
+
+    async def play() -> None:
+        for action in data.draw(st.lists(st.integers(-2, num_outputs - 1), max_size=60)):
+            if action >= 0:
+                token = put[action]
+                logprob = inference_pb2.TokenLogprob(token_id=token)
+                outbox.put(
+                    Delta(
+                        text=f"{token} ",
+                        token_ids=[token],
+                        token_offset=token,
+                        index=action,
+                        logprobs=[logprob],
+                    )
+                )
+                put[action] += 1
+                assert len(outbox) <= max_deltas + num_outputs
+            elif len(outbox):
+                await take_one()
+        while len(outbox):
+            await take_one()
+
+    asyncio.run(play())
+    assert taken == [list(range(count)) for count in put]
+    assert shown == ["".join(f"{token} " for token in range(count)) for count in put]
+
+
+@pytest.mark.parametrize("include_stop", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_stop_string_is_shown_only_where_it_is_asked_for(
+    tokenizer: Any, size: int, include_stop: bool
+) -> None:
+    tokens = tokenizer.encode("first second third fourth", add_special_tokens=False)
+    output = TextOutput(tokenizer, stop=["third"], min_tokens=0, include_stop=include_stop)
+    text = ""
+    for start in range(0, len(tokens), size):
+        run = tokens[start : start + size]
+        piece = output.push(run, is_last=start + size >= len(tokens), hides_last=False)
+        text += piece.text
+        if piece.stop is not None:
+            break
+    assert text == ("first second third" if include_stop else "first second ")
+
+
 def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tokenizer: Any) -> None:
     tokens = tokenizer.encode("stop then stop again", add_special_tokens=False)
     output = TextOutput(tokenizer, stop=["stop"], min_tokens=len(tokens) // 2)
-    piece = output.push(tokens, is_last=True, has_stop_token=False)
+    piece = output.push(tokens, is_last=True, hides_last=False)
     assert piece.stop == "stop"
     assert piece.text.startswith("stop then")

@@ -138,6 +138,49 @@ def test_a_measured_decode_rate_prices_sequences_and_the_constant_stands_in_with
     }
 
 
+def test_host_memory_beats_computing_again_when_loading_is_faster() -> None:
+    request = PlacementRequest(prompt_tokens=1000)
+    for rate, winner in ((5000.0, "host"), (500.0, "none")):
+        host = candidate("host", host_cached_tokens=960, host_tokens_per_second=rate)
+        assert {chosen(request, host, candidate("none"), seed=seed) for seed in range(20)} == {winner}
+
+
+def test_a_hit_on_the_gpu_beats_one_in_host_memory_of_a_worker_as_idle() -> None:
+    host = candidate("host", host_cached_tokens=960, host_tokens_per_second=5000.0)
+    gpu = candidate("gpu", cached_tokens=960)
+    request = PlacementRequest(prompt_tokens=1000)
+    assert {chosen(request, host, gpu, seed=seed) for seed in range(20)} == {"gpu"}
+    busy = candidate("gpu", cached_tokens=960, queued_prefill_tokens=400)
+    assert chosen(request, host, busy) == "host", "waiting is dearer than loading"
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_host_memory_of_unknown_speed_is_worth_nothing(rate: float) -> None:
+    host = candidate("host", cached_tokens=32, host_cached_tokens=960, host_tokens_per_second=rate)
+    plain = candidate("plain", cached_tokens=32)
+    scores = place(PlacementRequest(prompt_tokens=1000), [host, plain], "prefix", Random(0)).scores
+    assert [(s.host_cached_tokens, s.uncached_tokens, s.host_load_ms, s.total_ms) for s in scores] == [
+        (0, 968, 0.0, 968.0)
+    ] * 2
+
+
+def test_what_comes_from_host_memory_is_no_prefill_but_needs_room_in_the_pool() -> None:
+    host = candidate(
+        "host", cached_tokens=160, host_cached_tokens=640, host_tokens_per_second=8000.0, used_blocks=860
+    )
+    score = place(PlacementRequest(prompt_tokens=1000), [host], "prefix", Random(0)).chosen
+    assert (score.cached_tokens, score.host_cached_tokens, score.uncached_tokens) == (160, 640, 200)
+    assert (score.prefill_ms, score.host_load_ms, score.needed_tokens) == (200.0, 80.0, 840)
+    without = place(
+        PlacementRequest(prompt_tokens=1000),
+        [candidate("a", used_blocks=860, cached_tokens=160)],
+        "prefix",
+        Random(0),
+    ).chosen
+    assert score.memory_ms == without.memory_ms > 0
+    assert score.total_ms == 280.0 + score.memory_ms
+
+
 RATES = st.one_of(st.just(0.0), st.floats(allow_nan=False, allow_infinity=False))
 CANDIDATES = st.lists(
     st.builds(
@@ -145,6 +188,7 @@ CANDIDATES = st.lists(
         address=st.uuids().map(str),
         worker_id=st.sampled_from("abc").map(WorkerId),
         cached_tokens=st.integers(0, 2**32),
+        host_cached_tokens=st.integers(0, 2**32),
         queued_prefill_tokens=st.integers(0, 2**64),
         sequences=st.integers(0, 2**32),
         used_blocks=st.integers(0, 2**32),
@@ -152,6 +196,7 @@ CANDIDATES = st.lists(
         block_size=st.integers(1, 2**32),
         prefill_tokens_per_second=RATES,
         decode_tokens_per_second=RATES,
+        host_tokens_per_second=RATES,
     ),
     min_size=1,
     max_size=6,

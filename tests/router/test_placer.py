@@ -3,24 +3,15 @@
 import asyncio
 from random import Random
 
-from blockyard.proto.prefix_index import Batch, Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.prefix_index import Batch, Berth, Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
-from blockyard.proto.v1 import session_pb2
+from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.fleet import Fleet
 from blockyard.router.placer import STALE_LOOKUP_SECONDS, Placer
 from blockyard.router.prefix_index import PrefixLookup
 
-NAMES = [bytes([number]) * 16 for number in range(30)]
-PROMPT_TOKENS = 30 * 16 + 5
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from .prompt import NAMES, PROMPT_TOKENS, Clock
 
 
 def fleet_of_one(clock: Clock) -> Fleet:
@@ -39,9 +30,7 @@ def fleet_of_one(clock: Clock) -> Fleet:
     return fleet
 
 
-async def test_what_the_index_said_before_a_long_wait_in_line_is_asked_again() -> None:
-    clock = Clock()
-    fleet, index = fleet_of_one(clock), TwinPrefixIndex(clock)
+async def register(index: TwinPrefixIndex) -> Berth:
     record = WorkerRecord(
         worker_id=WorkerId("a"),
         incarnation=Incarnation("a1"),
@@ -49,7 +38,30 @@ async def test_what_the_index_said_before_a_long_wait_in_line_is_asked_again() -
         fingerprint="model",
         block_size=16,
     )
-    berth = await index.register(record, lease_seconds=600.0)
+    return await index.register(record, lease_seconds=600.0, has_host_cache=True)
+
+
+async def test_what_comes_from_host_memory_is_booked_as_blocks_and_not_as_prefill() -> None:
+    clock = Clock()
+    fleet, index = fleet_of_one(clock), TwinPrefixIndex(clock)
+    berth = await register(index)
+    batch = Batch(sequence=1, added=tuple(NAMES[:8]), anywhere_added=tuple(NAMES[:20]))
+    await index.apply(berth, batch)
+    fleet.heard("a", cluster_pb2.WorkerLoad(host_tokens_per_second=1e6))
+    placer = Placer(
+        fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0, clock=clock, rng=Random(0)
+    )
+    placement, _ = await placer.explain(NAMES, PROMPT_TOKENS)
+    assert placement is not None
+    assert (placement.chosen.cached_tokens, placement.chosen.host_cached_tokens) == (128, 192)
+    placed = await placer.place(NAMES, PROMPT_TOKENS, placer.ticket())
+    assert (placed.uncached_tokens, placed.blocks) == (PROMPT_TOKENS - 20 * 16, 23)
+
+
+async def test_what_the_index_said_before_a_long_wait_in_line_is_asked_again() -> None:
+    clock = Clock()
+    fleet, index = fleet_of_one(clock), TwinPrefixIndex(clock)
+    berth = await register(index)
     placer = Placer(
         fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0, clock=clock, rng=Random(0)
     )

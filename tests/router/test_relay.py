@@ -2,89 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Callable
+from contextlib import aclosing
 
 import pytest
-from blockyard.proto.block_hash import chain, pack_tokens, unpack_tokens
+from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.cluster_view import WorkerState
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import EngineFailed, NoWorkers, RequestTooLarge, RouterError, WorkerLost
-from blockyard.router.fleet import Fleet
-from blockyard.router.placer import Placer
-from blockyard.router.relay import Generation, Progress, Relay, TokenChunk
+from blockyard.router.outputs import TokenChunk
+from blockyard.router.relay import Generation, Progress
 
 from .fake_worker import BLOCK_SIZE, SECRET, FakeWorker, Script, expected_tokens
+from .relay_rig import Rig, generation, rig
 
-ROOT = b"r" * 16
 Scripts = Callable[[session_pb2.Submit], Script]
-
-
-@dataclass
-class Rig:
-    fleet: Fleet
-    placer: Placer
-    relay: Relay
-    workers: list[FakeWorker]
-
-    def states(self) -> dict[str, WorkerState]:
-        return {worker.address: self.fleet.view.state(worker) for worker in self.fleet.view.workers()}
-
-    def is_undecided(self) -> bool:
-        """Whether some link has neither come up nor said why not."""
-        connecting = WorkerState.CONNECTING
-        view = self.fleet.view
-        return any(view.state(worker) is connecting and not worker.reason for worker in view.workers())
-
-    async def until(self, holds: Callable[[], bool], seconds: float = 5.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not holds():  # noqa: ASYNC110 - what is waited for is state of the product, not an event
-                await asyncio.sleep(0.005)
-
-    async def until_quiet(self) -> None:
-        """Nothing runs on any worker and the router has nothing booked."""
-        view = self.fleet.view
-        await self.until(lambda: not any(worker.num_running for worker in self.workers))
-        await self.until(lambda: not any(worker.placed for worker in view.workers()))
-        view.check_invariants()
-
-
-@asynccontextmanager
-async def rig(*workers: FakeWorker, lost_seconds: float = 1.0, secret: str = SECRET) -> AsyncIterator[Rig]:
-    async with AsyncExitStack() as stack:
-        for worker in workers:
-            await stack.enter_async_context(worker)
-        fleet = Fleet(
-            tokenizer_fingerprint="tokenizer",
-            secret=secret,
-            suspect_seconds=lost_seconds / 2,
-            lost_seconds=lost_seconds,
-        )
-        placer = Placer(fleet, None, policy="prefix", rng=Random(0), no_worker_seconds=0.5)
-        fleet.set_addresses([worker.address for worker in workers])
-        made = Rig(fleet, placer, Relay(fleet, placer), list(workers))
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(fleet.run())
-            await made.until(
-                lambda: len(made.fleet.view.workers()) == len(workers) and not made.is_undecided()
-            )
-            yield made
-            running.cancel()
-
-
-def generation(seed: int = 1, *, max_tokens: int = 20, prompt_tokens: int = 40) -> Generation:
-    prompt = pack_tokens(range(seed, seed + prompt_tokens))
-    return Generation(
-        request_id=f"request-{seed}",
-        prompt=prompt,
-        prompt_tokens=prompt_tokens,
-        block_names=b"".join([ROOT, *chain(ROOT, prompt, BLOCK_SIZE)]),
-        sampling=session_pb2.EngineSampling(temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=seed),
-        deadline=time.monotonic() + 30,
-    )
 
 
 async def collect(
@@ -269,18 +202,18 @@ async def test_closing_the_stream_cancels_on_the_worker_at_once() -> None:
 
 
 async def test_without_workers_a_request_ends_within_the_bound() -> None:
-    async with rig(FakeWorker("a")) as made:
+    async with rig(FakeWorker("a"), no_worker_seconds=0.5) as made:
         await made.workers[0].kill()
         await made.until(lambda: not made.fleet.view.ready())
         started = time.monotonic()
         with pytest.raises(NoWorkers) as refused:
             await collect(made, generation())
-        assert 0.4 < time.monotonic() - started < 2.0
+        assert 0.4 < time.monotonic() - started < 5.0
         assert refused.value.retry_after_seconds is not None
 
 
 async def test_waiting_for_a_worker_is_not_paid_one_after_another() -> None:
-    async with rig(FakeWorker("a")) as made:
+    async with rig(FakeWorker("a"), no_worker_seconds=1.0) as made:
         await made.workers[0].kill()
         await made.until(lambda: not made.fleet.view.ready())
         started = time.monotonic()
@@ -288,7 +221,7 @@ async def test_waiting_for_a_worker_is_not_paid_one_after_another() -> None:
             *(collect(made, generation(seed)) for seed in range(6)), return_exceptions=True
         )
         assert [type(outcome) for outcome in outcomes] == [NoWorkers] * 6
-        assert time.monotonic() - started < 1.0, "the bound is 0.5 s for everybody"
+        assert time.monotonic() - started < 4.0, "the bound is 1 s for all six together"
 
 
 async def test_a_worker_that_comes_within_the_bound_serves_all_who_waited() -> None:

@@ -55,16 +55,21 @@ class GreedyContinuation:
     """The least lead of a chosen token's logit over the second."""
 
 
-def make_checkpoint(folder: Path, architecture: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a tiny random model to `folder`. Overrides are fields of the transformers config."""
+def make_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A tiny random model. Overrides are fields of the transformers config."""
     config_class, model_class = ARCHITECTURES[architecture]
-    model = model_class(config_class(**(TINY | overrides)))
+    model: PreTrainedModel = model_class(config_class(**(TINY | overrides)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             center = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.copy_(center + WEIGHT_STD * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
+    return model
+
+
+def make_checkpoint(folder: Path, architecture: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny random model to `folder`."""
+    make_model(architecture, seed=seed, **overrides).save_pretrained(folder)
     return folder
 
 

@@ -1,48 +1,88 @@
 """A scheduler with everything around it, small enough to drive by hand."""
 
+from typing import Any
+
 from blockyard.proto.block_hash import chain, root_name
-from blockyard.worker.block_pool import BlockPool
-from blockyard.worker.prefix_cache import PrefixCache
-from blockyard.worker.scheduler import NO_TOKEN, Scheduler, SchedulerConfig, SequenceUpdate
-from blockyard.worker.sequence import BlockName, SamplingParams, Sequence, SequenceId, StepPlan
+from blockyard.worker.beams import num_candidates
+from blockyard.worker.outcome import Update
+from blockyard.worker.preemption import Victim, choose_victim
+from blockyard.worker.scheduler import Scheduler, SchedulerConfig
+from blockyard.worker.sequence import (
+    NO_TOKEN,
+    BlockName,
+    RequestId,
+    RowExtras,
+    SamplingParams,
+    ScheduledRow,
+    Sequence,
+    SequenceId,
+    StepPlan,
+    StepTokens,
+)
 
 ROOT = root_name(cluster_secret="", model_fingerprint="test", block_size=16, kv_dtype="float32")
 
 
-def make_scheduler(num_blocks: int, **settings: int) -> Scheduler:
+def make_scheduler(num_blocks: int, **settings: Any) -> Scheduler:
     budget = settings.get("max_num_batched_tokens", 2048)
     defaults = {
         "max_model_len": num_blocks * settings.get("block_size", 16),
         "max_num_seqs": min(256, budget),
     }
-    config = SchedulerConfig(**(defaults | settings))
-    pool = BlockPool(num_blocks)
-    return Scheduler(config, pool, PrefixCache(pool))
+    return Scheduler(SchedulerConfig(**(defaults | settings)), num_blocks=num_blocks)
 
 
 def make_sequence(
-    number: int, tokens: list[int], *, max_tokens: int = 8, block_size: int = 16, **sampling: object
+    number: int,
+    tokens: list[int],
+    *,
+    max_tokens: int = 8,
+    block_size: int = 16,
+    priority: int = 0,
+    **sampling: Any,
 ) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
     return Sequence(
         sequence_id=SequenceId(number),
         tokens=list(tokens),
         prompt_length=len(tokens),
-        sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+        sampling=params,
         names=[BlockName(name) for name in (ROOT, *chain(ROOT, tokens, block_size))],
         arrival=number,
+        rank=float(priority),
+        priority=priority,
+        request_id=RequestId(number),
+        num_outputs=1 if params.beam_width else params.n,
     )
 
 
-def next_token(sequence: Sequence, position: int) -> int:
+def next_token(sequence: Sequence, position: int, index: int = 0) -> int:
     """The stand-in for a model: a token that depends on everything before it, as a model's does."""
-    return (sum(sequence.tokens[:position]) * 31 + position * 7 + 11) % 50 + 1
+    return (sum(sequence.tokens[:position]) * 31 + position * 7 + 11 + index * 5) % 50 + 1
 
 
-def run(plan: StepPlan) -> list[int]:
-    return [next_token(row.sequence, row.end) if row.samples else NO_TOKEN for row in plan.rows]
+def candidates(row: ScheduledRow) -> tuple[tuple[int, float], ...]:
+    """Of a beam: different tokens, the later the less likely."""
+    first = next_token(row.sequence, row.end)
+    count = num_candidates(row.sequence.sampling)
+    return tuple(
+        ((first + 7 * number) % 50 + 1, -0.3 - 0.1 * number - first / 500) for number in range(count)
+    )
 
 
-def step(scheduler: Scheduler) -> list[SequenceUpdate]:
+def run(plan: StepPlan) -> StepTokens:
+    tokens, extras = [], {}
+    for index, row in enumerate(plan.rows):
+        tokens.append(next_token(row.sequence, row.end, row.sequence.index) if row.samples else NO_TOKEN)
+        if row.samples and row.sequence.group is not None:
+            extras[index] = RowExtras(candidates=candidates(row))
+        elif row.num_outputs > 1:
+            others = (next_token(row.sequence, row.end, other) for other in range(1, row.num_outputs))
+            extras[index] = RowExtras(tokens=tuple(others))
+    return StepTokens(tokens=tokens, extras=extras)
+
+
+def step(scheduler: Scheduler) -> list[Update]:
     plan = scheduler.plan()
     updates = scheduler.commit(plan, run(plan))
     scheduler.check_invariants()
@@ -56,3 +96,14 @@ def run_to_end(scheduler: Scheduler, limit: int = 10_000) -> int:
             return count
         step(scheduler)
     raise AssertionError(f"work is left after {limit} steps")
+
+
+def victim_of(scheduler: Scheduler) -> Victim | None:
+    """Who would give way now."""
+    mode, rates = scheduler.config.preemption, scheduler.rates
+    return choose_victim(scheduler.running, {}, scheduler.tables, mode=mode, rates=rates)
+
+
+def sampled(*tokens: int) -> StepTokens:
+    """A step's tokens, said by hand."""
+    return StepTokens(tokens=list(tokens))

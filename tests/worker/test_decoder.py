@@ -15,9 +15,16 @@ from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import load_weights
 from blockyard.worker.runner import TorchRunner, resolve_dtype
-from blockyard.worker.sampler import Draw, sample
-from blockyard.worker.scheduler import FAILED_TOKEN, NO_TOKEN
-from blockyard.worker.sequence import BlockId, SamplingParams, ScheduledRow, Sequence, SequenceId, StepPlan
+from blockyard.worker.sequence import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    BlockId,
+    SamplingParams,
+    ScheduledRow,
+    Sequence,
+    SequenceId,
+    StepPlan,
+)
 
 from .checkpoints import (
     ARCHITECTURES,
@@ -26,6 +33,7 @@ from .checkpoints import (
     reference_model,
     shared_checkpoint,
 )
+from .sampling import Draw, sample
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 96
@@ -116,7 +124,7 @@ def drive(
     sequences = make_sequences(prompts, sampling)
     while running := [sequence for sequence in sequences if sequence.num_generated < NUM_TOKENS]:
         plan = plan_step(running, chunk_tokens)
-        for row, token in zip(plan.rows, runner.execute(plan), strict=True):
+        for row, token in zip(plan.rows, runner.execute(plan).tokens, strict=True):
             row.sequence.num_computed = row.end
             if row.samples:
                 row.sequence.tokens.append(token)
@@ -240,7 +248,7 @@ def test_equal_prompts_of_one_step_may_share_blocks(make_runner: MakeRunner) -> 
         ScheduledRow(sequence=first, start=0, num_tokens=33, samples=True),
     )
     [expected] = expected_tokens("LlamaForCausalLM", [tokens])
-    assert runner.execute(StepPlan(step=0, rows=rows)) == [expected[0]] * 2
+    assert runner.execute(StepPlan(step=0, rows=rows)).tokens == [expected[0]] * 2
 
 
 def test_a_step_may_start_from_a_token_that_is_not_committed_yet(make_runner: MakeRunner) -> None:
@@ -250,7 +258,7 @@ def test_a_step_may_start_from_a_token_that_is_not_committed_yet(make_runner: Ma
     start, num_tokens, results = 0, len(tokens), []
     for _ in range(NUM_TOKENS):
         row = ScheduledRow(sequence=sequence, start=start, num_tokens=num_tokens, samples=True)
-        results += runner.execute(StepPlan(step=0, rows=(row,)))
+        results += runner.execute(StepPlan(step=0, rows=(row,))).tokens
         # Committed one step late, as an engine with a step in flight does.
         sequence.tokens += results[-2:-1]
         start, num_tokens = row.end, 1
@@ -311,13 +319,13 @@ def test_a_step_after_logits_that_are_not_finite_fails_alone(make_runner: MakeRu
     for pool in runner.kv_pools:
         pool[block, 1].fill_(float("nan"))
     rows = [ScheduledRow(sequence=failing, start=17, num_tokens=1, samples=True)]
-    assert runner.execute(StepPlan(step=0, rows=tuple(rows))) == [FAILED_TOKEN]
+    assert runner.execute(StepPlan(step=0, rows=tuple(rows))).tokens == [FAILED_TOKEN]
     rows = [
         ScheduledRow(sequence=failing, start=18, num_tokens=1, samples=True),
         ScheduledRow(sequence=healthy, start=0, num_tokens=18, samples=True),
     ]
     [expected] = expected_tokens("LlamaForCausalLM", [tokens])
-    assert runner.execute(StepPlan(step=1, rows=tuple(rows))) == [FAILED_TOKEN, expected[0]]
+    assert runner.execute(StepPlan(step=1, rows=tuple(rows))).tokens == [FAILED_TOKEN, expected[0]]
 
 
 def test_auto_means_float32_on_a_cpu_and_the_checkpoints_own_type_elsewhere() -> None:

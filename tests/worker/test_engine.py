@@ -2,20 +2,22 @@
 
 import queue
 import threading
+from typing import Any
 
 import pytest
 from blockyard.proto.block_hash import chain
-from blockyard.worker.engine import (
-    Engine,
-    EngineFailed,
-    EngineLoad,
-    EngineRequest,
-    EngineThread,
-    SequenceOutput,
-    StepResult,
-)
+from blockyard.worker.engine import Engine, EngineFailed
+from blockyard.worker.engine_thread import EngineThread
+from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import BlockName, FinishReason, SamplingParams, SequenceState, StepPlan
+from blockyard.worker.sequence import (
+    BlockName,
+    FinishReason,
+    SamplingParams,
+    SequenceState,
+    StepPlan,
+    StepTokens,
+)
 from blockyard.worker.simulated import SimulatedRunner
 
 from .scheduling import ROOT
@@ -39,27 +41,41 @@ class FailsAt(SimulatedRunner):
 
     failing_step = 2
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> StepTokens:
         if plan.step == self.failing_step:
             raise RuntimeError("a kernel failed")
         return super().execute(plan)
 
 
 def make_engine(
-    clock: Clock, runner: type[SimulatedRunner] = SimulatedRunner, num_blocks: int = 64
+    clock: Clock,
+    runner: type[SimulatedRunner] = SimulatedRunner,
+    num_blocks: int = 64,
+    *,
+    max_num_seqs: int = 256,
+    **settings: Any,
 ) -> Engine:
     simulated = runner(vocab_size=100, prefill_tokens_per_second=1000.0, step_seconds=0.1, sleep=clock.sleep)
-    config = SchedulerConfig(max_model_len=512)
-    return Engine(config, simulated, num_blocks=num_blocks, clock=clock)
+    config = SchedulerConfig(max_model_len=512, max_num_seqs=max_num_seqs)
+    return Engine(config, simulated, num_blocks=num_blocks, clock=clock, **settings)
 
 
-def request(length: int = 20, *, max_tokens: int = 5, deadline: float | None = None) -> EngineRequest:
+def request(
+    length: int = 20,
+    *,
+    max_tokens: int = 5,
+    deadline: float | None = None,
+    priority: int = 0,
+    token: int = 7,
+    **sampling: Any,
+) -> EngineRequest:
     return EngineRequest(
-        token_ids=[7] * length,
+        token_ids=[token] * length,
         prompt_length=length,
-        names=[BlockName(name) for name in (ROOT, *chain(ROOT, [7] * length, 16))],
-        sampling=SamplingParams(max_tokens=max_tokens, seed=length),
+        names=[BlockName(name) for name in (ROOT, *chain(ROOT, [token] * length, 16))],
+        sampling=SamplingParams(max_tokens=max_tokens, seed=length, **sampling),
         deadline_seconds=deadline,
+        priority=priority,
     )
 
 
@@ -75,7 +91,7 @@ def test_a_sequence_past_its_deadline_ends_and_frees_its_blocks() -> None:
     engine = make_engine(clock)
     engine.submit(request(max_tokens=50, deadline=0.35))
     outputs = outputs_of(engine)
-    assert [output.token is None for output in outputs] == [False] * 4 + [True]
+    assert [not output.token_ids for output in outputs] == [False] * 4 + [True]
     assert outputs[-1].expired
     assert engine.pool.num_used == 0
 
@@ -95,7 +111,7 @@ def test_a_step_that_raises_ends_its_requests_and_the_next_one_is_served() -> No
 class AlwaysFails(SimulatedRunner):
     """A device that is lost."""
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> StepTokens:
         raise RuntimeError("the device is gone")
 
 
@@ -204,3 +220,99 @@ def test_a_defect_ends_the_thread_and_is_reported() -> None:
     thread.call(lambda engine: engine.submit(request()))
     assert died.wait(10)
     thread.stop()
+
+
+def test_what_cannot_meet_its_deadline_is_shed_before_it_costs_prefill() -> None:
+    engine = make_engine(Clock())
+    engine.submit(request(400, max_tokens=1))
+    outputs_of(engine)
+    hopeless = engine.submit(request(450, deadline=0.15, token=8))
+    in_time = engine.submit(request(100, deadline=30.0))
+    outputs = outputs_of(engine)
+    assert [output.request_id for output in outputs if output.expired] == [hopeless]
+    assert {output.request_id for output in outputs if output.token_ids} == {in_time}
+    assert engine.load().prompt_tokens == 500, "the shed prompt was computed"
+
+
+def test_a_prompt_is_not_shed_for_what_waits_behind_it() -> None:
+    clock = Clock()
+    engine = make_engine(clock, max_num_seqs=1)
+    engine.submit(request(400, max_tokens=20))
+    engine.step()
+    engine.submit(request(300, deadline=3.0))
+    for _ in range(9):
+        engine.submit(request(450, max_tokens=1, priority=1))
+    assert not [output for output in outputs_of(engine) if output.expired]
+
+
+def starts_of(engine: Engine) -> list[int]:
+    """The requests in the order of their first tokens."""
+    return [output.request_id for output in outputs_of(engine) if output.token_offset == 0]
+
+
+def test_a_better_priority_is_served_first_and_equals_in_order_of_arrival() -> None:
+    engine = make_engine(Clock(), max_num_seqs=1)
+    for priority in (1, 0, -1, 0):
+        engine.submit(request(priority=priority))
+    assert starts_of(engine) == [2, 1, 3, 0]
+
+
+@pytest.mark.parametrize(("waited_seconds", "order"), [(9.0, [1, 0]), (11.0, [0, 1])])
+def test_waiting_makes_up_for_a_step_of_priority(waited_seconds: float, order: list[int]) -> None:
+    clock = Clock()
+    engine = make_engine(clock, max_num_seqs=1, ageing_seconds=10.0)
+    engine.submit(request(priority=1))
+    clock.now += waited_seconds
+    engine.submit(request(priority=0))
+    assert starts_of(engine) == order
+
+
+def test_a_long_prompt_takes_no_longer_beside_decodes_than_a_mixed_step_may() -> None:
+    clock = Clock()
+    engine = make_engine(clock, mixed_step_seconds=0.3)
+    engine.submit(request(200, max_tokens=1))
+    outputs_of(engine)
+    decoding = engine.submit(request(33, max_tokens=40))
+    engine.step()
+    engine.submit(request(450, max_tokens=1))
+    last, gaps = clock.now, []
+    while engine.has_work:
+        if any(output.request_id == decoding for output in engine.step().outputs):
+            gaps.append(clock.now - last)
+            last = clock.now
+    print(f"longest gap {max(gaps):.3f} s, of steps of 0.1 s and 1000 tokens/s")
+    assert 0.2 < max(gaps) < 0.45
+
+
+def test_one_output_is_cancelled_and_a_second_cancel_of_it_leaves_the_others() -> None:
+    engine = make_engine(Clock())
+    request_id = engine.submit(request(max_tokens=9, n=2))
+    assert engine.cancel(request_id, 1), "which cannot be ended alone before they fork"
+    engine.step()
+    assert engine.cancel(request_id, 1)
+    assert engine.cancel(request_id, 1)
+    outputs = outputs_of(engine)
+    assert {output.index for output in outputs} == {0}
+    assert [output.is_last for output in outputs] == [False] * 7 + [True]
+
+
+def test_the_end_of_the_last_output_by_cancel_ends_the_request() -> None:
+    engine = make_engine(Clock())
+    request_id = engine.submit(request(max_tokens=9, n=2))
+    engine.step()
+    assert engine.cancel(request_id, 0)
+    assert not engine.cancel(request_id, 1)
+    assert outputs_of(engine) == []
+    assert engine.pool.num_used == 0
+
+
+def test_beams_are_cancelled_together_only() -> None:
+    engine = make_engine(Clock())
+    request_id = engine.submit(request(max_tokens=9, n=2, beam_width=3))
+    engine.step()
+    assert engine.cancel(request_id, 0)
+    assert {output.index for output in outputs_of(engine)} == {0, 1}
+    request_id = engine.submit(request(max_tokens=9, n=2, beam_width=3))
+    engine.step()
+    assert not engine.cancel(request_id)
+    assert outputs_of(engine) == []

@@ -2,13 +2,15 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockyard.proto.block_hash import chain, root_name
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.engine import Engine, EngineRequest
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import Continuation, EngineRequest, SequenceOutput
 from blockyard.worker.loading import load_engine
-from blockyard.worker.sequence import BlockName, SamplingParams, SequenceId
+from blockyard.worker.sequence import BlockName, RequestId, SamplingParams
 
 from .checkpoints import ARCHITECTURES, reference_greedy, shared_checkpoint
 
@@ -24,14 +26,14 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 
 
 def make_engine(
-    checkpoint: Path, *, num_blocks: int = 256, deterministic: bool = True, **settings: int
+    checkpoint: Path, *, num_blocks: int = 256, deterministic: bool = True, **settings: Any
 ) -> Engine:
     config = EngineConfig(
         model=str(checkpoint),
         device="cpu",
         deterministic=deterministic,
         kv_cache_memory=num_blocks * BYTES_PER_BLOCK,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
     return load_engine(config).engine
 
@@ -41,25 +43,42 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(chance.randrange(3, 270) for _ in range(length))
 
 
-def submit(engine: Engine, prompt: tuple[int, ...], num_tokens: int) -> SequenceId:
+def submit(
+    engine: Engine, prompt: tuple[int, ...], num_tokens: int, *, temperature: float = 0.0, **sampling: Any
+) -> RequestId:
     names = [BlockName(name) for name in (ROOT, *chain(ROOT, prompt, BLOCK_SIZE))]
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-    request = EngineRequest(token_ids=list(prompt), prompt_length=len(prompt), names=names, sampling=sampling)
+    params = SamplingParams(temperature=temperature, max_tokens=num_tokens, **sampling)
+    request = EngineRequest(token_ids=list(prompt), prompt_length=len(prompt), names=names, sampling=params)
     return engine.submit(request)
 
 
-def run(engine: Engine) -> dict[SequenceId, tuple[list[int], int]]:
+def run(engine: Engine) -> dict[RequestId, tuple[list[int], int]]:
     """Tokens and cached prompt tokens of everything submitted, with contiguous offsets seen on the way."""
-    tokens: dict[SequenceId, list[int]] = {}
-    cached: dict[SequenceId, int] = {}
+    tokens: dict[RequestId, list[int]] = {}
+    cached: dict[RequestId, int] = {}
     while engine.has_work:
         for output in engine.step().outputs:
-            assert output.token is not None
-            assert output.token_offset == len(tokens.setdefault(output.sequence_id, []))
-            tokens[output.sequence_id].append(output.token)
-            cached[output.sequence_id] = output.cached_tokens
+            assert output.token_ids
+            assert output.token_offset == len(tokens.setdefault(output.request_id, []))
+            tokens[output.request_id] += output.token_ids
+            cached[output.request_id] = output.cached_tokens
         engine.scheduler.check_invariants()
     return {key: (tokens[key], cached[key]) for key in tokens}
+
+
+def outputs_of(engine: Engine) -> dict[tuple[RequestId, int], list[SequenceOutput]]:
+    """What each output of each request got, step by step."""
+    outputs: dict[tuple[RequestId, int], list[SequenceOutput]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs.setdefault((output.request_id, output.index), []).append(output)
+        engine.scheduler.check_invariants()
+    return outputs
+
+
+def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
+    assert [output.token_offset for output in outputs] == list(range(len(outputs)))
+    return [token for output in outputs for token in output.token_ids]
 
 
 def assert_greedy(checkpoint: Path, prompt: tuple[int, ...], tokens: list[int]) -> None:
@@ -72,7 +91,7 @@ def assert_greedy(checkpoint: Path, prompt: tuple[int, ...], tokens: list[int]) 
 def test_alone(checkpoint: Path, deterministic: bool) -> None:
     engine = make_engine(checkpoint, deterministic=deterministic)
     submit(engine, prompt_of(37), 20)
-    assert_greedy(checkpoint, prompt_of(37), run(engine)[SequenceId(0)][0])
+    assert_greedy(checkpoint, prompt_of(37), run(engine)[RequestId(0)][0])
 
 
 def test_batched_with_sixteen_others_of_uneven_length(checkpoint: Path) -> None:
@@ -80,7 +99,7 @@ def test_batched_with_sixteen_others_of_uneven_length(checkpoint: Path) -> None:
     submit(engine, prompt_of(37), 20)
     for number in range(16):
         submit(engine, prompt_of(1 + 11 * number, seed=1), 3 + 2 * number)
-    assert_greedy(checkpoint, prompt_of(37), run(engine)[SequenceId(0)][0])
+    assert_greedy(checkpoint, prompt_of(37), run(engine)[RequestId(0)][0])
 
 
 @pytest.mark.parametrize("budget", [7, 16, 33])
@@ -89,18 +108,35 @@ def test_with_the_prompt_in_chunks(checkpoint: Path, budget: int) -> None:
     submit(engine, prompt_of(65), 12)
     submit(engine, prompt_of(37), 12)
     tokens = run(engine)
-    assert_greedy(checkpoint, prompt_of(65), tokens[SequenceId(0)][0])
-    assert_greedy(checkpoint, prompt_of(37), tokens[SequenceId(1)][0])
+    assert_greedy(checkpoint, prompt_of(65), tokens[RequestId(0)][0])
+    assert_greedy(checkpoint, prompt_of(37), tokens[RequestId(1)][0])
 
 
-def test_after_preemptions(checkpoint: Path) -> None:
-    engine = make_engine(checkpoint, num_blocks=9, max_model_len=9 * BLOCK_SIZE)
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_after_preemptions(checkpoint: Path, preempt: str) -> None:
+    engine = make_engine(
+        checkpoint, num_blocks=9, max_model_len=9 * BLOCK_SIZE, preempt=preempt, swap_space_gib=0.001
+    )
     for number in range(4):
         submit(engine, prompt_of(40, seed=number), 30)
     tokens = run(engine)
     assert engine.scheduler.num_preemptions > 0
+    assert (engine.scheduler.num_swaps > 0) == (preempt == "swap")
     for number in range(4):
-        assert_greedy(checkpoint, prompt_of(40, seed=number), tokens[SequenceId(number)][0])
+        assert_greedy(checkpoint, prompt_of(40, seed=number), tokens[RequestId(number)][0])
+
+
+def test_with_a_prefix_that_has_been_evicted_to_host_memory(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, num_blocks=8, max_model_len=8 * BLOCK_SIZE, host_cache_gib=0.001)
+    submit(engine, prompt_of(65), 1)
+    run(engine)
+    submit(engine, prompt_of(110, seed=5), 12)
+    run(engine)
+    assert not engine.cache.match(list(map(BlockName, chain(ROOT, prompt_of(65), BLOCK_SIZE))))
+    again = submit(engine, prompt_of(65), 12)
+    tokens, cached = run(engine)[again]
+    assert cached == 64, "the prefix was lost"
+    assert_greedy(checkpoint, prompt_of(65), tokens)
 
 
 def test_with_a_cached_prefix(checkpoint: Path) -> None:
@@ -122,9 +158,9 @@ def test_sharing_within_the_step_that_computes_the_prefix(checkpoint: Path) -> N
     for prompt in prompts:
         submit(engine, prompt, 8)
     results = run(engine)
-    assert [results[SequenceId(number)][1] for number in range(3)] == [0, 32, 32]
+    assert [results[RequestId(number)][1] for number in range(3)] == [0, 32, 32]
     for number, prompt in enumerate(prompts):
-        assert_greedy(checkpoint, prompt, results[SequenceId(number)][0])
+        assert_greedy(checkpoint, prompt, results[RequestId(number)][0])
 
 
 def test_a_replay_of_prompt_and_tokens_continues_the_same_output(checkpoint: Path) -> None:
@@ -138,9 +174,79 @@ def test_a_replay_of_prompt_and_tokens_continues_the_same_output(checkpoint: Pat
         offsets, sampled = [], []
         while engine.has_work:
             for output in engine.step().outputs:
-                assert output.token is not None
                 offsets.append(output.token_offset)
-                sampled.append(output.token)
+                sampled += output.token_ids
         assert offsets == list(range(already, 24))
         outputs.append(tokens[30:] + sampled)
     assert outputs[0] == outputs[1]
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1.1, "top_k": 60, "seed": 5, "logprobs": 2}
+PENALISED: dict[str, Any] = SAMPLED | {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.3,
+    "logit_bias": ((17, 3.0),),
+    "min_tokens": 20,
+    "eos_token_ids": frozenset(range(100, 130)),
+}
+
+
+@pytest.fixture
+def qwen2() -> Path:
+    """One is enough where an architecture does not matter."""
+    return shared_checkpoint("Qwen2ForCausalLM")
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_an_output_of_three_is_what_a_replay_of_it_alone_gives(qwen2: Path, index: int) -> None:
+    together = make_engine(qwen2)
+    request_id = submit(together, prompt_of(37), 20, n=3, **SAMPLED)
+    outputs = outputs_of(together)
+    everything = [tokens_of(outputs[request_id, number]) for number in range(3)]
+    assert len({tuple(tokens) for tokens in everything}) == 3
+    alone = make_engine(qwen2)
+    already = everything[index][:1]
+    names = [BlockName(name) for name in (ROOT, *chain(ROOT, prompt_of(37), BLOCK_SIZE))]
+    request = EngineRequest(
+        token_ids=list(prompt_of(37)),
+        prompt_length=37,
+        names=names,
+        sampling=SamplingParams(max_tokens=20, n=3, **SAMPLED),
+        continuations=(Continuation(index=index, token_ids=tuple(already)),),
+    )
+    key = alone.submit(request), index
+    replayed = outputs_of(alone)[key]
+    assert already + [token for output in replayed for token in output.token_ids] == everything[index]
+    assert [output.logprobs for output in replayed] == [o.logprobs for o in outputs[request_id, index]][1:]
+
+
+def test_the_first_output_of_several_is_what_one_output_gives(qwen2: Path) -> None:
+    tokens = []
+    for n in (1, 4):
+        engine = make_engine(qwen2)
+        request_id = submit(engine, prompt_of(37), 20, n=n, **PENALISED)
+        tokens.append(tokens_of(outputs_of(engine)[request_id, 0]))
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_forks_penalties_and_logprobs_do_not_show_a_preemption(qwen2: Path, preempt: str, n: int) -> None:
+    answers = []
+    for num_blocks in (100, 11):
+        engine = make_engine(
+            qwen2, num_blocks=num_blocks, max_model_len=96, preempt=preempt, swap_space_gib=0.001
+        )
+        for number in range(4):
+            submit(engine, prompt_of(30, seed=number), 30, n=n, prompt_logprobs=1, **PENALISED)
+        outputs = outputs_of(engine)
+        answers.append(
+            {
+                key: [(o.token_ids, o.logprobs, o.prompt_logprobs, o.finish_reason) for o in steps]
+                for key, steps in outputs.items()
+            }
+        )
+    assert engine.scheduler.num_preemptions > 0
+    assert answers[0].keys() == answers[1].keys()
+    assert answers[0] == answers[1]

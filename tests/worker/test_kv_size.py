@@ -1,6 +1,7 @@
 """The arithmetic of KV memory."""
 
-from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block
+import pytest
+from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, host_size
 
 BLOCK_BYTES = bytes_per_block(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype_bytes=2)
 
@@ -34,3 +35,17 @@ def test_the_start_up_lines_tell_tokens_blocks_bytes_and_concurrency() -> None:
         "KV cache: 457,760 tokens in 28,610 blocks of 16, 2,097,152 bytes a block, 55.88 GiB",
         "maximum concurrency for requests of 8,192 tokens: 55.88",
     )
+
+
+def test_host_memory_is_two_parts_of_whole_blocks() -> None:
+    size = host_size(swap_bytes=4 * 2**30, cache_bytes=10**9, block_bytes=BLOCK_BYTES)
+    assert (size.swap_blocks, size.cache_blocks) == (2048, 476)
+    assert size.describe() == (
+        "host memory: swap space of 2,048 blocks, 4.00 GiB; prefix cache of 476 blocks, 0.93 GiB"
+    )
+    assert host_size(swap_bytes=0, cache_bytes=0, block_bytes=BLOCK_BYTES).num_blocks == 0
+
+
+def test_host_memory_that_holds_no_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="the host cache of 1000 bytes holds no block of 2097152"):
+        host_size(swap_bytes=0, cache_bytes=1000, block_bytes=BLOCK_BYTES)

@@ -1,8 +1,11 @@
 """Offline generation without a server: text in, text out, stop strings cut exactly."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.llm import LLM
 from blockyard.worker.sequence import FinishReason, SamplingParams
 
@@ -54,3 +57,97 @@ def test_ignore_eos_and_min_tokens_reach_offline_too(llm: LLM) -> None:
     whole = llm.generate("def add(a, b):\n", patient, ignore_eos=True)[0].text
     answer = llm.generate("def add(a, b):\n", patient, stop=[whole[:3]], ignore_eos=True)[0]
     assert len(answer.token_ids) >= 10
+
+
+def test_a_stop_string_or_stop_token_is_shown_where_asked_for(llm: LLM) -> None:
+    prompt = "def add(a, b):\n"
+    whole = llm.generate(prompt, GREEDY)[0]
+    stop = whole.text[7:10]
+    answer = llm.generate(prompt, GREEDY, stop=[stop], include_stop_in_output=True)[0]
+    assert answer.text == whole.text[: whole.text.index(stop)] + stop
+    token = whole.token_ids[5]
+    at_token = replace(GREEDY, stop_token_ids=frozenset({token}))
+    shown, hidden = (
+        llm.generate(prompt, at_token, include_stop_in_output=is_shown)[0] for is_shown in (True, False)
+    )
+    assert shown.token_ids == hidden.token_ids
+    assert shown.stop_reason == hidden.stop_reason == token
+    assert shown.text == hidden.text + llm.tokenizer.decode([token])
+
+
+def test_several_outputs_stop_each_for_itself(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=1.5, seed=3, max_tokens=30, n=4, logprobs=1)
+    prompts = ["def add(a, b):\n", "import os\n"]
+    whole = llm.generate(prompts, sampling)
+    assert len({output.token_ids for answer in whole for output in answer.outputs}) == 8
+    stop = whole[0].outputs[1].text[4:7]
+    cut = llm.generate(prompts, sampling, stop=[stop])
+    for before, after in zip(whole, cut, strict=True):
+        for output, stopped in zip(before.outputs, after.outputs, strict=True):
+            assert stopped.text == output.text.partition(stop)[0]
+            assert len(stopped.logprobs) == len(stopped.token_ids) <= 30
+            assert stopped.cumulative_logprob == sum(token.logprob for token in stopped.logprobs)
+    assert cut[0].outputs[1].stop_reason == stop
+
+
+def test_beams_come_with_scores_and_prompts_with_logprobs(llm: LLM) -> None:
+    search = SamplingParams(temperature=0.0, max_tokens=10, beam_width=4, n=2)
+    best, second = llm.generate("def add(a, b):\n", search)[0].outputs
+    assert best.beam_score is not None
+    assert second.beam_score is not None
+    assert best.beam_score >= second.beam_score
+    assert best.text != second.text
+    with pytest.raises(ValueError, match="no stop strings"):
+        llm.generate("x", search, stop=["y"])
+    scored = llm.generate([[5, 6, 7, 8]], replace(GREEDY, prompt_logprobs=0))[0]
+    assert [token.token_id for token in scored.prompt_logprobs] == [6, 7, 8]
+
+
+def test_token_ids_beyond_the_model_are_refused_in_every_list(llm: LLM) -> None:
+    for field in ("stop_token_ids", "bad_token_ids", "allowed_token_ids", "eos_token_ids"):
+        with pytest.raises(ValueError, match="below"):
+            llm.generate("x", replace(GREEDY, **{field: frozenset({10**6})}))
+    with pytest.raises(ValueError, match="below"):
+        llm.generate("x", replace(GREEDY, logit_bias=((10**6, 1.0),)))
+
+
+CODE = Grammar(kind="regex", source="[a-f]{3}-[0-9]{2,40}!")
+WILD = SamplingParams(seed=2, max_tokens=60, n=3, temperature=2.0)
+
+
+def test_every_output_follows_a_grammar_and_ends_where_it_is_complete(llm: LLM) -> None:
+    answers = llm.generate(["def ", "x = "], WILD, structured_output=CODE)
+    outputs = [output for answer in answers for output in answer.outputs]
+    assert all(re.fullmatch(CODE.source, output.text) for output in outputs), [o.text for o in outputs]
+    assert len({output.text for output in outputs}) == 6
+    assert all(output.finish_reason is FinishReason.STOP for output in outputs)
+
+
+def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="regular expression cannot be compiled"):
+        llm.generate("x", WILD, structured_output=Grammar(kind="regex", source="(a"))
+    beams = SamplingParams(temperature=0.0, beam_width=2)
+    for sampling, ignore_eos in ((beams, False), (replace(WILD, min_tokens=2), False), (WILD, True)):
+        with pytest.raises(ValueError, match="structured output takes no"):
+            llm.generate("x", sampling, structured_output=CODE, ignore_eos=ignore_eos)
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_grammars_do_not_show_a_preemption(llm: LLM, preempt: str) -> None:
+    block_bytes = llm._loaded.kv_size.block_bytes
+    texts = []
+    for num_blocks in (100, 11):
+        small = LLM(
+            str(DEMO),
+            device="cpu",
+            deterministic=True,
+            kv_cache_memory=num_blocks * block_bytes,
+            max_model_len=96,
+            preempt=preempt,
+            swap_space_gib=0.01,
+        )
+        answers = small.generate([[5] * 28, [6] * 28, [7] * 28], WILD, structured_output=CODE)
+        texts.append([output.text for answer in answers for output in answer.outputs])
+    assert small._engine.scheduler.num_preemptions > 0
+    assert texts[0] == texts[1]
+    assert all(re.fullmatch(CODE.source, text) for text in texts[1])

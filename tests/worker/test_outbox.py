@@ -1,15 +1,17 @@
 """What waits for a router is merged, bounded, and says the newest."""
 
+from typing import Any
+
 from blockyard.proto.v1.session_pb2 import RejectReason
-from blockyard.worker.engine import EngineLoad, SequenceOutput
-from blockyard.worker.outbox import Outbox
-from blockyard.worker.sequence import FinishReason, SequenceId, SequenceState
+from blockyard.worker.engine_types import EngineLoad, SequenceOutput
+from blockyard.worker.outbox import MAX_LOGPROBS_A_MESSAGE, Outbox
+from blockyard.worker.sequence import FinishReason, RequestId, SequenceState, TokenLogprob
 
 IDLE = EngineLoad(**dict.fromkeys(EngineLoad.__dataclass_fields__, 0))
 
 
 def output(
-    token: int | None, offset: int, finish: FinishReason | None = None, **changes: bool
+    token: int | None, offset: int, finish: FinishReason | None = None, **changes: Any
 ) -> SequenceOutput:
     state = (
         SequenceState.FINISHED
@@ -19,13 +21,12 @@ def output(
         else SequenceState.FAILED
     )
     return SequenceOutput(
-        sequence_id=SequenceId(0),
-        token=token,
+        request_id=RequestId(0),
         token_offset=offset,
         cached_tokens=16,
         state=state,
         finish_reason=finish,
-        **changes,
+        **({"token_ids": () if token is None else (token,)} | changes),
     )
 
 
@@ -68,3 +69,77 @@ def test_requests_that_end_without_an_answer_say_why() -> None:
         1: RejectReason.REJECT_REASON_INTERNAL,
         2: RejectReason.REJECT_REASON_DEADLINE,
     }
+
+
+def test_a_request_with_one_output_needs_no_index_and_no_details() -> None:
+    outbox = Outbox()
+    outbox.add(1, output(5, 0))
+    (message,) = outbox.take(IDLE)
+    assert (list(message.step.indexes), list(message.step.details)) == ([], [])
+
+
+def test_outputs_of_one_request_have_rows_of_their_own() -> None:
+    outbox = Outbox()
+    for step in range(3):
+        for index in (0, 2):
+            outbox.add(1, output(10 * index + step, step, index=index))
+        outbox.add(7, output(99, step))
+    (message,) = outbox.take(IDLE)
+    assert list(message.step.handles) == [1, 1, 7]
+    assert list(message.step.indexes) == [0, 2, 0]
+    assert list(message.step.token_ids) == [0, 1, 2, 20, 21, 22, 99, 99, 99]
+
+
+def test_logprobs_are_merged_with_their_tokens() -> None:
+    outbox = Outbox()
+    prompt = (TokenLogprob(3, -1.5, 2), TokenLogprob(4, -0.5, 1))
+    outbox.add(6, output(1, 0))
+    for step in range(3):
+        logprob = TokenLogprob(50 + step, -float(step), 1 + step, ((7, -0.25),))
+        first = {"prompt_logprobs": prompt} if step == 0 else {}
+        outbox.add(5, output(50 + step, step, logprobs=(logprob,), **first))
+    (message,) = outbox.take(IDLE)
+    (details,) = message.step.details
+    assert message.step.handles[details.row] == 5
+    assert [(t.token_id, t.logprob, t.rank) for t in details.logprobs] == [
+        (50, 0, 1),
+        (51, -1, 2),
+        (52, -2, 3),
+    ]
+    assert [(top.token_id, top.logprob) for top in details.logprobs[0].top] == [(7, -0.25)]
+    assert [(t.token_id, t.rank) for t in details.prompt_logprobs] == [(3, 2), (4, 1)]
+    assert not details.HasField("beam_score")
+
+
+def test_a_beam_brings_all_its_tokens_and_its_score_even_where_that_is_0() -> None:
+    outbox = Outbox()
+    finish = FinishReason.STOP
+    for index, score in enumerate((0.0, -2.0)):
+        scores = {"cumulative_logprob": 3 * score, "beam_score": score}
+        outbox.add(1, output(0, 0, finish, index=index, token_ids=(4, 5, 6), stop_token=6, **scores))
+    (message,) = outbox.take(IDLE)
+    assert list(message.step.token_counts) == [3, 3]
+    assert list(message.step.stop_tokens) == [7, 7]
+    found = [(d.row, d.beam_score, d.cumulative_logprob) for d in message.step.details]
+    assert found == [(0, 0.0, 0.0), (1, -2.0, -6.0)]
+
+
+def test_tokens_that_wait_go_out_before_their_request_fails() -> None:
+    outbox = Outbox()
+    outbox.add(1, output(5, 0, index=1))
+    outbox.add(1, output(None, 0))
+    (message,) = outbox.take(IDLE)
+    assert (list(message.step.handles), list(message.step.failed_handles)) == ([1], [1])
+
+
+def test_many_logprobs_go_in_several_messages_of_whole_rows() -> None:
+    outbox = Outbox()
+    scores = (TokenLogprob(1, -1.0, 1),) * (MAX_LOGPROBS_A_MESSAGE // 2 - 1)
+    for handle in range(5):
+        outbox.add(handle, output(7, 0, prompt_logprobs=scores))
+    outbox.add(9, output(None, 0))
+    messages = [message.step for message in outbox.take(IDLE)]
+    assert [list(step.handles) for step in messages] == [[0, 1], [2, 3], [4]]
+    assert [[detail.row for detail in step.details] for step in messages] == [[0, 1], [0, 1], [0]]
+    assert [list(step.failed_handles) for step in messages] == [[], [], [9]]
+    assert outbox.take(IDLE) == []

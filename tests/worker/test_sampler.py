@@ -5,41 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blockyard.worker import sampler
-from blockyard.worker.sampler import NUCLEUS_CANDIDATES, Draw, sample, uniforms
-from blockyard.worker.scheduler import FAILED_TOKEN
-from blockyard.worker.sequence import SamplingParams
+from blockyard.worker import draw as drawing
+from blockyard.worker.draw import NUCLEUS_CANDIDATES, uniforms
+from blockyard.worker.sequence import FAILED_TOKEN, SamplingParams
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-VOCAB_SIZE = 40
+from .sampling import VOCAB_SIZE, Draw, assert_drawn_from, random_logits, sample
+
 NUM_DRAWS = 10_000
-# Drawing from the right distribution passes with probability 0.9999 (normal approximation of chi-square).
-CHI_SQUARE_SIGMAS = 3.72
 
 
 def draw(position: int = 7, *, num_generated: int = 0, **params: Any) -> Draw:
     return Draw(SamplingParams(max_tokens=64, **params), position, num_generated)
-
-
-def random_logits(rows: int, vocab_size: int = VOCAB_SIZE, *, seed: int = 0) -> torch.Tensor:
-    return 2.0 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
-
-
-def assert_drawn_from(tokens: list[int], expected_V: torch.Tensor) -> None:
-    """Chi-square test of the tokens' counts, with tokens of small expectation pooled into one class."""
-    counts_V = torch.bincount(torch.tensor(tokens), minlength=len(expected_V)).double()
-    assert float(counts_V[expected_V == 0].sum()) == 0, "drew what the filter leaves out"
-    wanted_V = expected_V.double() * len(tokens)
-    rare_V = wanted_V < 8
-    wanted = torch.cat((wanted_V[~rare_V], wanted_V[rare_V].sum()[None]))
-    counts = torch.cat((counts_V[~rare_V], counts_V[rare_V].sum()[None]))
-    wanted, counts = wanted[wanted > 0], counts[wanted > 0]
-    statistic = float(((counts - wanted) ** 2 / wanted).sum())
-    freedom = len(wanted) - 1
-    print(f"chi-square {statistic:.1f} at {freedom} degrees of freedom")
-    # Wilson and Hilferty: the cube root of chi-square / freedom is nearly normal.
-    spread = 2 / (9 * freedom)
-    assert ((statistic / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5 < CHI_SQUARE_SIGMAS
 
 
 def draw_many(logits_V: torch.Tensor, **params: Any) -> list[int]:
@@ -165,7 +142,7 @@ def test_the_ends_of_the_interval_draw_a_token_that_was_kept(
     uniform: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits_V = torch.tensor([0.0, 3.0, 0.0, 2.0, 0.0])
-    monkeypatch.setattr(sampler, "uniforms", lambda seeds, positions: np.full(len(seeds), uniform))
+    monkeypatch.setattr(drawing, "uniforms", lambda seeds, *_: np.full((len(seeds), 1), uniform))
     assert sample(logits_V[None], [draw(top_k=2)]) == [expected]
 
 

@@ -1,10 +1,10 @@
 """What a step computes: budget, order, sharing, preemption, cancellation, and one step in flight."""
 
 import pytest
-from blockyard.worker.scheduler import FAILED_TOKEN, CapacityError
-from blockyard.worker.sequence import FinishReason, SequenceState
+from blockyard.worker.scheduler import CapacityError
+from blockyard.worker.sequence import FAILED_TOKEN, FinishReason, SequenceState
 
-from .scheduling import make_scheduler, make_sequence, run, run_to_end, step
+from .scheduling import make_scheduler, make_sequence, run, run_to_end, sampled, step, victim_of
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -145,10 +145,12 @@ def test_a_sequence_that_frees_nothing_is_no_victim() -> None:
     for sequence in sequences:
         scheduler.submit(sequence)
     step(scheduler)
-    assert scheduler._choose_victim({}) is sequences[2]
+    victim = victim_of(scheduler)
+    assert victim is not None
+    assert victim.sequences == (sequences[2],)
     for sequence in sequences[1:]:
         scheduler.pool.share(sequence.block_table)
-    assert scheduler._choose_victim({}) is None
+    assert victim_of(scheduler) is None
 
 
 def test_the_victim_has_the_least_to_recompute_for_each_block_it_frees() -> None:
@@ -160,7 +162,9 @@ def test_the_victim_has_the_least_to_recompute_for_each_block_it_frees() -> None
     for sequence in (oldest, long_alone, nearly_empty_tail):
         scheduler.submit(sequence)
     step(scheduler)
-    assert scheduler._choose_victim({}) is nearly_empty_tail
+    victim = victim_of(scheduler)
+    assert victim is not None
+    assert victim.sequences == (nearly_empty_tail,)
 
 
 def test_a_budget_below_the_running_sequences_is_refused() -> None:
@@ -184,7 +188,7 @@ def test_a_row_that_fails_takes_no_name_from_those_who_share_its_blocks() -> Non
     scheduler.submit(good)
     plan = scheduler.plan()
     assert good.block_table[:2] == bad.block_table[:2]
-    scheduler.commit(plan, [FAILED_TOKEN if row.sequence is bad else 7 for row in plan.rows])
+    scheduler.commit(plan, sampled(*(FAILED_TOKEN if row.sequence is bad else 7 for row in plan.rows)))
     scheduler.check_invariants()
     assert scheduler.cache.take_changes().stored == tuple(good.names[1:4])
 
@@ -250,7 +254,7 @@ def test_logits_that_are_not_finite_fail_one_row_alone() -> None:
     scheduler.submit(bad)
     scheduler.submit(good)
     plan = scheduler.plan()
-    scheduler.commit(plan, [FAILED_TOKEN, *run(plan)[1:]])
+    scheduler.commit(plan, sampled(FAILED_TOKEN, *run(plan).tokens[1:]))
     scheduler.check_invariants()
     run_to_end(scheduler)
     assert (bad.state, good.state) == (SequenceState.FAILED, SequenceState.FINISHED)

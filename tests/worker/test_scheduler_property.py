@@ -3,12 +3,11 @@
 import random
 
 import pytest
-from blockyard.worker.scheduler import FAILED_TOKEN
-from blockyard.worker.sequence import Sequence, StepPlan
+from blockyard.worker.sequence import FAILED_TOKEN, Sequence, StepPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .scheduling import make_scheduler, make_sequence, run
+from .scheduling import make_scheduler, make_sequence, run, sampled
 
 SHARED = [5 + index % 9 for index in range(200)]
 
@@ -72,7 +71,13 @@ def test_published_names_equal_the_cache_and_are_closed_under_prefixes(seed: int
             plan = scheduler.plan()
             poisoned = chance.random() < 0.05
             scheduler.commit(
-                plan, [FAILED_TOKEN if poisoned and chance.random() < 0.5 else token for token in run(plan)]
+                plan,
+                sampled(
+                    *(
+                        FAILED_TOKEN if poisoned and chance.random() < 0.5 else token
+                        for token in run(plan).tokens
+                    )
+                ),
             )
             scheduler.check_invariants()
             for row in plan.rows:

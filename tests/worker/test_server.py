@@ -11,14 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from blockyard.deploy.redis_server import RedisProcess, start_private_redis
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.worker.__main__ import parse
 from blockyard.worker.config import EngineConfig, WorkerConfig
+from blockyard.worker.host_size import available_bytes, size_host_memory
 from blockyard.worker.loading import load_engine
+from blockyard.worker.pool_map import map_text
+from blockyard.worker.runner import TorchRunner
 from blockyard.worker.server import WorkerServer
 
 from .checkpoints import shared_checkpoint
-from .test_session import ROOT, Session, chain
+from .test_session import ROOT, SECRET, Session, chain
 
 KV_BYTES = 64 * 2 * 3 * 2 * 16 * 16 * 4
 
@@ -97,9 +103,120 @@ def test_a_context_beyond_the_model_is_refused() -> None:
         load_engine(engine_settings(max_model_len=100_000))
 
 
+def test_more_host_memory_than_the_machine_has_is_refused_before_loading() -> None:
+    with pytest.raises(
+        ValueError, match=r"host blocks would take .* lower --swap-space-gib or --host-cache-gib"
+    ):
+        load_engine(engine_settings(engine="model", host_cache_gib=1e6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "swap_blocks", "cache_blocks"),
+    [
+        ({}, 0, 0),
+        ({"swap_space_gib": 0.01}, 873, 0),
+        ({"swap_space_gib": 0.01, "preempt": "recompute", "host_cache_gib": 0.01}, 0, 873),
+        ({"preempt": "swap", "engine": "simulated"}, 349525, 0),
+    ],
+)
+def test_host_memory_becomes_blocks(changes: dict[str, object], swap_blocks: int, cache_blocks: int) -> None:
+    loaded = load_engine(engine_settings(**({"engine": "model", "device": "cpu"} | changes)))
+    assert (loaded.host_size.swap_blocks, loaded.host_size.cache_blocks) == (swap_blocks, cache_blocks)
+    assert loaded.engine.scheduler.config.swap_blocks == swap_blocks
+    if isinstance(loaded.runner, TorchRunner) and loaded.host_size.num_blocks:
+        assert loaded.runner.host_blocks is not None
+        assert loaded.runner.host_blocks.num_slots == loaded.host_size.num_blocks
+        assert loaded.engine.scheduler.rates.swap_blocks_per_second > 0
+
+
+def test_a_gpu_has_4_gib_of_swap_space_unless_the_machine_has_little_memory() -> None:
+    block_bytes = 2**20
+    available = available_bytes()
+    assert available is not None
+    size = size_host_memory(EngineConfig(model="somewhere"), torch.device("cuda"), block_bytes)
+    expected = min(4096, available // 4 // block_bytes)
+    # Others take and give memory meanwhile.
+    assert size.swap_blocks == pytest.approx(expected, rel=0.2)
+    assert size.cache_blocks == 0
+
+
+async def test_a_simulated_worker_that_swaps_serves_more_than_fits() -> None:
+    engine = engine_settings(preempt="swap", max_model_len=256, kv_cache_memory=KV_BYTES // 4)
+    worker = WorkerServer(WorkerConfig(engine=engine, cluster_secret="hush"))
+    await worker.start()
+    try:
+        async with Session(worker.address) as session:
+            for handle in range(1, 5):
+                await session.submit(handle, length=40, max_tokens=60)
+            tokens = await session.tokens_of(1, 2, 3, 4)
+        assert [len(found) for found in tokens.values()] == [60] * 4
+        assert worker.stats()["preemptions"] > 0
+    finally:
+        await worker.stop(0)
+
+
+async def test_a_worker_tells_what_its_host_memory_keeps() -> None:
+    engine = engine_settings(host_cache_gib=0.001, max_model_len=256, kv_cache_memory=KV_BYTES // 4)
+    worker = WorkerServer(WorkerConfig(engine=engine, cluster_secret="hush"))
+    await worker.start()
+    try:
+        async with Session(worker.address) as session:
+            for handle, length in ((1, 200), (2, 201), (3, 17)):
+                await session.submit(handle, length=length, token=handle)
+                await session.tokens_of(handle)
+            pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), metadata=SECRET)
+        assert pool.host_cache_blocks == 87
+        assert pool.load.host_cached_blocks == worker.stats()["host_cached_blocks"] > 0
+        assert f"host memory: {pool.load.host_cached_blocks} of 87 blocks" in map_text(pool)
+    finally:
+        await worker.stop(0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"swap_space_gib": -1.0},
+        {"host_cache_gib": float("nan")},
+        {"preempt": "never"},
+        {"preempt": "swap", "swap_space_gib": 0.0},
+        {"priority_ageing_seconds": 0.0},
+        {"mixed_step_seconds": -0.1},
+        {"max_preemptions": -1},
+    ],
+)
+def test_settings_out_of_bounds_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        engine_settings(**settings)
+
+
+def test_every_setting_is_an_option_of_the_command() -> None:
+    options = [
+        "--swap-space-gib",
+        "1.5",
+        "--host-cache-gib",
+        "2",
+        "--preempt",
+        "swap",
+        "--max-preemptions",
+        "2",
+    ]
+    more = ["--priority-ageing-seconds", "3", "--mixed-step-seconds", "0"]
+    engine = parse(["--model", "somewhere", *options, *more]).engine
+    assert (engine.swap_space_gib, engine.host_cache_gib, engine.preempt) == (1.5, 2.0, "swap")
+    assert (engine.max_preemptions, engine.priority_ageing_seconds, engine.mixed_step_seconds) == (
+        2,
+        3.0,
+        0.0,
+    )
+    assert parse(["--model", "somewhere"]).engine == EngineConfig(model="somewhere")
+
+
 def test_the_size_is_logged_at_start(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="blockyard"):
-        load_engine(engine_settings())
+        load_engine(engine_settings(swap_space_gib=0.01))
+    assert (
+        "host memory: swap space of 873 blocks, 0.01 GiB; prefix cache of 0 blocks, 0.00 GiB" in caplog.text
+    )
     assert "KV cache: 1,024 tokens in 64 blocks of 16, 12,288 bytes a block" in caplog.text
     assert "maximum concurrency for requests of 512 tokens: 2.00" in caplog.text
 

@@ -10,11 +10,14 @@ import grpc.aio
 import pytest
 from blockyard.proto.block_hash import chain, pack_tokens, root_name
 from blockyard.proto.v1 import cluster_pb2, session_pb2, session_pb2_grpc
+from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import (
     Cancel,
+    Continuation,
     EngineSampling,
     Ping,
     RejectReason,
+    RowDetails,
     StepOutput,
     Submit,
     ToRouter,
@@ -72,9 +75,12 @@ class Session:
                 return getattr(message, kind)
 
     async def submit(self, handle: int, length: int = 20, **changes: Any) -> None:
-        tokens = [5] * length
+        tokens = [changes.pop("token", 5)] * length
         sampling = EngineSampling(
-            temperature=1.0, top_p=1.0, max_tokens=changes.pop("max_tokens", 6), seed=handle
+            temperature=1.0,
+            top_p=1.0,
+            max_tokens=changes.pop("max_tokens", 6),
+            **({"seed": handle} | changes.pop("sampling", {})),
         )
         submit = Submit(
             handle=handle,
@@ -84,25 +90,36 @@ class Session:
             block_names=b"".join((ROOT, *chain(ROOT, tokens, 16))),
             sampling=sampling,
         )
+        submit.continuations.extend(changes.pop("continuations", ()))
         for name, value in changes.items():
             setattr(submit, name, value)
         await self.call.write(ToWorker(submit=submit))
 
     async def tokens_of(self, *handles: int) -> dict[int, list[int]]:
-        """Reads until all of them ended, checking offsets."""
-        tokens: dict[int, list[int]] = {handle: [] for handle in handles}
-        open_handles = set(handles)
-        while open_handles:
+        """Reads until all of them, with one output each, have ended."""
+        outputs = await self.outputs_of(*((handle, 0) for handle in handles))
+        return {handle: outputs[handle, 0] for handle in handles}
+
+    async def outputs_of(self, *keys: tuple[int, int]) -> dict[tuple[int, int], list[int]]:
+        """Reads until these outputs (handle, index) have ended, checking offsets; other outputs are not expected."""
+        tokens: dict[tuple[int, int], list[int]] = {key: [] for key in keys}
+        self.details: dict[tuple[int, int], list[RowDetails]] = {key: [] for key in keys}
+        self.first_offsets: dict[tuple[int, int], int] = {}
+        open_keys = set(keys)
+        while open_keys:
             step: StepOutput = await self.read_until("step")
             taken = iter(step.token_ids)
-            columns = zip(
-                step.handles, step.token_offsets, step.token_counts, step.finish_reasons, strict=True
-            )
-            for handle, offset, count, finish_reason in columns:
-                assert offset == len(tokens[handle])
-                tokens[handle] += [next(taken) for _ in range(count)]
+            indexes = list(step.indexes) or [0] * len(step.handles)
+            row_keys = list(zip(step.handles, indexes, strict=True))
+            columns = zip(row_keys, step.token_offsets, step.token_counts, step.finish_reasons, strict=True)
+            for key, offset, count, finish_reason in columns:
+                first = self.first_offsets.setdefault(key, offset)
+                assert offset == first + len(tokens[key])
+                tokens[key] += [next(taken) for _ in range(count)]
                 if finish_reason:
-                    open_handles.remove(handle)
+                    open_keys.remove(key)
+            for details in step.details:
+                self.details[row_keys[details.row]].append(details)
         return tokens
 
 
@@ -198,6 +215,11 @@ async def test_beyond_the_short_queue_requests_are_rejected_as_busy(worker: Work
         ({"block_names": b""}, "INVALID"),
         ({"block_names": b"short"}, "INVALID"),
         ({"prompt_tokens": 21}, "INVALID"),
+        ({"priority": 1000}, "INVALID"),
+        ({"sampling": {"bad_token_ids": [272]}}, "INVALID"),
+        ({"sampling": {"n": 2}, "continuations": [Continuation(index=2, token_ids=b"\0\0\0\0")]}, "INVALID"),
+        ({"sampling": {"n": 5}}, "TOO_LARGE"),
+        ({"sampling": {"structured_output": StructuredOutput(regex="a+")}}, "GRAMMAR"),
     ],
 )
 async def test_a_bad_submit_is_rejected_and_the_next_one_served(
@@ -209,6 +231,68 @@ async def test_a_bad_submit_is_rejected_and_the_next_one_served(
         assert RejectReason.Name(rejected.reason) == f"REJECT_REASON_{reason}"
         await session.submit(2)
         await session.tokens_of(2)
+
+
+async def test_the_outputs_of_a_request_come_apart_under_one_handle(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, sampling={"n": 3})
+        await session.submit(2)
+        outputs = await session.outputs_of((1, 0), (1, 1), (1, 2), (2, 0))
+        assert [len(tokens) for tokens in outputs.values()] == [6] * 4
+        assert len({tuple(tokens) for tokens in outputs.values()}) == 4
+        await until_idle(session.stub)
+        assert worker.stats()["generated_tokens"] == 24
+
+
+async def test_logprobs_come_with_their_tokens_and_the_prompts_once(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, sampling={"n": 2, "logprobs": 1, "prompt_logprobs": 0})
+        outputs = await session.outputs_of((1, 0), (1, 1))
+        for key, tokens in outputs.items():
+            named = [token.token_id for details in session.details[key] for token in details.logprobs]
+            assert named == tokens
+        prompts = [[len(d.prompt_logprobs) for d in session.details[1, index]] for index in range(2)]
+        assert (sum(prompts[0]), sum(prompts[1])) == (19, 0)
+        assert prompts[0][0] == 19
+
+
+async def test_beams_come_whole_with_their_scores(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, sampling={"n": 2, "beam_width": 3, "length_penalty": 1.0})
+        outputs = await session.outputs_of((1, 0), (1, 1))
+        assert [len(tokens) for tokens in outputs.values()] == [6, 6]
+        (best,), (second,) = session.details[1, 0], session.details[1, 1]
+        assert best.beam_score >= second.beam_score
+        assert best.beam_score == pytest.approx(best.cumulative_logprob / 6)
+
+
+async def test_a_replay_of_several_outputs_goes_on_with_each(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, sampling={"n": 3})
+        whole = await session.outputs_of((1, 0), (1, 1), (1, 2))
+        parts = [Continuation(index=i, token_ids=pack_tokens(whole[1, i][:k])) for i, k in ((0, 2), (2, 5))]
+        await session.submit(2, sampling={"n": 3, "seed": 1}, continuations=parts)
+        rest = await session.outputs_of((2, 0), (2, 2))
+        assert session.first_offsets == {(2, 0): 2, (2, 2): 5}
+        assert (rest[2, 0], rest[2, 2]) == (whole[1, 0][2:], whole[1, 2][5:])
+
+
+async def test_an_output_that_is_cancelled_comes_no_more_and_the_others_end(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, max_tokens=60, sampling={"n": 2})
+        await session.read_until("step")
+        for _ in range(2):
+            await session.call.write(ToWorker(cancel=Cancel(handle=1, index=1)))
+        ended: dict[int, int] = {}
+        while not ended:
+            step: StepOutput = await session.read_until("step")
+            indexes = list(step.indexes) or [0] * len(step.handles)
+            columns = zip(indexes, step.token_offsets, step.finish_reasons, strict=True)
+            ended |= {index: offset for index, offset, finish in columns if finish}
+        assert ended.keys() == {0}
+        await until_idle(session.stub)
+        await session.submit(1)
+        await session.tokens_of(1)
 
 
 async def test_bytes_that_are_no_message_are_an_invalid_argument(worker: WorkerServer) -> None:
@@ -239,6 +323,16 @@ async def test_the_pool_is_seen_whole_and_block_by_block(worker: WorkerServer) -
         assert held
         assert all(list(block.request_ids) == ["request-1"] for block in held)
         assert held[0].name == chain(ROOT, [5] * 16, 16)[0]
+
+
+async def test_a_block_that_many_outputs_hold_names_their_request_once(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, length=40, max_tokens=300, sampling={"n": 3})
+        await session.read_until("step")
+        listed = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(), metadata=SECRET)
+        held = [block for block in listed.blocks if block.request_ids]
+        assert all(list(block.request_ids) == ["request-1"] for block in held)
+        assert max(block.references for block in held) >= 3
 
 
 @pytest.mark.parametrize("request_", [{"page_size": 1001}, {"page_token": "forged"}, {"page_token": "YTow"}])

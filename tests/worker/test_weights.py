@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from blockyard.worker.model.config import UnsupportedModelError, load_config, re
 from blockyard.worker.model.weights import load_weights, num_parameters, random_weights
 from safetensors.torch import load_file, save_file
 
-from .checkpoints import ARCHITECTURES, make_checkpoint, reference_model, shared_checkpoint
+from .checkpoints import ARCHITECTURES, make_checkpoint, make_model, reference_model, shared_checkpoint
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -53,6 +55,7 @@ def test_every_tensor_lands_in_its_part_of_the_fused_ones(architecture: str) -> 
         assert torch.equal(
             layer.gate_up_2IH, torch.cat((part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"]))
         )
+        assert layer.attention_out_bias_H is None
         assert (layer.qkv_bias_Q is None) == (architecture != "Qwen2ForCausalLM")
         assert (layer.q_norm_D is None) == (architecture != "Qwen3ForCausalLM")
 
@@ -63,6 +66,17 @@ def test_parameters_are_counted_as_transformers_counts_them(
     architecture: str, tied: bool, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied)
+    assert num_parameters(load_config(folder)) == reference_model(folder).num_parameters()
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_all_four_biases_of_attention_are_loaded(architecture: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, architecture, attention_bias=True)
+    tensors, weights = load_file(folder / "model.safetensors"), load(folder)
+    for index, layer in enumerate(weights.layers):
+        bias = {letter: tensors[f"model.layers.{index}.self_attn.{letter}_proj.bias"] for letter in "qkvo"}
+        assert torch.equal(layer.qkv_bias_Q, torch.cat([bias[letter] for letter in "qkv"]))
+        assert torch.equal(layer.attention_out_bias_H, bias["o"])
     assert num_parameters(load_config(folder)) == reference_model(folder).num_parameters()
 
 
@@ -154,14 +168,41 @@ def test_random_weights_are_a_function_of_the_seed(folder: Path) -> None:
     assert bool((first.final_norm_H == 1).all())
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
     ({"architectures": None}, "architectures"),
     ({"quantization_config": {"quant_method": "awq"}}, "awq"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-    ({"sliding_window": 511, "use_sliding_window": True}, "sliding_window=511"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}}, "'dynamic'"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "long_factor": [2.0]}}, "'longrope'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "['full_attention']"),
+    ({"rope_scaling": {"rope_type": "default", "mrope_section": [4, 4]}}, "['mrope_section']"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "factor=0.5"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "['beta_fast']"),
+    ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "high_freq_factor must be above"),
+    ({"rope_parameters": LLAMA3 | {"low_freq_factor": 0}}, "low_freq_factor=0"),
+    ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ({"rope_scaling": "linear"}, "'linear'"),
+    ({"use_sliding_window": True, "max_window_layers": None, "layer_types": None}, "max_window_layers=None"),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
+    ({"layer_types": ["full_attention"]}, "layer_types=['full_attention']"),
+    ({"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, "'chunked_attention'"),
+    ({"layer_types": ["sliding_attention"] * 3}, "give them no window"),
+    ({"architectures": ["LlamaForCausalLM"], "sliding_window": 511}, "sliding_window=511"),
+    (
+        {"architectures": ["LlamaForCausalLM"], "layer_types": ["sliding_attention"] * 3},
+        "every layer is full_attention here",
+    ),
+    ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias=True"),
     ({"num_experts": 8}, "num_experts=8"),
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
@@ -184,13 +225,6 @@ def test_a_nonsensical_size_is_refused_by_name(fields: dict[str, Any], folder: P
     change_config(folder, **fields)
     with pytest.raises(ValueError, match=next(iter(fields))):
         load_config(folder)
-
-
-def test_a_window_that_hides_nothing_is_served(folder: Path) -> None:
-    change_config(folder, sliding_window=512, use_sliding_window=True)
-    load_config(folder)
-    change_config(folder, sliding_window=16, use_sliding_window=False)
-    load_config(folder)
 
 
 def test_the_rotary_base_is_read_where_either_transformers_writes_it(folder: Path) -> None:
@@ -223,3 +257,30 @@ def test_a_local_folder_is_itself(folder: Path) -> None:
 def test_a_name_that_is_neither_folder_nor_repository_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder here"):
         resolve_model(tmp_path / "not" / "there")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
+def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
+    """Neither while they are read and converted, nor once they are packed for the CPU's linears."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 4096}
+    model = make_model("LlamaForCausalLM", **sizes, num_attention_heads=8, head_dim=64).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    weight_bytes = 4 * num_parameters(config)
+    largest_bytes = 4 * sizes["vocab_size"] * sizes["hidden_size"]
+    program = Path(__file__).with_name("loading_memory.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded, peak, packed = map(int, done.stdout.split())
+    print(f"weights {weight_bytes / 1e6:.0f} MB; loaded {loaded / 1e6:.0f}, peak {peak / 1e6:.0f}, "
+          f"packed {packed / 1e6:.0f} MB")  # fmt: skip
+    # Two of the largest: one on its way, and what the allocator keeps back.
+    assert loaded > 0.9 * weight_bytes
+    assert peak < weight_bytes + 2 * largest_bytes
+    assert packed < weight_bytes + 2 * largest_bytes

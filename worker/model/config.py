@@ -1,13 +1,23 @@
 """Which models this engine can run, read from a Hugging Face folder's config.json.
 
 Owns the refusal of everything it cannot run exactly: every key of the file that changes the arithmetic is
-either read here or named in the error. Does not read weights or tokenizers, and does not import torch.
+either read here, in `rope` or in `layer_windows`, or named in the error. Does not read weights or tokenizers,
+and does not import torch.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from blockyard.worker.model.layer_windows import read_layer_windows
+from blockyard.worker.model.rope import (
+    RopeScaling,
+    UnsupportedModelError,
+    longest_context,
+    read_rope_scaling,
+    read_rope_theta,
+)
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -17,10 +27,6 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 # Mistral's repositories hold the same weights a second time in a format of their own.
 HUB_IGNORED_PATTERNS = ("consolidated*",)
 HUB_TIMEOUT_SECONDS = 10.0
-
-
-class UnsupportedModelError(ValueError):
-    """The model would need something this engine does not have; the message names the field and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +42,16 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
+    """The longest context the model is meant for, its rope scaling counted in."""
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None
+    layer_windows: tuple[int | None, ...]
+    """How many tokens each layer's queries see, themselves counted; None for all."""
     attention_bias: bool
-    """Whether queries, keys and values have a bias (Qwen2)."""
+    """Whether queries, keys and values have a bias (Qwen2, and what says so)."""
+    attention_out_bias: bool
+    """Whether the projection after attention has one too (what says so, never Qwen2)."""
     qk_norm: bool
     """Whether each head's query and key are normalised before the rotation (Qwen3)."""
     tie_word_embeddings: bool
@@ -60,20 +72,28 @@ def load_config(folder: Path) -> ModelConfig:
     architecture = _architecture(raw)
     _refuse_unsupported(raw, architecture)
     num_heads = _positive(raw, "num_attention_heads")
+    num_layers = _positive(raw, "num_hidden_layers")
+    trained_context = _positive(raw, "max_position_embeddings")
+    rope_scaling = read_rope_scaling(raw, trained_context)
+    max_position_embeddings = longest_context(trained_context, rope_scaling)
+    has_bias = bool(raw.get("attention_bias", False))
     hidden_size = _positive(raw, "hidden_size")
     config = ModelConfig(
         architecture=architecture,
-        num_layers=_positive(raw, "num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=_positive(raw, "num_key_value_heads", num_heads),
         head_dim=_positive(raw, "head_dim", hidden_size // num_heads),
         intermediate_size=_positive(raw, "intermediate_size"),
         vocab_size=_positive(raw, "vocab_size"),
-        max_position_embeddings=_positive(raw, "max_position_embeddings"),
+        max_position_embeddings=max_position_embeddings,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(raw),
-        attention_bias=architecture == "Qwen2ForCausalLM",
+        rope_theta=read_rope_theta(raw),
+        rope_scaling=rope_scaling,
+        layer_windows=read_layer_windows(raw, architecture, num_layers, max_position_embeddings),
+        attention_bias=has_bias or architecture == "Qwen2ForCausalLM",
+        attention_out_bias=has_bias and architecture != "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
@@ -138,46 +158,13 @@ def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     _refuse_unless(raw, "mlp_bias", (False, None), "the decoder has no bias in its MLP")
     for key in ("num_experts", "num_local_experts"):
         _refuse_unless(raw, key, (None, 0), "mixtures of experts are not supported")
-    if architecture != "Qwen2ForCausalLM":
-        _refuse_unless(raw, "attention_bias", (False, None), f"{architecture} is supported without biases")
-    _refuse_window(raw)
-    _refuse_rope_scaling(raw)
+    if architecture == "MistralForCausalLM":
+        _refuse_unless(raw, "attention_bias", (False, None), f"{architecture} has no biases")
 
 
 def _refuse_unless(raw: dict[str, Any], key: str, allowed: tuple[object, ...], why: str) -> None:
     if raw.get(key) not in allowed:
         raise UnsupportedModelError(f"{key}={raw[key]!r} in config.json: {why}")
-
-
-def _refuse_window(raw: dict[str, Any]) -> None:
-    """A window no shorter than the longest context never hides a token."""
-    window = raw.get("sliding_window")
-    # Qwen keeps a window in its file and switches it off beside it.
-    if window is None or raw.get("use_sliding_window") is False:
-        return
-    if window < _positive(raw, "max_position_embeddings"):
-        raise UnsupportedModelError(
-            f"sliding_window={window} in config.json: attention windows are not supported"
-        )
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes rope_parameters with the base inside; 4 wrote rope_scaling, with it outside."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _refuse_rope_scaling(raw: dict[str, Any]) -> None:
-    rope = _rope(raw)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    nested = any(isinstance(value, dict) for value in rope.values())
-    if kind != "default" or nested:
-        raise UnsupportedModelError(f"rope scaling {rope} in config.json: only the default is supported")
-    for place in (raw, rope):
-        _refuse_unless(place, "partial_rotary_factor", (None, 1), "heads are rotated whole")
-
-
-def _rope_theta(raw: dict[str, Any]) -> float:
-    return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or 10_000.0)
 
 
 def _dtype(raw: dict[str, Any]) -> DataTypeName:

@@ -2,10 +2,11 @@
 
 Owns the order of operations of a layer, nothing of their arithmetic: every operation is the kernel backend's.
 Every layer stores all keys and values of the step before any token attends, so a sequence may read blocks
-that another sequence fills in the same step.
+that another sequence fills in the same step. Layers that attend within a window get the step's plan cut to it.
 
 Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads,
-D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions of the rotary table.
+A = N D attention width, D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions
+of the rotary table.
 """
 
 from collections.abc import Sequence
@@ -14,16 +15,21 @@ import torch
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import Backend
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import LayerWeights, Weights
 
 
 class Decoder:
-    """Weights and backend of one model. Holds no state of any request."""
+    """Weights and backend of one model. Holds no state of any request.
+
+    It takes the weights over: their matrices are packed for the backend, in place.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, backend: Backend) -> None:
         self._config = config
         self._weights = weights
         self._backend = backend
+        weights.pack(backend.pack_linear)
         self._scale = config.head_dim**-0.5
         self._cos_sin_MD = rotary_table(config).to(weights.embedding_VH.device)
 
@@ -34,7 +40,21 @@ class Decoder:
         plan: AttentionPlan,
         logits_rows_S: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [S, V] of the tokens at the indices `logits_rows_S`, in the data type of the weights.
+        """Logits [S, V] of the tokens at the indices `logits_rows_S`, in the data type of the weights."""
+        return self.logits(self.hidden(tokens_T, kv_pools, plan, logits_rows_S))
+
+    def logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
+        """[S, V] from what `hidden` gave."""
+        return self._backend.linear(hidden_SH, self._weights.lm_head_VH)
+
+    def hidden(
+        self,
+        tokens_T: torch.Tensor,
+        kv_pools: Sequence[torch.Tensor],
+        plan: AttentionPlan,
+        rows_S: torch.Tensor,
+    ) -> torch.Tensor:
+        """The last layer's normalised output [S, H] for the tokens at the indices `rows_S`.
 
         `tokens_T` stand at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer.
         """
@@ -42,17 +62,18 @@ class Decoder:
         # The residual stays as it is in the first norm, and takes each block's output in the following ones.
         residual_TH = weights.embedding_VH[tokens_T]
         x_TH = torch.empty_like(residual_TH)
+        plans = {window: _within(plan, window) for window in set(self._config.layer_windows)}
         self._backend.rms_norm(residual_TH, weights.layers[0].input_norm_H, eps, out_TH=x_TH)
         for index, layer in enumerate(weights.layers):
-            x_TH = self._attend(layer, x_TH, kv_pools[index], plan)
+            x_TH = self._attend(layer, x_TH, kv_pools[index], plans[self._config.layer_windows[index]])
             self._backend.add_rms_norm(x_TH, residual_TH, layer.mlp_norm_H, eps, out_TH=x_TH)
             x_TH = self._mlp(layer, x_TH)
             if index + 1 < len(weights.layers):
                 next_norm_H = weights.layers[index + 1].input_norm_H
                 self._backend.add_rms_norm(x_TH, residual_TH, next_norm_H, eps, out_TH=x_TH)
-        last_SH, residual_SH = x_TH[logits_rows_S], residual_TH[logits_rows_S]
+        last_SH, residual_SH = x_TH[rows_S], residual_TH[rows_S]
         self._backend.add_rms_norm(last_SH, residual_SH, weights.final_norm_H, eps, out_TH=last_SH)
-        return self._backend.linear(last_SH, weights.lm_head_VH)
+        return last_SH
 
     def _attend(
         self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
@@ -62,7 +83,7 @@ class Decoder:
         self._backend.write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         self._backend.attention(q_TND, kv_pool_B2KPD, plan, scale=self._scale, out_TND=out_TND)
-        return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA)
+        return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA, layer.attention_out_bias_H)
 
     def _queries_keys_values(
         self, layer: LayerWeights, x_TH: torch.Tensor
@@ -89,9 +110,5 @@ class Decoder:
         return self._backend.linear(hidden_TI, layer.down_HI)
 
 
-def rotary_table(config: ModelConfig) -> torch.Tensor:
-    """[M, D] in fp32: cosines of position * theta^(-2 i / D) in the first half of the columns, then sines."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequency = 1.0 / config.rope_theta**exponent
-    angle = torch.arange(config.max_position_embeddings).float()[:, None] * frequency
-    return torch.cat((angle.cos(), angle.sin()), dim=1)
+def _within(plan: AttentionPlan, window: int | None) -> AttentionPlan:
+    return plan if window is None else plan.windowed(window)

@@ -3,14 +3,14 @@
 Owns the names of Hugging Face checkpoints and the fusing of their matrices (q, k, v into one; gate, up into
 one): the fused tensors are allocated first, and each tensor of a shard is copied into its part of them, so
 that no more than one tensor is held twice. Never unpickles: a .bin checkpoint is refused. Does not know how
-the weights are used.
+the weights are used, but lays them out for the backend that will use them.
 
 Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size,
 Q = (N + 2 K) D fused query, key and value width, A = N D attention width.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,27 +23,42 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LayerWeights:
+    """Not frozen, because `pack` replaces the matrices."""
+
     input_norm_H: torch.Tensor
     qkv_QH: torch.Tensor
     qkv_bias_Q: torch.Tensor | None
     q_norm_D: torch.Tensor | None
     k_norm_D: torch.Tensor | None
     attention_out_HA: torch.Tensor
+    attention_out_bias_H: torch.Tensor | None
     mlp_norm_H: torch.Tensor
     gate_up_2IH: torch.Tensor
     down_HI: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Weights:
-    """`lm_head_VH` is the embedding itself where the model ties them."""
+    """`lm_head_VH` is the embedding itself where the model ties them, until `pack`."""
 
     embedding_VH: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm_H: torch.Tensor
     lm_head_VH: torch.Tensor
+
+    def pack(self, pack_linear: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each matrix of a linear layer by what `pack_linear` makes of it, one after the other.
+
+        So no more than one is in memory twice, but a tied head that is really copied: the embedding stays.
+        """
+        for layer in self.layers:
+            layer.qkv_QH = pack_linear(layer.qkv_QH)
+            layer.attention_out_HA = pack_linear(layer.attention_out_HA)
+            layer.gate_up_2IH = pack_linear(layer.gate_up_2IH)
+            layer.down_HI = pack_linear(layer.down_HI)
+        self.lm_head_VH = pack_linear(self.lm_head_VH)
 
 
 def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -105,6 +120,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
             q_norm_D=empty(head_dim) if config.qk_norm else None,
             k_norm_D=empty(head_dim) if config.qk_norm else None,
             attention_out_HA=empty(hidden, attention_width),
+            attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             mlp_norm_H=empty(hidden),
             gate_up_2IH=empty(2 * config.intermediate_size, hidden),
             down_HI=empty(hidden, config.intermediate_size),
@@ -140,6 +156,8 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
         "mlp.up_proj.weight": up_IH,
         "mlp.down_proj.weight": layer.down_HI,
     }
+    if layer.attention_out_bias_H is not None:
+        tensors["self_attn.o_proj.bias"] = layer.attention_out_bias_H
     kv_width = config.num_kv_heads * config.head_dim
     widths = [config.num_heads * config.head_dim, kv_width, kv_width]
     for kind, fused in (("weight", layer.qkv_QH), ("bias", layer.qkv_bias_Q)):

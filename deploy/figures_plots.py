@@ -1,0 +1,171 @@
+"""The textbook figures as pictures, one PNG each. Draws what figures.py computed; owns nothing but the look."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockyard.deploy.figures import Figures
+from blockyard.deploy.figures_memory import Cells
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OURS, THEIRS, LIGHT = "#1f6f8b", "#c96f4a", "#e4e4e4"
+MAP_COLUMNS = 64
+SHOWN_STEPS = 1024
+"""Of the batching: four static batches are enough to see."""
+
+
+def draw_figures(figures: Figures, folder: Path) -> list[Path]:
+    """Writes the pictures into `folder`, which is made. Raises OSError where it cannot."""
+    # Loading matplotlib takes longer than most commands: only the one that draws pays for it.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update(
+        {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "legend.frameon": False}
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    drawings: dict[str, Callable[[Figures], Figure]] = {
+        "slots": _slots,
+        "memory": _memory,
+        "fragmentation": _fragmentation,
+        "arrivals": _arrivals,
+        "copy-on-write": _copy_on_write,
+        "block-sizes": _block_sizes,
+    }
+    paths = []
+    for name, draw in drawings.items():
+        figure = draw(figures)
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=130)
+    return paths
+
+
+def _figure(rows: int, columns: int, *, width: float, height: float, **settings: Any) -> "tuple[Figure, Any]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **settings)
+
+
+def _slots(figures: Figures) -> "Figure":
+    f = figures.slots
+    figure, axes = _figure(2, 1, width=8, height=3.6, sharex=True, sharey=True)
+    for ax, name, busy, value, colour in (
+        (axes[0], "static", f.static_busy, f.static, THEIRS),
+        (axes[1], "continuous", f.continuous_busy, f.continuous, OURS),
+    ):
+        ax.stairs(busy[:SHOWN_STEPS], fill=True, color=colour)
+        ax.set_title(f"{name} batching: {value:.1%} of the slots yield a token", loc="left", fontsize=10)
+        ax.set_ylabel("busy slots")
+        ax.set_yticks(range(f.slots + 1))
+    axes[1].set_xlabel(f"step (the first {SHOWN_STEPS:,} of {f.static_steps:,} and {f.continuous_steps:,})")
+    return figure
+
+
+def _memory(figures: Figures) -> "Figure":
+    f = figures.memory
+    figure, (left, right) = _figure(1, 2, width=8, height=3)
+    _bars(
+        left, ["contiguous", "paged"], [f.contiguous_utilisation * 100, f.paged_utilisation * 100], "{:.1f} %"
+    )
+    left.set_ylabel("tokens in the memory taken, %")
+    names = ["contiguous", "paged,\nby blocks", "paged, as\nadmitted"]
+    _bars(right, names, [1.0, f.times_the_sequences, f.times_the_sequences_run], "{:.1f} x")
+    right.set_ylabel("sequences in the same memory")
+    return figure
+
+
+def _bars(ax: "Axes", names: Sequence[str], values: Sequence[float], template: str) -> None:
+    colours = [THEIRS, *[OURS] * (len(values) - 1)]
+    bars = ax.bar(names, values, color=colours, width=0.6)
+    ax.bar_label(bars, [template.format(value) for value in values], padding=2)
+    ax.margins(y=0.15)
+
+
+def _fragmentation(figures: Figures) -> "Figure":
+    f = figures.fragmentation
+    figure, axes = _figure(2, 1, width=8, height=2.4)
+    _map(axes[0], f.contiguous_cells)
+    axes[0].set_title(
+        f"contiguous: {f.worst_free:,} tokens free, the largest piece {f.worst_largest_piece}; "
+        f"{f.worst_wanted} wanted and refused",
+        loc="left",
+        fontsize=10,
+    )
+    _map(axes[1], f.paged_cells)
+    axes[1].set_title(
+        f"paged, the same step of the same stream: {f.paged_free} tokens free, every block good for anyone",
+        loc="left",
+        fontsize=10,
+    )
+    figure.supxlabel(
+        "a cell is 16 tokens, a colour one request; pale: reserved and still empty; white: free", fontsize=9
+    )
+    return figure
+
+
+def _map(ax: "Axes", cells: Cells) -> None:
+    import matplotlib
+
+    palette = matplotlib.colormaps["Dark2"]
+    pixels = []
+    for owner, full in cells:
+        red, green, blue, _ = palette(owner % 8)
+        strength = 0.0 if owner < 0 else 0.25 + 0.75 * full
+        pixels.append([1 - strength * (1 - part) for part in (red, green, blue)])
+    rows = [pixels[start : start + MAP_COLUMNS] for start in range(0, len(pixels), MAP_COLUMNS)]
+    ax.pcolormesh([[tuple(pixel) for pixel in row] for row in rows], edgecolors=LIGHT, linewidth=0.4)
+    ax.invert_yaxis()
+    ax.set_aspect("equal")
+    ax.set_xticks([])
+    ax.set_yticks([])
+
+
+def _arrivals(figures: Figures) -> "Figure":
+    f = figures.arrivals
+    figure, (top, bottom) = _figure(2, 1, width=8, height=4.2, sharex=True)
+    for name, samples, colour in (
+        ("contiguous, 2048 reserved", f.contiguous, THEIRS),
+        ("paged", f.paged, OURS),
+    ):
+        steps = [sample.step for sample in samples]
+        top.plot(steps, [sample.running for sample in samples], color=colour, label=name)
+        used = [100 * sample.tokens / sample.memory for sample in samples]
+        bottom.plot(steps, used, color=colour, label=name)
+    top.set_ylabel("running sequences")
+    bottom.set_ylabel("memory that\nholds tokens, %")
+    bottom.set_xlabel(f"step; the same {f.num_requests} arrivals")
+    bottom.set_ylim(0, 100)
+    top.legend()
+    return figure
+
+
+def _copy_on_write(figures: Figures) -> "Figure":
+    f = figures.copy_on_write
+    figure, (left, right) = _figure(1, 2, width=8, height=3, width_ratios=[2, 1])
+    names = ["not shared", "16 chats", "fork of 16", "fork, before\nits first write"]
+    _bars(left, names, [f.unshared, f.chats, f.fork_after_write, f.fork_before_write], "{:.0f}")
+    left.set_ylabel("blocks for 200 tokens, 16 times")
+    _bars(right, ["not shared", "4 beams"], [f.beams_unshared, f.beams], "{:.0f}")
+    right.set_ylabel("blocks for 48 + 16 tokens")
+    return figure
+
+
+def _block_sizes(figures: Figures) -> "Figure":
+    sizes = figures.block_sizes
+    names = [str(size.block_size) for size in sizes]
+    figure, (left, right) = _figure(1, 2, width=8, height=3)
+    left.plot(names, [100 * size.empty_share for size in sizes], color=THEIRS, marker="o")
+    left.set_ylabel("used memory without a token, %")
+    right.plot(names, [100 * size.reuse for size in sizes], color=OURS, marker="o", label="found")
+    possible = 100 * sizes[0].possible_reuse
+    right.axhline(possible, color="#888888", linestyle="--", linewidth=1, zorder=0, label="came before")
+    right.set_ylabel("prompt tokens, %")
+    right.legend()
+    for ax in (left, right):
+        ax.set_ylim(bottom=0)
+        ax.set_xlabel("tokens in a block")
+    return figure

@@ -1,0 +1,92 @@
+"""How the attention of one step is cut into work items: who reads which keys, in how many programs.
+
+Attention is a list of work items. An item is six integers:
+
+    row, first query token, end query token, first key, end key, partial slot
+
+The query tokens count from the row's first query, keys are positions in the row's context. A decode row of a
+long context becomes several items, each with a partial slot, and one merge joins them; partial slot -1 means
+that the item sees all keys it needs and writes the output itself. A prefill row becomes items of
+`PREFILL_ITEM_TOKENS` queries.
+
+Owns the balance between programs. Knows no blocks, no tensors and no backend: pure arithmetic in numpy.
+
+Shapes: R sequences (rows), W decode items, X prefill items, D decode rows, Q prefill rows.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+PREFILL_ITEM_TOKENS = 128
+# A split reads at least this many keys: below it the merge costs more than the parallelism gains.
+MIN_SPLIT_TOKENS = 256
+# Splits are multiples of the kernels' largest key tile: only the last tile of a row is masked.
+SPLIT_ALIGNMENT_TOKENS = 64
+# Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
+DEFAULT_TARGET_PROGRAMS = 528
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+def items_of_step(
+    query_R: Int64Array, context_R: Int64Array, window: int | None, num_kv_heads: int, target_programs: int
+) -> dict[str, Int32Array]:
+    """The items of decode rows [W, 6] and of prefill rows [X, 6], and where each decode row's partial slots start.
+
+    Decode row i owns the partial slots from `partials[i]` up to `partials[i + 1]`.
+    """
+    num_decodes = int((query_R == 1).sum())
+    decode_W6, partial_starts_D1 = _decode_items(
+        context_R[:num_decodes], window, num_kv_heads, target_programs
+    )
+    prefill_X6 = _prefill_items(query_R, context_R, window, num_decodes)
+    return {"decode": decode_W6, "prefill": prefill_X6, "partials": partial_starts_D1}
+
+
+def _first_keys(position: Int64Array, window: int | None) -> Int64Array:
+    """The first key that the query at each position sees."""
+    return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+
+
+def _decode_items(
+    context_D: Int64Array, window: int | None, num_kv_heads: int, target_programs: int
+) -> tuple[Int32Array, Int32Array]:
+    """Cut what each row sees into splits of about equal size, chosen from the total work, not from the batch
+    size."""
+    begin_D = _first_keys(context_D - 1, window)
+    keys_D = context_D - begin_D
+    total_reads = int(keys_D.sum()) * num_kv_heads
+    split_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
+    wanted_D = -(-keys_D // split_tokens)
+    size_D = -(-keys_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
+    splits_D = -(-keys_D // size_D)
+    partials_D = np.where(splits_D > 1, splits_D, 0)
+    partial_starts_D1 = np.concatenate(([0], np.cumsum(partials_D)))
+
+    row_W = np.repeat(np.arange(len(context_D)), splits_D)
+    split_W = np.arange(len(row_W)) - np.repeat(np.cumsum(splits_D) - splits_D, splits_D)
+    first_W = begin_D[row_W] + split_W * size_D[row_W]
+    end_W = np.minimum(first_W + size_D[row_W], context_D[row_W])
+    slot_W = np.where(splits_D[row_W] > 1, partial_starts_D1[row_W] + split_W, -1)
+    items_W6 = np.stack((row_W, np.zeros_like(row_W), np.ones_like(row_W), first_W, end_W, slot_W), axis=1)
+    return items_W6.astype(np.int32), partial_starts_D1.astype(np.int32)
+
+
+def _prefill_items(
+    query_R: Int64Array, context_R: Int64Array, window: int | None, num_decodes: int
+) -> Int32Array:
+    """Items of PREFILL_ITEM_TOKENS queries, longest first: short ones fill the gaps at the launch's end."""
+    query_Q, context_Q = query_R[num_decodes:], context_R[num_decodes:]
+    tiles_Q = -(-query_Q // PREFILL_ITEM_TOKENS)
+    row_X = np.repeat(np.arange(len(query_Q)), tiles_Q)
+    tile_X = np.arange(len(row_X)) - np.repeat(np.cumsum(tiles_Q) - tiles_Q, tiles_Q)
+    first_X = tile_X * PREFILL_ITEM_TOKENS
+    end_X = np.minimum(first_X + PREFILL_ITEM_TOKENS, query_Q[row_X])
+    first_position_X = context_Q[row_X] - query_Q[row_X]
+    begin_X = _first_keys(first_position_X + first_X, window)
+    keys_X = first_position_X + end_X
+    items_X6 = np.stack(
+        (row_X + num_decodes, first_X, end_X, begin_X, keys_X, np.full_like(row_X, -1)), axis=1
+    )
+    return items_X6[np.argsort(begin_X - keys_X, kind="stable")].astype(np.int32)

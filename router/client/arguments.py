@@ -1,0 +1,153 @@
+"""What the clients' calls take: keyword arguments in Python's forms, as the fields of a request.
+
+Owns the names of arguments and what each may be in Python. Ranges are the server's to check, but for those that
+protobuf itself cannot hold.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from blockyard.proto.v1 import inference_pb2
+
+Messages = Sequence[Mapping[str, str]]
+"""A chat: [{"role": "user", "content": "..."}, ...]."""
+EarlyStopping = bool | Literal["never"]
+"""When a search with enough finished beams ends: at once (True), once the running ones are unlikely to get better
+(False), or only when they cannot ("never"). As in transformers."""
+
+_SAMPLING_FIELDS = frozenset(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+_STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
+
+
+class GenerateArguments(TypedDict, total=False):
+    """The keyword arguments of generate() and stream(). None or absent leaves the server's default."""
+
+    messages: Messages | None
+    prompt_token_ids: Sequence[int] | None
+    model: str | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_token_ids: Sequence[int] | None
+    max_tokens: int | None
+    min_tokens: int | None
+    ignore_eos: bool | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_in_output: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: EarlyStopping | None
+    json_schema: Mapping[str, Any] | bool | str | None
+    """As a value or as JSON text. At most one of this, regex and json_object."""
+    regex: str | None
+    json_object: bool | None
+    request_id: str | None
+    cache_salt: str | None
+    priority: int | None
+
+
+class PromptArguments(TypedDict, total=False):
+    """The keyword arguments that name a prompt, of lookup_prefix() and explain_placement()."""
+
+    messages: Messages | None
+    prompt_token_ids: Sequence[int] | None
+    cache_salt: str | None
+
+
+def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
+    """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    fields = prompt_fields(prompt, given.pop("messages", None), given.pop("prompt_token_ids", None))
+    sampling = _sampling(given)
+    request = inference_pb2.GenerateRequest(sampling=sampling, **fields)
+    for name in ("model", "request_id", "cache_salt", "priority"):
+        if name in given:
+            request.MergeFrom(_message(inference_pb2.GenerateRequest, name, given.pop(name)))
+    if given:
+        raise TypeError(f"unknown arguments: {', '.join(sorted(given))}")
+    return request
+
+
+def salted_prompt_fields(prompt: str | None, arguments: PromptArguments) -> dict[str, Any]:
+    fields = prompt_fields(prompt, arguments.get("messages"), arguments.get("prompt_token_ids"))
+    return fields | {"cache_salt": arguments.get("cache_salt")}
+
+
+def prompt_fields(
+    prompt: str | None, messages: Messages | None, prompt_token_ids: Sequence[int] | None
+) -> dict[str, Any]:
+    """The request's `input`. Raises ValueError unless exactly one is given."""
+    if [prompt, messages, prompt_token_ids].count(None) != 2:
+        raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
+    if prompt is not None:
+        _message(inference_pb2.GenerateRequest, "prompt", prompt)
+        return {"prompt": prompt}
+    if prompt_token_ids is not None:
+        tokens = _message(inference_pb2.TokenIds, "ids", prompt_token_ids, called="prompt_token_ids")
+        return {"prompt_token_ids": tokens}
+    assert messages is not None
+    chat = [{"role": message["role"], "content": message["content"]} for message in messages]
+    return {"chat": _message(inference_pb2.Chat, "messages", chat)}
+
+
+def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
+    """Takes the sampling arguments out of `given`."""
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    if "early_stopping" in given:
+        given["early_stopping"] = _early_stopping(given["early_stopping"])
+    sampling = inference_pb2.SamplingParams()
+    structured = {name: given.pop(name) for name in _STRUCTURED_FIELDS if name in given}
+    if structured.get("json_object") is False:
+        del structured["json_object"]
+    if len(structured) > 1:
+        raise ValueError(f"give at most one of {', '.join(_STRUCTURED_FIELDS)}")
+    for name, value in structured.items():
+        text = _schema_text(value) if name == "json_schema" else value
+        sampling.structured_output.CopyFrom(_message(inference_pb2.StructuredOutput, name, text))
+    for name in [name for name in given if name in _SAMPLING_FIELDS - {"structured_output"}]:
+        sampling.MergeFrom(_message(inference_pb2.SamplingParams, name, given.pop(name)))
+    return sampling
+
+
+def _schema_text(schema: Mapping[str, Any] | bool | str) -> str:
+    try:
+        return schema if isinstance(schema, str) else json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema: {error}") from None
+
+
+def _early_stopping(value: EarlyStopping) -> inference_pb2.EarlyStopping:
+    match value:
+        case True:
+            return inference_pb2.EARLY_STOPPING_FIRST
+        case False:
+            return inference_pb2.EARLY_STOPPING_HEURISTIC
+        case "never":
+            return inference_pb2.EARLY_STOPPING_NEVER
+    raise ValueError(f"early_stopping must be True, False or 'never', not {value!r}")
+
+
+def _message(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
+    """A message with one field. Its errors name the argument: protobuf's own do not say which it was."""
+    name = called or field
+    try:
+        return kind(**{field: value})
+    except UnicodeError:
+        raise ValueError(f"{name}: must be text that UTF-8 can hold") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None

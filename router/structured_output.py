@@ -1,0 +1,79 @@
+"""What a structured output may be asked to follow, as far as it can be told without compiling it.
+
+Owns size, shape and depth. Whether a schema or expression can be compiled the worker finds out, under limits of
+time and memory (REJECT_REASON_GRAMMAR).
+"""
+
+import json
+from collections.abc import Iterable
+
+from blockyard.proto.v1 import inference_pb2
+
+MAX_STRUCTURED_BYTES = 65_536
+MAX_REGEX_BYTES = 8_192
+MAX_SCHEMA_DEPTH = 100
+"""Of objects and arrays inside one another: whoever walks a schema does so recursively."""
+
+
+def structured_problem(message: inference_pb2.StructuredOutput) -> str | None:
+    """What is wrong with it, without a word of it; None if nothing is."""
+    kind = message.WhichOneof("kind")
+    match kind:
+        case "json_schema" | "regex":
+            text = message.json_schema if kind == "json_schema" else message.regex
+            # Characters first: they are never more than the bytes, and cost nothing to count.
+            if len(text) > MAX_STRUCTURED_BYTES or len(text.encode()) > MAX_STRUCTURED_BYTES:
+                return f"at most {MAX_STRUCTURED_BYTES} bytes are allowed"
+            return _schema_problem(text) if kind == "json_schema" else _regex_problem(text)
+        case "json_object":
+            return None if message.json_object else "json_object must be true"
+        case _:
+            return "one of json_schema, regex and json_object is required"
+
+
+def _regex_problem(text: str) -> str | None:
+    if not text:
+        return "regex must not be empty"
+    return (
+        f"at most {MAX_REGEX_BYTES} bytes of regex are allowed"
+        if len(text.encode()) > MAX_REGEX_BYTES
+        else None
+    )
+
+
+def _schema_problem(text: str) -> str | None:
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        return f"json_schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
+    except ValueError:
+        return "json_schema must be JSON"
+    if not isinstance(schema, dict | bool):
+        return "json_schema must be an object, true or false"
+    if _is_deeper_than(schema, MAX_SCHEMA_DEPTH):
+        return f"json_schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
+    return None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _is_deeper_than(value: object, max_depth: int) -> bool:
+    """Level by level, never by recursion."""
+    level = [value]
+    for _ in range(max_depth + 1):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(item: object) -> Iterable[object]:
+    match item:
+        case dict():
+            return item.values()
+        case list():
+            return item
+        case _:
+            return ()

@@ -1,0 +1,134 @@
+"""Python's forms of a request's fields, and mistakes that name their argument."""
+
+import json
+from typing import Any
+
+import pytest
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.client.arguments import GenerateArguments, generate_request
+
+TAKEN: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.75,
+    "min_p": 0.25,
+    "presence_penalty": 1.5,
+    "frequency_penalty": -1.5,
+    "repetition_penalty": 2.0,
+    "logit_bias": {5: 1.5, 6: -2.0},
+    "allowed_token_ids": [5, 6],
+    "bad_token_ids": [6],
+    "max_tokens": 9,
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "seed": -5,
+    "stop": ["a", "b"],
+    "stop_token_ids": [8],
+    "include_stop_in_output": True,
+    "logprobs": 2,
+    "prompt_logprobs": 0,
+    "n": 3,
+    "beam_width": 4,
+    "length_penalty": 0.5,
+}
+FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
+BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "priority"}
+
+
+def sampling(**arguments: Any) -> inference_pb2.SamplingParams:
+    return generate_request("x", arguments).sampling  # type: ignore[arg-type]
+
+
+def test_every_argument_is_tested_here() -> None:
+    assert TAKEN.keys() | FORMED | BESIDE == GenerateArguments.__annotations__.keys()
+    fields = set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert TAKEN.keys() == fields - {"early_stopping", "structured_output"}
+
+
+def test_sampling_arguments_reach_their_fields() -> None:
+    assert sampling(**TAKEN) == inference_pb2.SamplingParams(**TAKEN)
+    assert sampling(**dict.fromkeys(TAKEN)) == inference_pb2.SamplingParams()
+
+
+def test_zero_and_false_are_sent_and_not_taken_for_absent() -> None:
+    sent = sampling(temperature=0.0, logprobs=0, ignore_eos=False, seed=0)
+    assert {field.name for field, _ in sent.ListFields()} == {"temperature", "logprobs", "ignore_eos", "seed"}
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (True, "EARLY_STOPPING_FIRST"),
+        (False, "EARLY_STOPPING_HEURISTIC"),
+        ("never", "EARLY_STOPPING_NEVER"),
+        (None, "EARLY_STOPPING_UNSPECIFIED"),
+    ],
+)
+def test_early_stopping_is_said_as_in_transformers(value: Any, name: str) -> None:
+    assert sampling(early_stopping=value).early_stopping == inference_pb2.EarlyStopping.Value(name)
+
+
+def test_structured_output_is_a_value_a_text_or_nothing() -> None:
+    schema = {"type": "object", "properties": {"naïve": {"type": "string"}}}
+    assert json.loads(sampling(json_schema=schema).structured_output.json_schema) == schema
+    assert sampling(json_schema="{}").structured_output.json_schema == "{}"
+    assert sampling(json_schema=True).structured_output.json_schema == "true"
+    assert sampling(regex="a+").structured_output.regex == "a+"
+    assert sampling(json_object=True).structured_output.json_object
+    assert not sampling(json_object=False).HasField("structured_output")
+
+
+def test_what_is_beside_sampling_reaches_the_request() -> None:
+    request = generate_request(
+        None,
+        {"prompt_token_ids": [1, 2], "model": "m", "request_id": "r", "cache_salt": "s", "priority": -5},
+    )
+    assert list(request.prompt_token_ids.ids) == [1, 2]
+    assert (request.model, request.request_id, request.cache_salt, request.priority) == ("m", "r", "s", -5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", -1),
+        ("top_k", 2**32),
+        ("n", -1),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("stop", ["\ud800"]),
+        ("stop", "\ud800"),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {-1: 1.0}),
+        ("regex", "\ud800"),
+        ("json_schema", {"default": {1, 2}}),
+        ("early_stopping", "always"),
+        ("request_id", "\ud800"),
+        ("priority", 2**31),
+        ("prompt_token_ids", [-1]),
+        ("messages", [{"role": "user", "content": "\ud800"}]),
+    ],
+)
+def test_a_value_that_protobuf_cannot_hold_is_a_value_error_with_its_name(field: str, value: Any) -> None:
+    prompt = None if field in ("prompt_token_ids", "messages") else "x"
+    with pytest.raises(ValueError, match=rf"^{field}\b"):
+        generate_request(prompt, {field: value})  # type: ignore[misc]
+
+
+def test_a_prompt_that_is_no_text_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"^prompt: must be text"):
+        generate_request("\ud800", {})
+
+
+def test_a_value_of_another_type_is_a_type_error_with_its_name() -> None:
+    with pytest.raises(TypeError, match=r"^temperature: "):
+        sampling(temperature="hot")
+
+
+def test_two_kinds_of_structured_output_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="at most one of json_schema, regex, json_object"):
+        sampling(regex="a", json_object=True)
+
+
+def test_the_messages_own_field_is_no_argument() -> None:
+    with pytest.raises(TypeError, match="unknown arguments: structured_output"):
+        sampling(structured_output={"regex": "a"})

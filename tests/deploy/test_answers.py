@@ -1,0 +1,181 @@
+"""What `generate` and `chat` send and show, against a real gRPC server with fixed answers."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from blockyard.deploy.cli import main
+from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
+from click.testing import CliRunner, Result
+
+
+def message(
+    text: str, tokens: list[int], offset: int, index: int = 0, *, ends: bool = False, **finish: Any
+) -> inference_pb2.GenerateStreamResponse:
+    total = offset + len(tokens)
+    usage = inference_pb2.Usage(completion_tokens=total)
+    ended = inference_pb2.Finish(reason=1, usage=usage, worker_id=f"w{index}", **finish)
+    return inference_pb2.GenerateStreamResponse(
+        request_id="r",
+        delta=inference_pb2.OutputDelta(text=text, token_ids=tokens, token_offset=offset, index=index),
+        finish=ended if ends else None,
+    )
+
+
+@dataclass
+class FixedRouter(inference_pb2_grpc.InferenceServiceServicer):
+    answers: list[inference_pb2.GenerateStreamResponse] = field(default_factory=list)
+    breaks: bool = False
+    requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+
+    def GenerateStream(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateStreamResponse]:
+        self.requests.append(request)
+        yield from self.answers
+        if self.breaks:
+            context.abort(grpc.StatusCode.INTERNAL, "the engine failed")
+
+
+@dataclass
+class Terminal:
+    """The command line before that router."""
+
+    router: FixedRouter
+    address: str
+
+    def run(self, *arguments: str, **options: Any) -> Result:
+        return CliRunner().invoke(main, [*arguments, "--router", self.address], **options)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    router = FixedRouter()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield Terminal(router, f"127.0.0.1:{port}")
+    server.stop(None)
+
+
+ONE = [message("Hel", [1], 0), message("lo", [2], 1, ends=True)]
+SEVERAL = [
+    message("a", [1], 0),
+    message("x", [7], 0, 1),
+    message("y", [8], 1, 1, ends=True, cumulative_logprob=-1.5, beam_score=-0.75),
+    message("b", [2], 1, ends=True, cumulative_logprob=-2.5),
+]
+
+
+def test_one_output_is_printed_as_it_is(terminal: Terminal) -> None:
+    terminal.router.answers = ONE
+    result = terminal.run("generate", "x")
+    assert (result.exit_code, result.stdout) == (0, "Hello\n")
+    assert "2 generated" in result.stderr
+
+
+def test_several_outputs_are_labelled_by_their_index(terminal: Terminal) -> None:
+    terminal.router.answers = SEVERAL
+    result = terminal.run("generate", "x", "--n", "2")
+    assert (result.exit_code, result.stdout) == (0, "--- output 1\nxy\n--- output 0\nab\n")
+    assert "logprob -1.500 score -0.750" in result.stderr
+    assert terminal.router.requests[0].sampling.n == 2
+
+
+def test_json_has_all_outputs(terminal: Terminal) -> None:
+    terminal.router.answers = SEVERAL
+    document = json.loads(terminal.run("generate", "x", "--n", "2", "--output", "json").stdout)
+    assert [(o["index"], o["text"], o["token_ids"]) for o in document["outputs"]] == [
+        (0, "ab", [1, 2]),
+        (1, "xy", [7, 8]),
+    ]
+    assert document["outputs"][1]["finish"]["beam_score"] == -0.75
+    assert (document["text"], document["request_id"]) == ("ab", "r")
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])
+def test_a_stream_that_breaks_says_so_on_a_line_of_its_own(
+    terminal: Terminal, command: tuple[str, ...]
+) -> None:
+    terminal.router.answers, terminal.router.breaks = ONE[:1], True
+    result = terminal.run(*command, input="hello\n")
+    assert result.exit_code == 1
+    assert result.output.splitlines() == ["Hel", "Error: the engine failed"]
+
+
+def test_every_option_reaches_the_server(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.router.answers = ONE
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}', encoding="utf-8")
+    options = {
+        "--min-tokens": "3",
+        "--temperature": "0.5",
+        "--top-k": "4",
+        "--top-p": "0.75",
+        "--min-p": "0.25",
+        "--presence-penalty": "1.5",
+        "--frequency-penalty": "-1.5",
+        "--repetition-penalty": "2",
+        "--seed": "7",
+        "--stop": "end",
+        "--stop-token-id": "9",
+        "--beam-width": "4",
+        "--length-penalty": "0.5",
+        "--logprobs": "2",
+        "--json-schema": f"@{schema}",
+        "--priority": "-5",
+    }
+    arguments = [part for option in options.items() for part in option]
+    assert terminal.run("generate", "x", "--ignore-eos", *arguments).exit_code == 0
+    (request,) = terminal.router.requests
+    assert request.priority == -5
+    assert request.sampling == inference_pb2.SamplingParams(
+        max_tokens=256,
+        min_tokens=3,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.75,
+        min_p=0.25,
+        presence_penalty=1.5,
+        frequency_penalty=-1.5,
+        repetition_penalty=2.0,
+        seed=7,
+        stop=["end"],
+        stop_token_ids=[9],
+        beam_width=4,
+        length_penalty=0.5,
+        logprobs=2,
+        structured_output={"json_schema": '{"type": "object"}'},
+        ignore_eos=True,
+    )
+
+
+def test_what_is_not_asked_for_is_left_to_the_server(terminal: Terminal) -> None:
+    terminal.router.answers = ONE
+    terminal.run("generate", "x")
+    terminal.run("generate", "x", "--regex", "a+", "--json-schema", "{}")
+    (request,) = terminal.router.requests
+    assert request.sampling == inference_pb2.SamplingParams(max_tokens=256)
+    assert not request.HasField("model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--json-schema", "@/no/such/file"), "/no/such/file cannot be read"),
+        (("--seed", str(2**63)), "seed: "),
+        (("--max-tokens", "-1"), "max_tokens: "),
+        (("--regex", "a", "--json-schema", "{}"), "at most one of"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_sent(
+    terminal: Terminal, arguments: tuple[str, ...], told: str
+) -> None:
+    result = terminal.run("generate", "x", *arguments)
+    assert result.exit_code in (1, 2)
+    assert told in result.output
+    assert terminal.router.requests == []

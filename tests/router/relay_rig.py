@@ -1,0 +1,85 @@
+"""A relay over real links to scripted workers, without the router's own server."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+
+from blockyard.proto.block_hash import chain, pack_tokens
+from blockyard.proto.v1 import session_pb2
+from blockyard.router.cluster_view import WorkerState
+from blockyard.router.fleet import Fleet
+from blockyard.router.placer import Placer
+from blockyard.router.relay import Generation, Relay
+
+from .fake_worker import BLOCK_SIZE, SECRET, FakeWorker
+
+ROOT = b"r" * 16
+
+
+@dataclass
+class Rig:
+    fleet: Fleet
+    placer: Placer
+    relay: Relay
+    workers: list[FakeWorker]
+
+    def states(self) -> dict[str, WorkerState]:
+        return {worker.address: self.fleet.view.state(worker) for worker in self.fleet.view.workers()}
+
+    def is_undecided(self) -> bool:
+        """Whether some link has neither come up nor said why not."""
+        connecting = WorkerState.CONNECTING
+        view = self.fleet.view
+        return any(view.state(worker) is connecting and not worker.reason for worker in view.workers())
+
+    async def until(self, holds: Callable[[], bool], seconds: float = 5.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not holds():  # noqa: ASYNC110 - what is waited for is state of the product, not an event
+                await asyncio.sleep(0.005)
+
+    async def until_quiet(self) -> None:
+        """Nothing runs on any worker and the router has nothing booked."""
+        view = self.fleet.view
+        await self.until(lambda: not any(worker.num_running for worker in self.workers))
+        await self.until(lambda: not any(worker.placed for worker in view.workers()))
+        view.check_invariants()
+
+
+@asynccontextmanager
+async def rig(
+    *workers: FakeWorker, lost_seconds: float = 1.0, secret: str = SECRET, no_worker_seconds: float = 10.0
+) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker)
+        fleet = Fleet(
+            tokenizer_fingerprint="tokenizer",
+            secret=secret,
+            suspect_seconds=lost_seconds / 2,
+            lost_seconds=lost_seconds,
+        )
+        placer = Placer(fleet, None, policy="prefix", rng=Random(0), no_worker_seconds=no_worker_seconds)
+        fleet.set_addresses([worker.address for worker in workers])
+        made = Rig(fleet, placer, Relay(fleet, placer), list(workers))
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(fleet.run())
+            await made.until(
+                lambda: len(made.fleet.view.workers()) == len(workers) and not made.is_undecided()
+            )
+            yield made
+            running.cancel()
+
+
+def generation(seed: int = 1, *, max_tokens: int = 20, prompt_tokens: int = 40) -> Generation:
+    prompt = pack_tokens(range(seed, seed + prompt_tokens))
+    return Generation(
+        request_id=f"request-{seed}",
+        prompt=prompt,
+        prompt_tokens=prompt_tokens,
+        block_names=b"".join([ROOT, *chain(ROOT, prompt, BLOCK_SIZE)]),
+        sampling=session_pb2.EngineSampling(temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=seed),
+        deadline=time.monotonic() + 30,
+    )

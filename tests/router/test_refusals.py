@@ -1,0 +1,165 @@
+"""What a whole router refuses, over real gRPC: with which code, reason and field, and before what it would cost."""
+
+import logging
+import math
+import time
+from typing import Any
+
+import grpc
+import pytest
+from blockyard.proto.v1 import cluster_pb2, inference_pb2, session_pb2
+
+from .fake_worker import FakeWorker, Script
+from .rig import (
+    FOREVER,
+    Router,
+    fields_of,
+    is_idle,
+    reason_of,
+    refused,
+    request,
+    until,
+    worker_of_model,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"sampling": {"temperature": math.nan}}, "sampling.temperature"),
+        ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+        ({"sampling": {"stop_token_ids": [4096]}}, "sampling.stop_token_ids"),
+        ({"request_id": "a\nb"}, "request_id"),
+        ({"cache_salt": "a/b"}, "cache_salt"),
+    ],
+)
+async def test_a_bad_field_is_invalid_and_named(
+    router: Router, worker: FakeWorker, fields: dict[str, Any], field: str
+) -> None:
+    for method in (router.inference.Generate, router.inference.GenerateStream):
+        error = await refused(method(request(**fields)))
+        assert (error.code(), fields_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+    assert worker.submits == []
+
+
+async def test_a_prompt_over_the_context_has_a_reason_of_its_own(router: Router, worker: FakeWorker) -> None:
+    error = await refused(router.inference.Generate(request("word " * 3000)))
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
+    for length, fits in ((511, True), (512, False)):
+        tokens = inference_pb2.GenerateRequest(prompt_token_ids={"ids": [7] * length})
+        if fits:
+            assert len((await router.inference.Generate(tokens)).token_ids) == 1
+        else:
+            assert reason_of(await refused(router.inference.Generate(tokens))) == "CONTEXT_LENGTH_EXCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        ("Generate", b"\xff\xff\xff"),
+        ("Generate", b"\x12\x05\xff\xfe"),
+        ("Generate", b"\x12\x02\xff\xfe"),
+        ("Generate", b""),
+        ("Generate", b"\x10\x05"),
+        ("Generate", b"\xf8\x07\x01"),
+        ("GenerateStream", b"\xff\xff\xff"),
+        ("Tokenize", b""),
+        ("Abort", b""),
+        ("Detokenize", b"\xff"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.hex() or "empty",
+)
+async def test_malformed_bytes_are_invalid_and_never_unknown(router: Router, method: str, raw: bytes) -> None:
+    make = router.channel.unary_stream if method == "GenerateStream" else router.channel.unary_unary
+    error = await refused(make(f"/blockyard.v1.InferenceService/{method}")(raw, timeout=5))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason_of(error) in ("MALFORMED_MESSAGE", "INVALID_REQUEST")
+
+
+async def test_malformed_bytes_to_health_and_cluster_are_invalid_too(router: Router) -> None:
+    for method in ("/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetBlockPool"):
+        error = await refused(router.channel.unary_unary(method)(b"\xff\xff", timeout=5))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_unknown_model_is_not_found_and_its_own_name_is_served(
+    router: Router, worker: FakeWorker
+) -> None:
+    error = await refused(router.inference.Generate(request(model="other")))
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+    models = (await router.inference.ListModels(inference_pb2.ListModelsRequest())).models
+    assert [(model.id, model.max_model_len, model.block_size) for model in models] == [("demo", 512, 16)]
+    assert await router.inference.Generate(request(model="demo"))
+
+
+async def test_beyond_the_limit_requests_are_refused_at_once_with_a_delay(
+    router: Router, worker: FakeWorker
+) -> None:
+    streams = [router.inference.GenerateStream(request(sampling=FOREVER)) for _ in range(8)]
+    for stream in streams:
+        await anext(aiter(stream))
+    started = time.monotonic()
+    error = await refused(router.inference.Generate(request()))
+    assert time.monotonic() - started < 0.5
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+    trailing = dict(error.trailing_metadata())
+    assert int(trailing["grpc-retry-pushback-ms"]) > 0
+    for stream in streams:
+        stream.cancel()
+    await until(lambda: worker.num_running == 0)
+    assert await router.inference.Generate(request())
+
+
+async def test_every_call_that_costs_work_is_admitted_like_a_generation(
+    router: Router, worker: FakeWorker
+) -> None:
+    streams = [router.inference.GenerateStream(request(sampling=FOREVER)) for _ in range(8)]
+    for stream in streams:
+        await anext(aiter(stream))
+    for call in (
+        router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x")),
+        router.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[300])),
+        router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt="x")),
+        router.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt="x")),
+    ):
+        assert reason_of(await refused(call)) == "OVERLOADED"
+    for stream in streams:
+        stream.cancel()
+    await until(lambda: worker.num_running == 0)
+    await until(lambda: is_idle(router))
+    assert (await router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x"))).token_ids
+
+
+async def test_text_that_no_context_could_hold_never_reaches_the_tokeniser(
+    router: Router, worker: FakeWorker
+) -> None:
+    huge = "word " * 1_000_000
+    for call in (
+        router.inference.Generate(inference_pb2.GenerateRequest(prompt=huge)),
+        router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt=huge)),
+        router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt=huge)),
+    ):
+        started = time.monotonic()
+        assert reason_of(await refused(call)) == "CONTEXT_LENGTH_EXCEEDED"
+        assert time.monotonic() - started < 0.5
+
+
+async def test_engine_failures_are_internal_and_say_nothing_of_the_request(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = worker_of_model("a", script=lambda submit: Script(fail_after=2))
+    with caplog.at_level(logging.DEBUG):
+        async with router.workers(failing):
+            error = await refused(router.inference.Generate(request("hunter2")))
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.INTERNAL, "ENGINE_FAILED")
+    assert "hunter2" not in (error.details() or "") + caplog.text
+
+
+async def test_a_request_that_never_fits_is_a_failed_precondition(router: Router) -> None:
+    too_large = Script(reject=session_pb2.REJECT_REASON_TOO_LARGE)
+    async with router.workers(worker_of_model("a", script=lambda submit: too_large)):
+        error = await refused(router.inference.Generate(request()))
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_TOO_LARGE")

@@ -1,0 +1,342 @@
+"""A scheduler in bad weather: every action that may happen to it, and what must hold after each.
+
+`Device` stands in for a model and its memory: each token slot holds a digest of the whole prefix up to it, so that a
+row which reads a block that is not its own, or was never filled, is found at once. `Storm` owns the actions and the
+checks; who chooses among them (a seed, or hypothesis) does not matter to it.
+"""
+
+import random
+from collections import Counter
+from itertools import accumulate, count
+from typing import Any
+
+from blockyard.worker.beams import num_candidates
+from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
+from blockyard.worker.scheduler import CapacityError, Scheduler
+from blockyard.worker.sequence import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    BlockId,
+    BlockName,
+    HostSlot,
+    RowExtras,
+    ScheduledRow,
+    Sequence,
+    SequenceId,
+    SequenceState,
+    StepPlan,
+    StepTokens,
+)
+
+from .scheduling import make_scheduler, make_sequence
+
+GARBAGE = -1
+"""In a slot that no step has filled, or one that failed."""
+STOP_TOKENS = frozenset({7, 21})
+SHARED = [5 + index % 9 for index in range(200)]
+
+
+def follow(digest: int, token: int) -> int:
+    return (digest * 1_000_003 + token + 7) % (2**61 - 1)
+
+
+def digests(tokens: list[int]) -> list[int]:
+    """For each position: of all tokens up to it."""
+    return list(accumulate(tokens, follow, initial=0))[1:]
+
+
+def token_after(digest: int, index: int) -> int:
+    return (digest + 13 * index) % 50 + 1
+
+
+def candidates_after(digest: int, width: int) -> tuple[tuple[int, float], ...]:
+    return tuple(((digest + 7 * n) % 50 + 1, -0.3 - 0.1 * n - digest % 97 / 500) for n in range(width))
+
+
+class Device:
+    """KV memory, host memory, and a model that is a function of the prefix. Runs a step when it is planned, as a
+    device that is one step ahead does: its newest tokens are known here before the scheduler hears of them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        size, config = scheduler.config.block_size, scheduler.config
+        self._size = size
+        self._kv = [[GARBAGE] * size for _ in scheduler.pool.blocks()]
+        self._host = [[GARBAGE] * size for _ in range(config.swap_blocks + config.host_cache_blocks)]
+        self._unheard: dict[SequenceId, int] = {}
+        self.moved = Counter[str]()
+
+    def run(self, plan: StepPlan, *, failing_rows: frozenset[int] = frozenset()) -> StepTokens:
+        self._move(plan)
+        known = {row.sequence.sequence_id: digests(self._tokens(row)) for row in plan.rows}
+        for row in plan.rows:
+            for position in range(row.start, row.end):
+                block, offset = self._place(row, position)
+                self._kv[block][offset] = known[row.sequence.sequence_id][position]
+        for row in plan.rows:
+            self._check_read(row, known[row.sequence.sequence_id])
+        self._unheard = {}
+        tokens, extras = [], {}
+        for index, row in enumerate(plan.rows):
+            digest = known[row.sequence.sequence_id][row.end - 1]
+            first = token_after(digest, row.sequence.index) if row.samples else NO_TOKEN
+            tokens.append(FAILED_TOKEN if row.samples and index in failing_rows else first)
+            if row.samples:
+                self._unheard[row.sequence.sequence_id] = tokens[-1]
+                extras[index] = self._extras(row, digest)
+        return StepTokens(tokens=tokens, extras=extras)
+
+    def spoil(self, plan: StepPlan) -> None:
+        """What a step that raised may have left anywhere that it writes."""
+        self._unheard = {}
+        for _, slot in plan.to_host:
+            self._host[slot] = [GARBAGE] * self._size
+        for block in (*(b for _, b in plan.from_host), *(b for _, b in plan.copies)):
+            self._kv[block] = [GARBAGE] * self._size
+        for row in plan.rows:
+            for position in range(row.start, row.end):
+                block, offset = self._place(row, position)
+                self._kv[block][offset] = GARBAGE
+
+    def block(self, block: BlockId) -> list[int]:
+        return self._kv[block]
+
+    def host_slot(self, slot: HostSlot) -> list[int]:
+        return self._host[slot]
+
+    def _move(self, plan: StepPlan) -> None:
+        destinations = [destination for _, destination in plan.copies]
+        assert len(set(destinations)) == len(destinations)
+        assert not {source for source, _ in plan.copies} & set(destinations)
+        for block, slot in plan.to_host:
+            self._host[slot] = list(self._kv[block])
+        for slot, block in plan.from_host:
+            self._kv[block] = list(self._host[slot])
+        for source, destination in plan.copies:
+            self._kv[destination] = list(self._kv[source])
+        for kind, moves in (("out", plan.to_host), ("in", plan.from_host), ("copies", plan.copies)):
+            self.moved[kind] += len(moves)
+
+    def _tokens(self, row: ScheduledRow) -> list[int]:
+        known = row.sequence.tokens[: row.end]
+        return known if len(known) == row.end else [*known, self._unheard[row.sequence.sequence_id]]
+
+    def _place(self, row: ScheduledRow, position: int) -> tuple[BlockId, int]:
+        return row.sequence.block_table[position // self._size], position % self._size
+
+    def _check_read(self, row: ScheduledRow, expected: list[int]) -> None:
+        for start in range(0, row.end, self._size):
+            end = min(start + self._size, row.end)
+            found = self._kv[row.sequence.block_table[start // self._size]][: end - start]
+            assert found == expected[start:end], f"{row} reads at {start} what is not its own"
+
+    @staticmethod
+    def _extras(row: ScheduledRow, digest: int) -> RowExtras:
+        if row.sequence.group is not None:
+            return RowExtras(candidates=candidates_after(digest, num_candidates(row.sequence.sampling)))
+        return RowExtras(tokens=tuple(token_after(digest, other) for other in range(1, row.num_outputs)))
+
+
+class Storm:
+    """One scheduler, its device, and all that has been asked of it."""
+
+    def __init__(self, num_blocks: int, *, pipelined: bool, **settings: Any) -> None:
+        self.settings = settings
+        self.scheduler = make_scheduler(num_blocks, **settings)
+        self.device = Device(self.scheduler)
+        self.pipelined = pipelined
+        self.sequences: dict[SequenceId, Sequence] = {}
+        self.beams: dict[SequenceId, BeamsUpdate] = {}
+        """By the id of the search's first sequence."""
+        self._leaders: dict[int, Sequence] = {}
+        self._in_flight: list[tuple[StepPlan, StepTokens]] = []
+        self._content: dict[BlockName, tuple[int, ...]] = {}
+        self._parents: dict[BlockName, BlockName] = {}
+        self._published: set[BlockName] = set()
+        self._anywhere: set[BlockName] = set()
+        self._numbers = count()
+
+    # Actions
+
+    def submit(self, tokens: list[int], *, generated: int = 0, **settings: Any) -> None:
+        """`generated` of the tokens are output already: a replay."""
+        size = self.scheduler.config.block_size
+        longest = self.scheduler.config.max_model_len - len(tokens)
+        settings["max_tokens"] = max(1, min(settings["max_tokens"], longest)) + generated
+        sequence = make_sequence(next(self._numbers), tokens, block_size=size, **settings)
+        sequence.prompt_length -= generated
+        try:
+            self.scheduler.submit(sequence)
+        except CapacityError:
+            return
+        self._leaders[sequence.request_id] = sequence
+
+    def cancel_request(self, number: int, index: int | None = None) -> None:
+        if self._leaders:
+            leader = list(self._leaders.values())[number % len(self._leaders)]
+            # A beam is no output: a search is cancelled as a whole.
+            self.scheduler.cancel_request(leader.request_id, None if leader.group else index)
+
+    def plan(self, failing_rows: frozenset[int] = frozenset()) -> None:
+        """Plans and runs a step; without pipelining the one before is over."""
+        while len(self._in_flight) > self.pipelined:
+            self.commit()
+        plan = self.scheduler.plan()
+        if plan.has_work:
+            self._in_flight.append((plan, self.device.run(plan, failing_rows=failing_rows)))
+
+    def commit(self) -> None:
+        if self._in_flight:
+            plan, tokens = self._in_flight.pop(0)
+            updates = self.scheduler.commit(plan, tokens)
+            self._take(updates)
+            for sequence in (*(row.sequence for row in plan.rows), *(update.sequence for update in updates)):
+                self._know(sequence)
+
+    def fail(self) -> None:
+        """The oldest step raises, and with it what was planned on it."""
+        for plan, _ in self._in_flight:
+            self.device.spoil(plan)
+        while self._in_flight:
+            self._take(self.scheduler.fail(self._in_flight.pop(0)[0]))
+
+    def measure(self, prefill: float, swap: float, beside_decodes: int | None) -> None:
+        rates = self.scheduler.rates
+        rates.prefill_tokens_per_second, rates.swap_blocks_per_second = prefill, swap
+        self.scheduler.prefill_tokens_beside_decodes = beside_decodes
+
+    def finish(self) -> None:
+        """Lets everything end by itself."""
+        for _ in range(3000):
+            if not self.scheduler.has_work and not self._in_flight:
+                break
+            self.plan()
+            self.check()
+            self.commit()
+            self.check()
+        self._check_nothing_is_held()
+        self._check_tokens()
+
+    def _take(self, updates: list[Update]) -> None:
+        """As the engine does: an output that fails ends its whole request."""
+        for update in updates:
+            if isinstance(update, SequenceUpdate) and update.token is None:
+                self.scheduler.cancel_request(update.sequence.request_id)
+            if isinstance(update, BeamsUpdate):
+                self.beams[self._leaders[update.sequence.request_id].sequence_id] = update
+
+    # Checks
+
+    def check(self) -> None:
+        """After every action."""
+        self.scheduler.check_invariants()
+        for sequence in (*self.scheduler.waiting, *self.scheduler.running):
+            self._know(sequence)
+            assert sequence.num_preemptions <= self.scheduler.config.max_preemptions
+        self._check_names()
+
+    def _know(self, sequence: Sequence) -> None:
+        """What a block of each of its names must hold."""
+        self.sequences[sequence.sequence_id] = sequence
+        names, size = sequence.names[1:], self.scheduler.config.block_size
+        if not names or names[-1] in self._content:
+            return
+        known = digests(sequence.tokens[: len(names) * size])
+        for index, name in enumerate(names):
+            self._content[name] = tuple(known[index * size : (index + 1) * size])
+            self._parents[name] = sequence.names[index]
+
+    def _check_names(self) -> None:
+        cache, host = self.scheduler.cache, self.scheduler.host_cache
+        changes = cache.take_changes()
+        for name in changes.removed:
+            self._published.remove(name)
+        for name in changes.stored:
+            assert name not in self._published
+            self._published.add(name)
+        blocks = [block for block in self.scheduler.pool.blocks() if cache.name(block) is not None]
+        names = {block: cache.name(block) for block in blocks if not cache.is_unconfirmed(block)}
+        assert set(names.values()) == self._published, "news of names and the cache disagree"
+        for block, name in names.items():
+            assert name is not None
+            assert tuple(self.device.block(block)) == self._content[name], "a name is of other content"
+        self._anywhere.difference_update(changes.anywhere_removed)
+        self._anywhere.update(changes.anywhere_stored)
+        in_host = set(host._slots) if host is not None else set()
+        assert self._anywhere == (self._published | in_host if host is not None else set())
+        for name in self._anywhere or self._published:
+            parent = self._parents[name]
+            assert parent not in self._parents or parent in (self._anywhere or self._published), "a gap"
+
+    def _check_nothing_is_held(self) -> None:
+        scheduler = self.scheduler
+        assert not scheduler.has_work
+        assert not scheduler._moves
+        assert scheduler.pool.num_used == 0
+        assert not scheduler.tables.copies_held()
+        assert scheduler.tables.swap.num_free == scheduler.config.swap_blocks
+        assert all(sequence.is_over for sequence in self.sequences.values())
+        if scheduler.host_cache is not None:
+            assert not scheduler.host_cache._reading
+            for name, slot in scheduler.host_cache._slots.items():
+                assert tuple(self.device.host_slot(slot)) == self._content[name]
+
+    def _check_tokens(self) -> None:
+        """Everyone has what it gets alone; who was cut short, the beginning of it."""
+        for sequence in self.sequences.values():
+            if sequence.group is None:
+                expected = self._alone(sequence)[: len(sequence.tokens)]
+                assert sequence.tokens == expected
+                finished = sequence.state is SequenceState.FINISHED
+                assert not finished or len(self._alone(sequence)) == len(sequence.tokens)
+        for sequence_id, update in self.beams.items():
+            assert update.hypotheses == self._search_alone(self.sequences[sequence_id]).hypotheses
+
+    @staticmethod
+    def _alone(sequence: Sequence) -> list[int]:
+        tokens, sampling = sequence.tokens[: sequence.prompt_length], sequence.sampling
+        digest = digests(tokens)[-1]
+        for number in range(sampling.max_tokens):
+            tokens.append(token_after(digest, sequence.index))
+            if number + 1 >= sampling.min_tokens and tokens[-1] in sampling.stop_token_ids:
+                break
+            digest = follow(digest, tokens[-1])
+        return tokens
+
+    def _search_alone(self, sequence: Sequence) -> BeamsUpdate:
+        sampling = sequence.sampling
+        settings = {
+            name: getattr(sampling, name) for name in ("n", "beam_width", "max_tokens", "stop_token_ids")
+        }
+        calm = Storm(1000, pipelined=False, block_size=self.scheduler.config.block_size)
+        calm.submit(sequence.tokens[: sequence.prompt_length], **settings)
+        while calm.scheduler.has_work:
+            calm.plan()
+            calm.commit()
+        (update,) = calm.beams.values()
+        return update
+
+
+def random_request(chance: random.Random) -> dict[str, Any]:
+    """Of few prefixes, often with several outputs or beams, sometimes a replay."""
+    shared = SHARED[: chance.choice([0, 8, 16, 48, 64])]
+    tokens = [*shared, *(chance.randint(1, 4) for _ in range(chance.randint(1, 40)))]
+    kind = chance.random()
+    request: dict[str, Any] = {"tokens": tokens, "max_tokens": chance.randint(1, 40)}
+    request["priority"] = chance.choice([0, 0, 0, 3, -2])
+    if chance.random() < 0.3:
+        request["stop_token_ids"] = STOP_TOKENS
+    if kind < 0.2:
+        request["n"] = chance.randint(2, 5)
+    elif kind < 0.35:
+        request["beam_width"] = chance.randint(2, 4)
+        request["n"] = chance.randint(1, request["beam_width"])
+    elif kind < 0.45:
+        generated = chance.randint(1, 20)
+        digest = digests(tokens)[-1]
+        for _ in range(generated):
+            tokens.append(token_after(digest, 0))
+            digest = follow(digest, tokens[-1])
+        request |= {"generated": generated, "stop_token_ids": frozenset()}
+    elif kind < 0.5:
+        request["prompt_logprobs"] = 0
+    return request

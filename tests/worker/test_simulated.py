@@ -1,0 +1,68 @@
+"""The simulated runner: what a step brings, as exact as a model's and known in advance."""
+
+import math
+
+import pytest
+from blockyard.worker.sequence import NO_TOKEN, SamplingParams, ScheduledRow, StepPlan, StepTokens
+from blockyard.worker.simulated import SimulatedRunner
+
+from .sampling import Draw, make_row
+
+VOCAB_SIZE = 100
+
+
+def execute(*rows: ScheduledRow) -> StepTokens:
+    runner = SimulatedRunner(
+        vocab_size=VOCAB_SIZE, prefill_tokens_per_second=1e9, step_seconds=0.0, sleep=lambda seconds: None
+    )
+    return runner.execute(StepPlan(step=0, rows=rows))
+
+
+def test_tokens_of_seed_and_position_never_change() -> None:
+    """Other workers, perhaps of another version, continue the same request."""
+    rows = [
+        make_row(Draw(SamplingParams(seed=seed), position, 0), seed)
+        for seed, position in ((0, 5), (1, 5), (-7, 900))
+    ]
+    assert execute(*rows) == StepTokens(tokens=[84, 49, 35])
+
+
+def test_outputs_of_a_fork_are_those_of_their_index() -> None:
+    forking = make_row(Draw(SamplingParams(n=4, logprobs=2, seed=9), 6, 0), 0)
+    result = execute(forking)
+    alone = [execute(make_row(Draw(SamplingParams(seed=9), 6, 0), 0, index=i)).tokens[0] for i in range(4)]
+    assert [*result.tokens, *result.extras[0].tokens] == alone
+    assert len(set(alone)) == 4
+    assert [reported.token_id for reported in result.extras[0].logprobs] == alone
+    assert all(reported.logprob == -math.log(VOCAB_SIZE) for reported in result.extras[0].logprobs)
+    assert all(reported.rank == 1 and len(reported.top) == 2 for reported in result.extras[0].logprobs)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 9, 10])
+def test_prompt_logprobs_cover_the_prompt_from_its_second_token(chunk_tokens: int) -> None:
+    tokens = list(range(50, 60))
+    sequence = make_row(Draw(SamplingParams(prompt_logprobs=1), 10, 0), 0, tokens).sequence
+    reported: list[int] = []
+    for start in range(0, 10, chunk_tokens):
+        end = min(start + chunk_tokens, 10)
+        row = ScheduledRow(sequence=sequence, start=start, num_tokens=end - start, samples=end == 10)
+        result = execute(row)
+        assert (result.tokens[0] == NO_TOKEN) == (end < 10)
+        extras = result.extras.get(0)
+        reported += [] if extras is None else [r.token_id for r in extras.prompt_logprobs]
+    assert reported == tokens[1:]
+
+
+def test_a_beams_candidates_are_distinct_and_in_order() -> None:
+    beam = SamplingParams(beam_width=4, eos_token_ids=frozenset({1}))
+    result = execute(make_row(Draw(beam, 6, 0), 0), make_row(Draw(beam, 6, 0), 1, index=2))
+    tokens, logprobs = zip(*result.extras[0].candidates, strict=True)
+    assert len(set(tokens)) == len(tokens) == 8
+    assert list(logprobs) == sorted(logprobs, reverse=True)
+    assert result.tokens == [tokens[0]] * 2
+    assert result.extras[0] == result.extras[1]
+
+
+def test_rows_that_ask_for_nothing_bring_nothing_extra() -> None:
+    assert execute(make_row(Draw(SamplingParams(), 6, 0), 0)).extras == {}
+    assert execute() == StepTokens(tokens=[])

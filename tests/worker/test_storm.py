@@ -1,0 +1,201 @@
+"""No order of submits, cancels, forks, preemptions, evictions and failures breaks an invariant or changes a token."""
+
+import random
+from typing import Any
+
+import pytest
+from blockyard.worker.preemption import Victim
+from blockyard.worker.sequence import SequenceState
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from .storm import Storm, random_request
+
+ACTIONS = 2500
+"""In each of four weathers."""
+WEATHERS: dict[str, dict[str, Any]] = {
+    "recompute, a step at a time": {"num_blocks": 12, "pipelined": False, "preemption": "recompute"},
+    "swap, a step ahead": {"num_blocks": 11, "pipelined": True, "preemption": "swap", "swap_blocks": 24},
+    "both, host cache, a step ahead": {
+        "num_blocks": 10,
+        "pipelined": True,
+        "preemption": "auto",
+        "swap_blocks": 10,
+        "host_cache_blocks": 12,
+        "max_num_batched_tokens": 48,
+    },
+    "small blocks, host cache, a step at a time": {
+        "num_blocks": 42,
+        "pipelined": False,
+        "preemption": "auto",
+        "block_size": 4,
+        "swap_blocks": 30,
+        "host_cache_blocks": 25,
+        "max_preemptions": 1,
+    },
+}
+
+
+def blow(storm: Storm, chance: random.Random) -> None:
+    """One action."""
+    kind = chance.random()
+    if kind < 0.2:
+        if len(storm.scheduler.waiting) < 10:
+            storm.submit(**random_request(chance))
+    elif kind < 0.24:
+        storm.cancel_request(-chance.randint(1, 12))
+    elif kind < 0.27:
+        storm.cancel_request(-chance.randint(1, 12), index=chance.randint(0, 2))
+    elif kind < 0.275:
+        storm.fail()
+    elif kind < 0.29:
+        storm.measure(
+            chance.choice([0.0, 50.0]), chance.choice([0.0, 1.0, 1000.0]), chance.choice([None, 16])
+        )
+    elif kind < 0.7:
+        failing = frozenset({chance.randrange(6)}) if chance.random() < 0.01 else frozenset[int]()
+        storm.plan(failing)
+    else:
+        storm.commit()
+
+
+@pytest.mark.parametrize("weather", WEATHERS)
+def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: str) -> None:
+    chance = random.Random(weather)
+    storm = Storm(**({"max_num_seqs": 8, "max_model_len": 160} | WEATHERS[weather]))
+    scheduler, most_waiting = storm.scheduler, 0
+    for _ in range(ACTIONS):
+        blow(storm, chance)
+        storm.check()
+        most_waiting = max(most_waiting, len(scheduler.waiting))
+    storm.finish()
+    # A storm in which nothing of it happened would prove nothing.
+    assert most_waiting >= 5
+    assert scheduler.num_preemptions > 10
+    assert scheduler.pool.num_evictions > 100
+    assert storm.device.moved["copies"] > 50
+    assert (scheduler.num_swaps > 0) == (scheduler.config.swap_blocks > 0)
+    assert scheduler.host_cache is None or scheduler.host_cache.num_evictions > 10
+    assert len(storm.beams) > 5
+
+
+class StormMachine(RuleBasedStateMachine):
+    """The same actions in an order that hypothesis chooses, and shortens where it breaks anything."""
+
+    @initialize(
+        num_blocks=st.integers(6, 16),
+        pipelined=st.booleans(),
+        preemption=st.sampled_from(["auto", "swap", "recompute"]),
+        swap_blocks=st.sampled_from([0, 4, 30]),
+        host_cache_blocks=st.sampled_from([0, 3, 20]),
+        max_num_batched_tokens=st.sampled_from([20, 48, 300]),
+        max_preemptions=st.integers(1, 3),
+    )
+    def begin(self, num_blocks: int, pipelined: bool, **settings: Any) -> None:
+        self.storm = Storm(num_blocks, pipelined=pipelined, max_num_seqs=8, max_model_len=96, **settings)
+
+    @rule(seed=st.integers(0, 10_000))
+    def submit(self, seed: int) -> None:
+        self.storm.submit(**random_request(random.Random(seed)))
+
+    @rule(number=st.integers(-8, -1), index=st.sampled_from([None, None, 0, 1]))
+    def cancel(self, number: int, index: int | None) -> None:
+        self.storm.cancel_request(number, index)
+
+    @rule(steps=st.integers(1, 6), failing=st.sampled_from([None, None, None, 0, 1]))
+    def turn(self, steps: int, failing: int | None) -> None:
+        for _ in range(steps):
+            self.storm.plan(frozenset() if failing is None else frozenset({failing}))
+            self.storm.check()
+
+    @rule()
+    def commit(self) -> None:
+        self.storm.commit()
+
+    @rule()
+    def fail(self) -> None:
+        self.storm.fail()
+
+    @rule(
+        prefill=st.sampled_from([0.0, 50.0]),
+        swap=st.sampled_from([0.0, 1.0, 1000.0]),
+        beside=st.sampled_from([None, 16]),
+    )
+    def measure(self, prefill: float, swap: float, beside: int | None) -> None:
+        self.storm.measure(prefill, swap, beside)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "storm"):
+            self.storm.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "storm"):
+            self.storm.finish()
+
+
+StormMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+test_no_order_of_actions_breaks_anything = StormMachine.TestCase
+
+
+@pytest.mark.parametrize(("prompt", "outputs", "max_tokens"), [(63, 5, 40), (8, 3, 152), (150, 2, 10)])
+def test_outputs_of_one_request_make_room_for_each_other(prompt: int, outputs: int, max_tokens: int) -> None:
+    """They have one rank, share what none of them frees alone, and together need more than there is."""
+    storm = Storm(10, pipelined=False, max_model_len=160)
+    storm.submit(list(range(1, prompt + 1)), n=outputs, max_tokens=max_tokens)
+    storm.finish()
+    assert len(storm.sequences) == outputs
+    assert storm.scheduler.num_preemptions > 0
+
+
+def part_beams(num_blocks: int) -> Storm:
+    """Of two beams that gave way one is back, with room for all that both can ever need, and the other waits."""
+    storm = Storm(num_blocks, pipelined=False, max_num_batched_tokens=4, max_num_seqs=4, max_preemptions=1)
+    storm.submit(list(range(1, 41)), beam_width=2, max_tokens=40)
+    for _ in range(14):
+        storm.plan()
+    storm.commit()
+    beams = tuple(storm.scheduler.running)
+    storm.scheduler._preempt(Victim(beams, swaps=False))
+    storm.plan()
+    assert [beam.state for beam in beams] == [SequenceState.RUNNING, SequenceState.WAITING]
+    assert beams[0].is_reserved
+    return storm
+
+
+def test_a_beam_that_waits_for_its_mate_is_not_kept_waiting_by_the_more_urgent() -> None:
+    storm = part_beams(20)
+    storm.submit(list(range(100, 299)), max_tokens=100, priority=-1)
+    storm.finish()
+    assert len(storm.beams) == 1
+
+
+def test_the_room_kept_for_a_search_is_room_for_each_of_its_beams() -> None:
+    storm = Storm(12, pipelined=False, max_num_batched_tokens=4, max_num_seqs=4, max_preemptions=1)
+    storm.submit(list(range(100, 120)), max_tokens=100, priority=-1)
+    storm.submit(list(range(1, 41)), beam_width=2, max_tokens=40)
+    while not (beams := tuple(s for s in storm.scheduler.running if s.group is not None))[1:]:
+        storm.plan()
+        storm.commit()
+    storm.scheduler._preempt(Victim(beams, swaps=False))
+    storm.finish()
+    assert len(storm.beams) == 1
+
+
+def test_a_block_that_another_has_confirmed_first_leaves_no_name_before_it_unconfirmed() -> None:
+    """The first request computes its whole prompt, though it is cached in part; the second finds the cached copy of
+    the first block and the other's second, is one token long, and so comes first in the step."""
+    storm = Storm(20, pipelined=False, max_model_len=320, max_num_batched_tokens=64, max_num_seqs=4)
+    prompt = list(range(1, 34))
+    storm.submit(prompt[:20], max_tokens=1)
+    storm.finish()
+    storm.submit(prompt, max_tokens=20, prompt_logprobs=0)
+    storm.submit(prompt, max_tokens=20)
+    storm.plan()
+    storm.commit()
+    first, second = storm.scheduler.running
+    assert first.block_table[0] != second.block_table[0]
+    assert first.block_table[1] == second.block_table[1]
+    assert not any(storm.scheduler.cache.is_unconfirmed(block) for block in first.block_table[:2])
+    storm.finish()

@@ -1,0 +1,89 @@
+"""A thread that turns an engine beside an event loop: commands go in through a queue, what each step brought comes out
+through one callback."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import EngineLoad, StepResult
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Turns an engine in a thread of its own, as long as there is work; commands run between steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepResult, EngineLoad], None],
+        on_death: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Both are called on the engine's thread: `on_step` when anything has changed, `on_death` if a defect
+        ends the thread."""
+        self._engine = engine
+        self._on_step = on_step
+        self._on_death = on_death
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._reported = engine.load()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the current step."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def call(self, command: Callable[[Engine], T]) -> "Future[T]":
+        """Runs a command on the engine's thread, between steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(command(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._commands.put(run)
+        return future
+
+    def _run(self) -> None:
+        try:
+            self._turn()
+        except Exception:
+            logger.critical("a defect ends the engine", exc_info=True)
+            self._on_death()
+
+    def _turn(self) -> None:
+        while self._run_commands():
+            if self._engine.has_work:
+                result = self._engine.step()
+            elif self._engine.load() != self._reported:
+                # A command ended the last work: nobody must go on believing in it.
+                result = StepResult(outputs=(), changes=self._engine.cache.take_changes())
+            else:
+                continue
+            self._reported = self._engine.load()
+            self._on_step(result, self._reported)
+
+    def _run_commands(self) -> bool:
+        """Runs what is queued, waiting for a command when there is no other work. False once told to stop."""
+        block = not self._engine.has_work
+        while True:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            block = False

@@ -1,0 +1,187 @@
+"""The only place that knows the library (llguidance): from a grammar's text to matchers that fill token masks.
+
+llguidance compiles lazily: building a grammar takes a millisecond, and the states of its lexer are made when a mask
+needs them. All copies of a matcher share these states, so one that walks warms the others. The limits below bound what
+one mask may cost, in the library's own units rather than in seconds: so a grammar that one process has found to stay
+within them does so in every other.
+
+Not thread-safe: a compiled grammar and its matchers belong to one thread at a time.
+
+Shapes: W words of 32 tokens in a mask.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from blockyard.worker.grammar.grammar import Grammar, GrammarError
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+Mask: TypeAlias = npt.NDArray[np.uint32]
+"""One bit a token, the lowest first."""
+
+MAX_LEXER_STATES = 20_000
+"""Of one grammar: 12 MB and 40 ms in all, measured. A grammar that has used them up is built again."""
+TRIAL_MASKS = 24
+SILENT = 0
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between two parts of JSON. Bounded, so that a model cannot fill its budget with nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSource:
+    """From what a tokenizer is made, in this process and in that of the trials."""
+
+    file: Path
+    """tokenizer.json of a model folder."""
+    vocab_size: int
+    """The width of the logits: tokens beyond the tokenizer's are never allowed."""
+    eos_token_ids: tuple[int, ...]
+    """Allowed exactly where the output is complete."""
+
+    def load(self) -> LLTokenizer:
+        """Raises ValueError for a model whose outputs cannot be constrained; the message says why."""
+        if not self.eos_token_ids:
+            raise ValueError("a model without end-of-sequence tokens cannot end a structured output")
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"structured output needs the model's {self.file.name}: {error}") from error
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
+
+
+class Matcher:
+    """How far one output has come in its grammar. Raises nothing; `has_failed` is for good."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def has_failed(self) -> bool:
+        """A token was refused, or a limit reached."""
+        return self._matcher.is_error()
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        # One by one: the library's call for several refuses an end token after the end, which this one takes.
+        return all(self._matcher.consume_token(token) for token in tokens)
+
+    def fill(self, mask_W: Mask) -> bool:
+        """What may come next. False, and a mask that allows nothing, after a failure."""
+        assert mask_W.flags["C_CONTIGUOUS"], "the library writes to its address"
+        self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        if self.has_failed:
+            mask_W.fill(0)
+        return not self.has_failed
+
+
+class CompiledGrammar:
+    """A grammar over one tokenizer. Raises GrammarError where the library cannot follow it."""
+
+    def __init__(self, grammar: Grammar, tokenizer: LLTokenizer) -> None:
+        self.grammar = grammar
+        self.generation = 0
+        """Counts how often it was built anew."""
+        self._tokenizer = tokenizer
+        self._template = self._build()
+
+    def matcher(self) -> Matcher:
+        """At the start of an output. A copy takes microseconds."""
+        return Matcher(self._template.deep_copy())
+
+    @property
+    def is_used_up(self) -> bool:
+        """Not even an output's first mask can be made: its lexer has no states left."""
+        return not self.matcher().fill(self._empty_mask())
+
+    def renew(self) -> None:
+        """Drops the states that its lexer has gathered. Matchers already made keep the old ones."""
+        self._template = self._build()
+        self.generation += 1
+
+    def try_out(self) -> None:
+        """Follows an arbitrary output for TRIAL_MASKS tokens, which also makes the states that most outputs need.
+
+        Raises GrammarError where no output is possible, or the very first masks cost too much.
+        """
+        matcher = self.matcher()
+        mask_W = self._empty_mask()
+        for step in range(TRIAL_MASKS):
+            if not matcher.fill(mask_W):
+                raise GrammarError(_TOO_COMPLEX if step else _NOTHING_FOLLOWS)
+            allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little"))
+            going_on = allowed[~np.isin(allowed, self._tokenizer.eos_tokens)]
+            if not going_on.size:
+                return
+            # Spread over the vocabulary, the same in every process.
+            if not matcher.accept([int(going_on[step * 7919 % going_on.size])]):
+                raise GrammarError(_TOO_COMPLEX)
+
+    def _empty_mask(self) -> Mask:
+        return np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
+
+    def _build(self) -> LLMatcher:
+        refused = GrammarError(_REFUSED[self.grammar.kind])
+        try:
+            text = _library_grammar(self.grammar)
+            matcher = LLMatcher(self._tokenizer, text, log_level=SILENT, limits=_parser_limits())
+        except ValueError:  # what Python's JSON or text has and the library's has not: NaN, half a character
+            raise refused from None
+        if matcher.is_error():
+            raise refused
+        return matcher
+
+
+_REFUSED = {
+    "json_schema": "the JSON schema cannot be compiled: it is wrong, or uses what is not supported",
+    "regex": "the regular expression cannot be compiled: it is wrong, or uses what is not supported",
+    "json_object": "the grammar cannot be compiled",
+}
+_TOO_COMPLEX = "the grammar is too complex to be followed"
+_NOTHING_FOLLOWS = "no output can follow the grammar, or it is too complex to be followed"
+
+
+def _library_grammar(grammar: Grammar) -> str:
+    """In its own format. The options override those that a schema may hold (`x-guidance`)."""
+    match grammar.kind:
+        case "json_schema":
+            return _of_schema(json.loads(grammar.source))
+        case "json_object":
+            return _of_schema({"type": "object"})
+        case "regex":
+            # ASCII alone for \d and \w, as in JavaScript and so in JSON Schema's patterns.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'dw')}/")
+
+
+def _of_schema(schema: object) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        overrides={
+            "item_separator": ",",
+            "key_separator": ":",
+            "whitespace_flexible": True,
+            "whitespace_pattern": WHITESPACE,
+            "coerce_one_of": False,
+            "lenient": False,
+        },
+    )
+
+
+def _parser_limits() -> LLParserLimits:
+    """The library's own, or a quarter of them where no common schema needs more.
+
+    Within them a mask takes microseconds, a hostile grammar's up to 30 ms; one beyond them 155 ms at most, measured,
+    after which its output has failed.
+    """
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        step_max_items=10_000,
+        max_items_in_row=2_000,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )

@@ -1,0 +1,89 @@
+"""What an output must follow, as a client wrote it, and the limits that cost nothing to check.
+
+Pure data. Whether it can be compiled, and at what price, is found out in trial.py. The limits are the router's too:
+they are checked again because what comes next parses with recursion.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from blockyard.proto.v1 import inference_pb2
+
+GrammarKind = Literal["json_schema", "regex", "json_object"]
+
+MAX_SOURCE_BYTES = 65_536
+MAX_REGEX_BYTES = 8_192
+"""`a?` written 10,000 times takes the library seconds before its first mask; 4,000 times a fifth of one."""
+MAX_SCHEMA_DEPTH = 100
+"""Of objects and arrays inside one another. The library itself stops at 128."""
+
+
+class GrammarError(ValueError):
+    """The output cannot be made to follow this. The text is fit for the client, and quotes nothing of the grammar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """Raises GrammarError for what is too large, too deep or not of its kind."""
+
+    kind: GrammarKind
+    source: str = ""
+    """The JSON schema or the expression; empty for json_object."""
+
+    def __post_init__(self) -> None:
+        if len(self.source) > MAX_SOURCE_BYTES or self.num_bytes > MAX_SOURCE_BYTES:
+            raise GrammarError(f"the grammar has more than {MAX_SOURCE_BYTES} bytes")
+        match self.kind:
+            case "json_schema":
+                _check_schema(self.source)
+            case "regex":
+                if not 0 < self.num_bytes <= MAX_REGEX_BYTES:
+                    raise GrammarError(f"the regular expression must have 1 to {MAX_REGEX_BYTES} bytes")
+            case "json_object":
+                if self.source:
+                    raise GrammarError("any JSON object needs no schema")
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.source.encode(errors="surrogatepass"))
+
+
+def grammar_of(message: inference_pb2.StructuredOutput) -> Grammar | None:
+    """None where nothing is asked for. Raises GrammarError."""
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return Grammar(kind="json_schema", source=message.json_schema)
+        case "regex":
+            return Grammar(kind="regex", source=message.regex)
+        case "json_object":
+            return Grammar(kind="json_object") if message.json_object else None
+        case _:
+            return None
+
+
+def _check_schema(source: str) -> None:
+    try:
+        schema = json.loads(source)
+    except RecursionError:
+        raise GrammarError("the JSON schema is nested too deeply") from None
+    except ValueError:
+        raise GrammarError("the JSON schema is not valid JSON") from None
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("the JSON schema must be an object, true or false")
+    level: list[object] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise GrammarError(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+
+
+def _children(item: object) -> list[object]:
+    match item:
+        case dict():
+            return list(item.values())
+        case list():
+            return item
+        case _:
+            return []

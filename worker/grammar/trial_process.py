@@ -1,0 +1,99 @@
+"""One life of the process of trials, seen from the worker: starts it, asks it, and ends it for good.
+
+Owns no queue and no cache. Not for two questions at a time.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+from contextlib import suppress
+
+from blockyard.worker.grammar.compiled import TokenizerSource
+from blockyard.worker.grammar.grammar import Grammar, GrammarError
+from blockyard.worker.grammar.trial import OUT_OF_MEMORY, first_line, grammar_line
+
+
+class TrialsUnavailable(RuntimeError):
+    """The process does not come up: this says nothing of any grammar."""
+
+
+class TrialProcess:
+    """To be ended with `end`, whatever happened."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, source: TokenizerSource, *, memory_bytes: int, timeout_seconds: float
+    ) -> "TrialProcess":
+        """Raises TrialsUnavailable."""
+        # A new program, never a fork: a fork of a process that runs gRPC and torch threads may hang.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "blockyard.worker.grammar.trial",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # What the library prints when it gives up may quote a grammar.
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        trials = cls(process)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                if not await trials._ask(first_line(source, memory_bytes)):
+                    raise TrialsUnavailable("the process that compiles grammars ended at its start")
+        except TimeoutError:
+            await trials.end()
+            raise TrialsUnavailable(
+                f"the process that compiles grammars took over {timeout_seconds:g} s to start"
+            ) from None
+        except BaseException:
+            await trials.end()
+            raise
+        return trials
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def check(self, grammar: Grammar, *, timeout_seconds: float) -> None:
+        """Raises GrammarError for a grammar that must not be compiled here. The process may be gone after it."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                answer = await self._ask(grammar_line(grammar))
+        except TimeoutError:
+            await self.end()
+            raise GrammarError("the grammar takes too long to compile") from None
+        if not answer:
+            await self.end()
+            # Rust aborts where memory ends; a stack that overflows ends otherwise.
+            aborted = self._process.returncode == -signal.SIGABRT
+            raise GrammarError(OUT_OF_MEMORY if aborted else "the grammar cannot be compiled")
+        problem = json.loads(answer)
+        if problem is not None:
+            raise GrammarError(problem)
+
+    async def _ask(self, line: bytes) -> bytes:
+        """The answer; empty if the process is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(ConnectionError):
+            self._process.stdin.write(line)
+            await self._process.stdin.drain()
+            return await self._process.stdout.readline()
+        return b""
+
+    async def end(self) -> None:
+        """Kills it and waits for it, also where the caller is cancelled meanwhile."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        await asyncio.shield(self._process.wait())
+        if self._process.stdin is not None:
+            self._process.stdin.close()

@@ -1,0 +1,171 @@
+"""How a model stretches its rotary embedding over longer contexts, read from its config.json.
+
+Owns the two forms in which transformers writes it (`rope_scaling` with the base beside it up to version 4,
+`rope_parameters` with the base inside from 5 on) and the refusal of every kind and key that `rotary_table` does
+not compute. Imports no torch. The semantics are those of transformers' `modeling_rope_utils`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_THETA = 10_000.0
+_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        "original_max_position_embeddings",
+    },
+}  # fmt: skip
+_COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# Says how a checkpoint was made, and changes nothing of what it computes.
+_REMARKS = {"finetuned"}
+
+
+class UnsupportedModelError(ValueError):
+    """The model would need something this engine does not have; the message names the field and its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Every position is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Waves longer than the original context are slowed by `factor`, short ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Dimensions that turn rarely within the original context are slowed by `factor`, by a linear ramp between
+    `beta_slow` and `beta_fast` turns; cosines and sines are scaled by `attention_factor`."""
+
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    """Whether the ends of the ramp are rounded outwards to whole dimensions."""
+    original_max_position_embeddings: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def read_rope_theta(raw: dict[str, Any]) -> float:
+    """The base of the frequencies."""
+    return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
+
+
+def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> RopeScaling | None:
+    """None if the embedding is not scaled.
+
+    Raises UnsupportedModelError for a kind, a key or a value that cannot be computed as transformers would.
+    """
+    rope = _rope(raw)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _refuse_unknown(raw, rope, kind)
+    # A place of its own wins over the one beside the other keys, as in transformers.
+    stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = int(stated or max_position_embeddings)
+    match kind:
+        case "linear":
+            return LinearScaling(factor=_factor(rope, "factor"))
+        case "llama3":
+            low, high = _factor(rope, "low_freq_factor", 0.0), _factor(rope, "high_freq_factor", 0.0)
+            if high <= low:
+                raise UnsupportedModelError(
+                    f"rope scaling {rope}: high_freq_factor must be above low_freq_factor"
+                )
+            return Llama3Scaling(
+                factor=_factor(rope, "factor"),
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original_max_position_embeddings=original,
+            )
+        case "yarn":
+            return _yarn(rope, max_position_embeddings, original)
+        case _:
+            return None
+
+
+def longest_context(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
+    """Positions a model is meant for.
+
+    The config's own number, but under yarn what the scaling reaches if that is more, as in vLLM: who turns yarn on
+    by the model's own instructions adds the scaling to config.json and leaves the number beside it as it was.
+    """
+    if isinstance(scaling, YarnScaling):
+        return max(max_position_embeddings, int(scaling.original_max_position_embeddings * scaling.factor))
+    return max_position_embeddings
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedModelError(f"rope scaling {rope!r} in config.json must be a JSON object")
+    return rope
+
+
+def _refuse_unknown(raw: dict[str, Any], rope: dict[str, Any], kind: object) -> None:
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise UnsupportedModelError(
+            f"rope scaling {rope} in config.json: {kind!r} is not one of {', '.join(_KEYS)}"
+        )
+    unknown = {key for key, value in rope.items() if value is not None}
+    unknown -= _KEYS[kind] | _COMMON_KEYS | _REMARKS
+    # A default rope reads none of the scaling's keys, whatever they say.
+    if kind == "default":
+        unknown -= {key for keys in _KEYS.values() for key in keys}
+    if unknown:
+        raise UnsupportedModelError(
+            f"rope scaling {rope} in config.json: {sorted(unknown)} is not known for rope_type {kind!r}"
+        )
+    for place in (raw, rope):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise UnsupportedModelError(
+                f"partial_rotary_factor={place['partial_rotary_factor']!r} in config.json: heads are rotated whole"
+            )
+
+
+def _yarn(rope: dict[str, Any], max_position_embeddings: int, original: int) -> YarnScaling:
+    factor = max_position_embeddings / original if rope.get("factor") is None else _factor(rope, "factor")
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = _yarn_attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        attention_factor=float(attention_factor),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
+        original_max_position_embeddings=original,
+    )
+
+
+def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What makes up for the flatter softmax over a stretched context, by yarn's paper."""
+
+    def of(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+
+
+def _factor(rope: dict[str, Any], key: str, least: float = 1.0) -> float:
+    value = rope.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < least or value == 0:
+        raise UnsupportedModelError(
+            f"rope scaling {rope} in config.json: {key}={value!r} is no number to scale by"
+        )
+    return float(value)

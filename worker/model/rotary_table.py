@@ -1,0 +1,66 @@
+"""The cosines and sines of every position, from a model's configuration.
+
+Owns the frequencies of each kind of rope scaling, computed in fp32 as transformers computes them. Which kinds there
+are is `rope`'s; how heads are rotated by the table is the kernels'.
+
+Shapes: D head size, F = D / 2 frequencies, M positions.
+"""
+
+import math
+
+import torch
+from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.rope import LinearScaling, Llama3Scaling, YarnScaling
+
+
+def rotary_table(config: ModelConfig) -> torch.Tensor:
+    """[M, D] in fp32: cosines of position * frequency in the first half of the columns, then sines.
+
+    The frequencies are theta^(-2 i / D), scaled as the model says.
+    """
+    frequency_F = _frequencies(config)
+    angle_MF = torch.arange(config.max_position_embeddings).float()[:, None] * frequency_F
+    table_MD = torch.cat((angle_MF.cos(), angle_MF.sin()), dim=1)
+    scaling = config.rope_scaling
+    return table_MD * scaling.attention_factor if isinstance(scaling, YarnScaling) else table_MD
+
+
+def _frequencies(config: ModelConfig) -> torch.Tensor:
+    exponent_F = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequency_F = 1.0 / config.rope_theta**exponent_F
+    match config.rope_scaling:
+        case None:
+            return frequency_F
+        case LinearScaling(factor=factor):
+            return frequency_F / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(frequency_F, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(frequency_F, scaling, config.rope_theta)
+
+
+def _llama3(frequency_F: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    original = scaling.original_max_position_embeddings
+    wavelength_F = 2 * math.pi / frequency_F
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_F = (original / wavelength_F - low) / (high - low)
+    blended_F = (1 - kept_F) * frequency_F / scaling.factor + kept_F * frequency_F
+    scaled_F = torch.where(wavelength_F < original / high, frequency_F, blended_F)
+    return torch.where(wavelength_F > original / low, frequency_F / scaling.factor, scaled_F)
+
+
+def _yarn(frequency_F: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
+    head_dim = 2 * len(frequency_F)
+
+    def dimension_of(turns: float) -> float:
+        """Where a wave turns so often within the original context."""
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    slowed_F = ((torch.arange(len(frequency_F)).float() - low) / width).clamp(0, 1)
+    return frequency_F / scaling.factor * slowed_F + frequency_F * (1 - slowed_F)

@@ -1,0 +1,22 @@
+"""Which positions of a row tell how likely its prompt was. Pure: no tensors."""
+
+from blockyard.worker.sequence import ScheduledRow
+
+SCORED_AT_ONCE = 256
+"""Positions whose logits are held at once: 2,048 over a vocabulary of 128k would be 1 GiB."""
+
+
+def scored_positions(row: ScheduledRow) -> range:
+    """Positions whose logits say how likely the prompt's next token was."""
+    if not row.sequence.wants_whole_prompt:
+        return range(0)
+    return range(row.start, min(row.end, row.sequence.prompt_length - 1))
+
+
+def wanted_positions(row: ScheduledRow) -> list[int]:
+    """Positions whose logits the step needs: the scored ones, then the last if it samples.
+
+    The two do not overlap: a row that samples reaches past the prompt, whose last position scores nothing.
+    """
+    last = [row.end - 1] if row.samples else []
+    return [*scored_positions(row), *last]

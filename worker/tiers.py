@@ -1,0 +1,46 @@
+"""Names of blocks that are anywhere in a worker: in the GPU's pool, in host memory, or in both.
+
+What the prefix index is told under the worker's second berth. Counts places, and keeps the net difference since the
+last look.
+"""
+
+from blockyard.worker.sequence import BlockName
+
+
+class AnywhereNames:
+    """A name is added once by each place that holds it, and removed as often."""
+
+    def __init__(self) -> None:
+        self._places: dict[BlockName, int] = {}
+        self._changes: dict[BlockName, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: BlockName) -> bool:
+        return name in self._places
+
+    def add(self, name: BlockName) -> None:
+        self._places[name] = self._places.get(name, 0) + 1
+        if self._places[name] == 1:
+            self._record(name, stored=True)
+
+    def remove(self, name: BlockName) -> None:
+        self._places[name] -= 1
+        if not self._places[name]:
+            del self._places[name]
+            self._record(name, stored=False)
+
+    def _record(self, name: BlockName, *, stored: bool) -> None:
+        if self._changes.get(name) is (not stored):
+            del self._changes[name]
+        else:
+            self._changes[name] = stored
+
+    def take_changes(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:
+        """Names that have come (a parent before its children) and gone (a child before its parent)."""
+        changes, self._changes = self._changes, {}
+        return (
+            tuple(name for name, stored in changes.items() if stored),
+            tuple(name for name, stored in changes.items() if not stored),
+        )
