@@ -42,6 +42,8 @@ class RouterConfig:
     no_worker_seconds: float = 30.0
     """How long requests wait, within their deadlines, while no worker is ready: longer than the restart of one
     takes, so that a worker's death fails nothing that has not started. Health says NOT_SERVING at once."""
+    priority_ageing_seconds: float = 10.0
+    """Waiting that makes up for one step of priority, as in the workers."""
     suspect_seconds: float = 2.0
     """Silence after which a worker gets nothing new."""
     lost_seconds: float = 6.0
@@ -52,7 +54,7 @@ class RouterConfig:
             raise ValueError("limits must be at least 1")
         if self.max_outputs < 1 or self.max_beam_width < 1:
             raise ValueError("max_outputs and max_beam_width must be at least 1")
-        if self.no_worker_seconds < 0:
-            raise ValueError("no_worker_seconds must not be negative")
+        if self.no_worker_seconds < 0 or self.priority_ageing_seconds < 0:
+            raise ValueError("no_worker_seconds and priority_ageing_seconds must not be negative")
         if not 0 < self.suspect_seconds < self.lost_seconds:
             raise ValueError("need 0 < suspect_seconds < lost_seconds")

@@ -78,7 +78,12 @@ def read_facts(folder: Path, *, name: str, tokenizer: "PreTrainedTokenizerBase")
         name=name,
         vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
         max_position_embeddings=_positive(config, "max_position_embeddings"),
-        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        # As the workers do: an id beyond the logits ends nothing, and they would refuse it.
+        eos_token_ids=frozenset(
+            token_id
+            for token_id in ([eos] if isinstance(eos, int) else eos or ())
+            if 0 <= token_id < _positive(config, "vocab_size")
+        ),
         longest_token_bytes=longest_token_bytes(tokenizer),
     )
 

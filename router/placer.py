@@ -34,6 +34,7 @@ class Placer:
         *,
         policy: PolicyName,
         no_worker_seconds: float,
+        priority_ageing_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         weights: PlacementWeights | None = None,
@@ -45,6 +46,7 @@ class Placer:
         self._rng = rng or random.Random()
         self._weights = weights
         self._no_worker_seconds = no_worker_seconds
+        self._priority_ageing_seconds = priority_ageing_seconds
         self._line = WaitingLine()
         self._turn = 0
         self._ready_at = clock()
@@ -55,7 +57,7 @@ class Placer:
 
     async def identity(self) -> ModelIdentity:
         """What workers are here. Raises NoWorkers where none has ever come within the bound."""
-        arrival, ticket = self._clock(), self._line.ticket()
+        arrival, ticket = self._clock(), self.ticket()
         with self._line.standing(ticket):
             await self._line.turn(ticket)
             while self._fleet.identity is None:
@@ -63,9 +65,10 @@ class Placer:
                 await self._line.change(ticket)
         return self._fleet.identity
 
-    def ticket(self) -> Ticket:
-        """A place in line for `place`; a request that comes back with the same one has lost no time."""
-        return self._line.ticket()
+    def ticket(self, priority: int = 0) -> Ticket:
+        """A place in line for `place`; a request that comes back with the same one has lost no time. A lower priority
+        goes first, and waiting makes up for it as in the workers."""
+        return self._line.ticket(self._clock() + priority * self._priority_ageing_seconds)
 
     async def place(self, names: Sequence[bytes], prompt_tokens: int, ticket: Ticket) -> Placed:
         """Waits for a worker and books the request on it. Raises NoWorkers after a while without a live one."""

@@ -87,7 +87,7 @@ class Relay:
         """
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
-        ticket = self._placer.ticket()
+        ticket = self._placer.ticket(generation.priority)
         while outputs.running:
             # A prompt whose log-probabilities are wanted is computed whole: no cache serves it.
             reusable = [] if outputs.wants_prompt_logprobs else names

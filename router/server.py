@@ -151,7 +151,13 @@ class RouterServer:
         )
         lookup_index = await self._index(stack, PrefixLookupConfig().timeout_seconds)
         lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
-        placer = Placer(fleet, lookup, policy=config.policy, no_worker_seconds=config.no_worker_seconds)
+        placer = Placer(
+            fleet,
+            lookup,
+            policy=config.policy,
+            no_worker_seconds=config.no_worker_seconds,
+            priority_ageing_seconds=config.priority_ageing_seconds,
+        )
         parts = RouterParts(
             facts=facts,
             cluster_secret=config.cluster_secret,

@@ -1,4 +1,4 @@
-"""Where admitted requests that found no worker wait, in order of arrival.
+"""Where admitted requests that found no worker wait, in order of arrival and priority.
 
 A request takes its ticket once and keeps it: one that a worker bounced, or whose worker died, stands again
 where it stood. Does not own whether a worker has room (admission.py) nor which one is taken (placement.py).
@@ -8,17 +8,23 @@ import asyncio
 import heapq
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NewType
+from typing import NamedTuple
 
 RECHECK_SECONDS = 0.05
 """The head of the line looks again after so long, even if nothing happened: probes come due by time."""
 
-Ticket = NewType("Ticket", int)
-"""Lower ones came earlier."""
+
+class Ticket(NamedTuple):
+    """Lower ones go first."""
+
+    rank: float
+    """The time of arrival, later by some seconds for each step of priority: nobody who waits is passed for ever."""
+    number: int
+    """Decides between equals: the order of arrival."""
 
 
 class WaitingLine:
-    """First come, first placed: only the one with the lowest ticket looks for a worker."""
+    """Only the one with the lowest ticket looks for a worker."""
 
     def __init__(self) -> None:
         self._next_ticket = 0
@@ -27,9 +33,9 @@ class WaitingLine:
         self._order: list[Ticket] = []
         """A heap; those who left are dropped when they come to its top."""
 
-    def ticket(self) -> Ticket:
+    def ticket(self, rank: float = 0.0) -> Ticket:
         self._next_ticket += 1
-        return Ticket(self._next_ticket)
+        return Ticket(rank, self._next_ticket)
 
     def notify(self) -> None:
         """Something changed that may let the head of the line go on."""

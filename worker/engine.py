@@ -333,7 +333,8 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
             swaps=self.scheduler.num_swaps,
             host_cached_blocks=len(host_cache) if host_cache is not None else 0,
-            host_tokens_per_second=rates.swap_blocks_per_second * self.scheduler.config.block_size,
+            # Loading is half of the way there and back.
+            host_tokens_per_second=2 * rates.swap_blocks_per_second * self.scheduler.config.block_size,
         )
 
 

@@ -53,3 +53,21 @@ async def test_who_comes_back_with_his_ticket_goes_before_those_who_came_later()
         is_open = True
         line.notify()
     assert served == [first, second, third]
+
+
+async def test_a_more_urgent_one_passes_those_who_have_not_waited_long_enough() -> None:
+    line = WaitingLine()
+    waited_long, waited_little = line.ticket(rank=100.0), line.ticket(rank=108.0)
+    urgent = line.ticket(rank=115.0 - 10.0)
+    served: list[Ticket] = []
+
+    async def stand(ticket: Ticket) -> None:
+        with line.standing(ticket):
+            await line.turn(ticket)
+            served.append(ticket)
+            await asyncio.sleep(0.01)
+
+    async with asyncio.TaskGroup() as tasks:
+        for ticket in (waited_long, waited_little, urgent):
+            tasks.create_task(stand(ticket))
+    assert served == [waited_long, urgent, waited_little]

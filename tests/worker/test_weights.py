@@ -240,6 +240,8 @@ def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:
     assert load_config(folder).eos_token_ids == {7, 8}
     (folder / "generation_config.json").unlink()
     assert load_config(folder).eos_token_ids == {5}
+    change_config(folder, eos_token_id=[5, 272, -1])
+    assert load_config(folder).eos_token_ids == {5}, "ids beyond the logits end nothing"
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:

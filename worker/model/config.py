@@ -97,7 +97,12 @@ def load_config(folder: Path) -> ModelConfig:
         qk_norm=architecture == "Qwen3ForCausalLM",
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
-        eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
+        # An id beyond the logits is never sampled: it ends nothing.
+        eos_token_ids=frozenset(
+            token_id
+            for token_id in _token_ids(generation.get("eos_token_id", raw.get("eos_token_id")))
+            if 0 <= token_id < _positive(raw, "vocab_size")
+        ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
