@@ -75,16 +75,17 @@ class BlockPool:
 
         Raises NoFreeBlocks, without any side effect, where there are not as many.
         """
-        if count > self.num_allocatable:
+        free, cached, references = self._free, self._cached, self._references
+        if count > len(free) + len(cached):
             raise NoFreeBlocks(f"{count} blocks wanted, {self.num_allocatable} can be had")
-        blocks = [self._take_oldest() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
+        blocks = []
+        for _ in range(count):
+            block = free.popitem(last=False)[0] if free else self._evict()
+            references[block] = 1
+            blocks.append(block)
         return blocks
 
-    def _take_oldest(self) -> BlockId:
-        if self._free:
-            return self._free.popitem(last=False)[0]
+    def _evict(self) -> BlockId:
         block = self._cached.popitem(last=False)[0]
         self._kept[block] = 0
         self.num_evictions += 1
@@ -93,11 +94,12 @@ class BlockPool:
 
     def share(self, blocks: Iterable[BlockId]) -> None:
         """Adds a reference to blocks that are used or cached."""
+        references = self._references
         for block in blocks:
-            if not self._references[block]:
+            if not references[block]:
                 assert self._kept[block], "a free block holds nothing to share"
                 del self._cached[block]
-            self._references[block] += 1
+            references[block] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Gives back one reference of each block, the last of the list first.

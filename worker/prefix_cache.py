@@ -9,16 +9,15 @@ Blocks are evicted leaf first (see BlockPool.release), so what is published is a
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from blockyard.worker.block_pool import BlockPool
 from blockyard.worker.sequence import BlockId, BlockName
 from blockyard.worker.tiers import AnywhereNames
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChanges:
-    """The net difference of published names since the last look."""
+class CacheChanges(NamedTuple):
+    """The net difference of published names since the last look. A tuple, because one is made each step."""
 
     stored: tuple[BlockName, ...]
     """A parent always before its children."""
@@ -42,17 +41,18 @@ class PrefixCache:
         """`anywhere` hears of published names too, where host memory is a second place for them."""
         self._pool = pool
         self._anywhere = anywhere
-        self.on_lost: Callable[[BlockId, BlockName], None] = lambda block, name: None
+        self.on_lost: Callable[[BlockId, BlockName], None] | None = None
         pool.on_evict = self._forget
-        self._copies: dict[BlockName, dict[BlockId, None]] = {}
+        self._copies: dict[BlockName, dict[BlockId, bool]] = {}
+        """Blocks of each name, and whether the step that filled them has run."""
         self._names: dict[BlockId, BlockName] = {}
         self._unconfirmed: set[BlockId] = set()
-        self._published: dict[BlockName, int] = {}
+        self._num_published = 0
         self._changes: dict[BlockName, bool] = {}
 
     def __len__(self) -> int:
         """Published names."""
-        return len(self._published)
+        return self._num_published
 
     def name(self, block: BlockId) -> BlockName | None:
         return self._names.get(block)
@@ -77,9 +77,9 @@ class PrefixCache:
         self._names[block] = name
         copies = self._copies.get(name)
         if copies is None:
-            self._copies[name] = {block: None}
+            self._copies[name] = {block: False}
         else:
-            copies[block] = None
+            copies[block] = False
         self._unconfirmed.add(block)
         self._pool.keep(block)
 
@@ -89,14 +89,16 @@ class PrefixCache:
 
     def confirm_all(self, blocks: Iterable[BlockId]) -> None:
         """The same for those of the blocks that are unconfirmed, root first."""
-        unconfirmed, published = self._unconfirmed, self._published
+        unconfirmed = self._unconfirmed
         for block in blocks:
             if block in unconfirmed:
                 unconfirmed.remove(block)
                 name = self._names[block]
-                known = published.get(name, 0)
-                published[name] = known + 1
-                if not known:
+                copies = self._copies[name]
+                is_first = len(copies) == 1 or not any(copies.values())
+                copies[block] = True
+                if is_first:
+                    self._num_published += 1
                     self._record(name, stored=True)
 
     def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
@@ -114,47 +116,43 @@ class PrefixCache:
     def _forget(self, block: BlockId) -> None:
         name = self._names.pop(block)
         copies = self._copies[name]
-        del copies[block]
+        was_confirmed = copies.pop(block)
         if not copies:
             del self._copies[name]
-        if block in self._unconfirmed:
+        if not was_confirmed:
             self._unconfirmed.remove(block)
-            return
-        others = self._published.pop(name) - 1
-        if others:
-            self._published[name] = others
-        else:
-            self.on_lost(block, name)
+        elif not copies or not any(copies.values()):
+            self._num_published -= 1
+            if self.on_lost is not None:
+                self.on_lost(block, name)
             self._record(name, stored=False)
 
     def _record(self, name: BlockName, *, stored: bool) -> None:
         if self._anywhere is not None:
             (self._anywhere.add if stored else self._anywhere.remove)(name)
-        if self._changes.get(name) is (not stored):
-            del self._changes[name]
+        changes = self._changes
+        if changes.get(name) is (not stored):
+            del changes[name]
         else:
-            self._changes[name] = stored
+            changes[name] = stored
 
     def take_changes(self) -> CacheChanges:
         """What was published and removed since the last call."""
-        changes, self._changes = self._changes, {}
         anywhere = self._anywhere.take_changes() if self._anywhere is not None else ((), ())
-        if not changes and anywhere == ((), ()):
-            return NO_CHANGES
+        if not self._changes:
+            return CacheChanges((), (), *anywhere) if any(anywhere) else NO_CHANGES
+        changes, self._changes = self._changes, {}
+        stored = tuple([name for name, is_stored in changes.items() if is_stored])
+        if len(stored) == len(changes):
+            return CacheChanges(stored, (), *anywhere)
         return CacheChanges(
-            anywhere_stored=anywhere[0],
-            anywhere_removed=anywhere[1],
-            stored=tuple([name for name, stored in changes.items() if stored]),
-            removed=tuple([name for name, stored in changes.items() if not stored]),
+            stored, tuple([name for name, is_stored in changes.items() if not is_stored]), *anywhere
         )
 
     def check_invariants(self) -> None:
         """Raises AssertionError where names, copies and counts disagree. O(blocks)."""
         assert sum(len(copies) for copies in self._copies.values()) == len(self._names)
-        counts: dict[BlockName, int] = {}
         for block, name in self._names.items():
-            assert block in self._copies[name]
-            if block not in self._unconfirmed:
-                counts[name] = counts.get(name, 0) + 1
-        assert counts == self._published
+            assert self._copies[name][block] is (block not in self._unconfirmed)
+        assert sum(any(copies.values()) for copies in self._copies.values()) == self._num_published
         assert self._unconfirmed <= self._names.keys()
