@@ -15,7 +15,6 @@ from blockyard.deploy import cluster as clusters
 from blockyard.deploy import doctor as doctors
 from blockyard.deploy.interruption import end_like_ctrl_c
 from blockyard.deploy.options import (
-    answer_options,
     byte_size,
     cluster_option,
     engine_config,
@@ -23,12 +22,13 @@ from blockyard.deploy.options import (
     model_path,
     output_option,
     router_option,
-    sampling_options,
     served_name,
 )
 from blockyard.deploy.progress import StageProgress
+from blockyard.deploy.request_options import answer_options, sampling_options
 from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
+from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
 from blockyard.worker.pool_map import block_cells
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -62,11 +62,33 @@ def main() -> None:
 @engine_options
 @click.option("--model-name", help="What clients call the model. Default: the last part of --model.")
 @click.option("--workers", "num_workers", type=int, help="Default: one for each GPU, or one on the CPU.")
-@click.option("--routers", "num_routers", type=int, default=1, show_default=True)
+@click.option(
+    "--routers", "num_routers", type=int, default=1, show_default=True, help="Each serves any client."
+)
 @click.option(
     "--router-port", type=click.IntRange(0, 65535), default=0, help="Of the first router; 0 takes a free one."
 )
-@click.option("--policy", type=click.Choice(["prefix", "round_robin", "least_loaded"]), default="prefix")
+@click.option(
+    "--policy",
+    type=click.Choice(["prefix", "round_robin", "least_loaded"]),
+    default="prefix",
+    show_default=True,
+    help="How routers choose a worker.",
+)
+@click.option(
+    "--max-outputs",
+    type=int,
+    default=DEFAULT_MAX_OUTPUTS,
+    show_default=True,
+    help="The most outputs (`n`) that a request may ask for.",
+)
+@click.option(
+    "--max-beam-width",
+    type=int,
+    default=DEFAULT_MAX_BEAM_WIDTH,
+    show_default=True,
+    help="The most beams that a request may ask for.",
+)
 @click.option("--cpus-per-worker", type=float, help="Default: the cluster's CPUs in equal shares.")
 @click.option("--address", help="An existing Ray cluster, host:port. Default: a local one is started.")
 @click.option("--redis-url", envvar="BLOCKYARD_REDIS_URL", help="Default: a private Redis is started.")
@@ -216,15 +238,16 @@ def size_command(
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("figures"),
-    show_default=True,
+    show_default="figures",
     help="Where `--output png` puts one picture a figure.",
 )
-def figures_command(output: str, folder: Path) -> None:
+def figures_command(output: str, folder: Path | None) -> None:
     """The textbook figures of paged attention, computed now by the real scheduler and pool; a few seconds."""
+    if folder is not None and output != "png":
+        raise click.UsageError("--folder is for pictures: add --output png")
     computed = figures.compute_figures()
     if output == "png":
-        for path in figures_plots.draw_figures(computed, folder):
+        for path in figures_plots.draw_figures(computed, folder or Path("figures")):
             click.echo(path)
     else:
         _show(output, computed.as_dict(), figures.figures_table(computed))

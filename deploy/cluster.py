@@ -25,7 +25,12 @@ from blockyard.deploy.processes import end_session, identify, is_alive, owns_ses
 from blockyard.deploy.redis_server import RedisProcess, configured_redis_url, start_private_redis
 from blockyard.deploy.state import ClusterState, HeadState, RedisState
 from blockyard.router.client import Client
-from blockyard.router.config import PolicyName, RouterConfig
+from blockyard.router.config import (
+    DEFAULT_MAX_BEAM_WIDTH,
+    DEFAULT_MAX_OUTPUTS,
+    PolicyName,
+    RouterConfig,
+)
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.model.config import load_config
 
@@ -59,6 +64,9 @@ class UpOptions:
     """None: one for each GPU of the Ray cluster, or one on a machine without any."""
     num_routers: int = 1
     policy: PolicyName = "prefix"
+    max_outputs: int = DEFAULT_MAX_OUTPUTS
+    """Of one request (`n`)."""
+    max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
     cpus_per_worker: float | None = None
     """None: the cluster's CPUs in equal shares."""
     router_port: int = 0
@@ -73,6 +81,10 @@ class UpOptions:
             raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
         if self.num_routers < 1:
             raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
+        for name in ("max_outputs", "max_beam_width"):
+            # The routers refuse it too, but only once Ray runs.
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +297,8 @@ def _spec(
         port=options.router_port,
         redis_url=cluster.redis_url,
         policy=options.policy,
+        max_outputs=options.max_outputs,
+        max_beam_width=options.max_beam_width,
     )
     return ClusterSpec(
         namespace=on_ray.namespace(cluster.cluster),

@@ -52,6 +52,13 @@ class Comparison:
             return None
         return format_value(self.value, self.unit) == format_value(self.textbook, self.unit)
 
+    @property
+    def difference(self) -> str:
+        """Which way ours differs, in words; empty where it does not or there is nothing to compare with."""
+        if self.textbook is None or self.agrees:
+            return ""
+        return f"differs: {'above' if self.value > self.textbook else 'below'} the textbook"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
@@ -196,7 +203,7 @@ def _arrivals(f: ArrivalFigures) -> Iterable[Comparison]:
     for name, unit, (contiguous, paged) in (
         ("running at once, mean", "sequences", f.mean_running),
         ("running at once, most", "sequences", f.peak_running),
-        ("tokens in the memory taken", "%", f.utilisation),
+        ("slots that hold a token, of those taken", "%", f.utilisation),
         ("steps waited by a request, mean", "steps", f.mean_wait_steps),
         ("steps for all", "steps", (len(f.contiguous), len(f.paged))),
     ):
@@ -259,7 +266,7 @@ def figures_table(figures: Figures) -> RenderableType:
             table.add_row(Text(row.group, style="cyan"), "", "", "")
             group = row.group
         known = "" if row.textbook is None else format_value(row.textbook, row.unit)
-        note = "; ".join(filter(None, ["differs" if row.agrees is False else "", row.note]))
+        note = "; ".join(filter(None, [row.difference, row.note]))
         table.add_row(f"  {row.name}", format_value(row.value, row.unit), known, note)
     footer = Text("Ours: computed just now by the real scheduler and pool. Textbook: as printed elsewhere.")
     return Group(table, footer)

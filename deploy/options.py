@@ -1,5 +1,5 @@
 """Options that several commands share, and the engine's settings as options: one for each field of
-EngineConfig."""
+EngineConfig, with its help. What a request may ask for is in request_options.py."""
 
 import re
 from collections.abc import Callable
@@ -15,6 +15,36 @@ from blockyard.worker.config import EngineConfig
 DEMO_MODEL = "demo"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+ENGINE_HELP = {
+    "model": "Model folder, hub name, or `demo`.",
+    "engine": "`simulated` keeps scheduler, pool and cache, and replaces the model by a clock.",
+    "device": "`auto` takes a GPU where there is one.",
+    "dtype": "Of weights and KV cache. `auto`: what the model's config says.",
+    "load_format": "`random` makes weights from the config alone: for benchmarks.",
+    "seed": "Of random weights.",
+    "block_size": "Tokens in a block of KV cache: 16, 32, 64 or 128.",
+    "max_num_seqs": "Sequences that run at once on a worker.",
+    "max_model_len": "Tokens of prompt and output together. Default: what the model's config says.",
+    "max_num_batched_tokens": "Token budget of one step.",
+    "gpu_memory_utilization": "Share of the GPU's memory that weights and KV cache may take.",
+    "kv_cache_memory": "KV cache of each worker, such as 2GiB. Default: what --gpu-memory-utilization leaves; on a "
+    "CPU 1 GiB.",
+    "swap_space_gib": "Host memory for the blocks of preempted sequences, in GiB. Default: on a GPU 4 GiB, or a "
+    "quarter of the available memory if that is less; on a CPU none.",
+    "host_cache_gib": "Host memory for prefixes that the KV cache has evicted, in GiB. 0: none.",
+    "preempt": "What becomes of the blocks of a preempted sequence: moved to host memory and back, or computed "
+    "again. `auto` takes what is faster, by measured rates.",
+    "max_preemptions": "Of one sequence; after so many it is safe from them.",
+    "priority_ageing_seconds": "So long a request waits until it passes younger ones that are one step of priority "
+    "better.",
+    "mixed_step_seconds": "The longest pause between two tokens of a running sequence that a long prompt beside it "
+    "should cause, in seconds. 0: no limit.",
+    "deterministic": "A request's tokens do not depend on what else runs: fp32 with fixed tiles, slower.",
+    "simulated_prefill_tokens_per_second": "Of the simulated engine: prompt tokens computed in a second.",
+    "simulated_step_seconds": "Of the simulated engine: what a step takes besides its prompt tokens.",
+}
+"""By field of EngineConfig."""
 
 
 def byte_size(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -47,21 +77,18 @@ def engine_options(command: Command) -> Command:
     """Adds `--block-size` and all the others; `engine_config` takes them back."""
     hints = get_type_hints(EngineConfig)
     for setting in reversed(fields(EngineConfig)):
-        flag = "--" + setting.name.replace("_", "-")
+        flag, told = "--" + setting.name.replace("_", "-"), ENGINE_HELP.get(setting.name)
         if setting.default is MISSING:
-            add = click.option(flag, required=True, help="Model folder, hub name, or `demo`.")
+            add = click.option(flag, required=True, help=told)
         elif setting.name == "deterministic":
-            add = click.option(
-                flag, is_flag=True, default=False, help="Tokens that do not depend on what else runs."
-            )
+            add = click.option(flag, is_flag=True, default=False, help=told)
         elif setting.name == "kv_cache_memory":
-            add = click.option(
-                flag, default=None, callback=byte_size, metavar="SIZE", help="Of each worker, such as 2GiB."
-            )
+            add = click.option(flag, default=None, callback=byte_size, metavar="SIZE", help=told)
         else:
             kind = _parameter_type(hints[setting.name], setting.default)
+            shows_default = setting.default is not None
             add = click.option(
-                flag, type=kind, default=setting.default, show_default=setting.default is not None
+                flag, type=kind, default=setting.default, show_default=shows_default, help=told
             )
         command = add(command)
     return command
@@ -99,72 +126,6 @@ def router_option(command: Command) -> Command:
 def output_option(command: Command) -> Command:
     add = click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
     return add(command)
-
-
-def sampling_options(command: Command) -> Command:
-    """The sampling settings of one output; absent ones are the server's defaults."""
-    return _with_options(
-        command,
-        click.option("--max-tokens", type=int, default=256, show_default=True),
-        click.option("--min-tokens", type=int),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the sequence."),
-        click.option("--temperature", type=float),
-        click.option("--top-k", type=int),
-        click.option("--top-p", type=float),
-        click.option("--min-p", type=float),
-        click.option("--presence-penalty", type=float),
-        click.option("--frequency-penalty", type=float),
-        click.option("--repetition-penalty", type=float),
-        click.option("--seed", type=int),
-        click.option(
-            "--stop", multiple=True, help="A text that ends the output; may be given more than once."
-        ),
-        click.option(
-            "--stop-token-id",
-            "stop_token_ids",
-            type=int,
-            multiple=True,
-            help="A token that ends the output; may be given more than once.",
-        ),
-        click.option("--priority", type=int, help="Lower is served earlier, -100 to 100."),
-        click.option("--timeout", "timeout_seconds", type=float, default=120.0, show_default=True),
-    )
-
-
-def answer_options(command: Command) -> Command:
-    """What a single request may ask for beyond one plain output."""
-    return _with_options(
-        command,
-        click.option("--n", type=int, help="Outputs."),
-        click.option("--beam-width", type=int, help="Search with so many beams instead of sampling."),
-        click.option("--length-penalty", type=float, help="Of beams; above 0 favours longer ones."),
-        click.option(
-            "--logprobs", type=int, help="Likeliest tokens to name beside each; shown with --output json."
-        ),
-        click.option(
-            "--json-schema",
-            callback=text_or_file,
-            metavar="TEXT|@FILE",
-            help="The output is JSON of this schema.",
-        ),
-        click.option("--regex", help="The output matches this expression."),
-    )
-
-
-def text_or_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """The callback of an option that is a text, or the file of one after an `@`."""
-    if value is None or not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise click.BadParameter(f"{value[1:]} cannot be read: {error}") from error
-
-
-def _with_options(command: Command, *adds: Callable[[Command], Command]) -> Command:
-    for add in reversed(adds):
-        command = add(command)
-    return command
 
 
 def _parameter_type(hint: Any, default: Any) -> Any:

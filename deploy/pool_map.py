@@ -35,7 +35,8 @@ def pool_map(pool: cluster_pb2.BlockPool) -> RenderableType:
     scale = blocks_per_cell(pool)
     cells = merged_cells(block_cells(pool), scale)
     headline = Text.assemble((pool.worker_id, "bold"), f"  {pool_counts(pool)}")
-    return Group(headline, *_map_rows(cells, scale), _legend(scale_text(pool)))
+    host = [Text(line) for line in host_lines(pool)]
+    return Group(headline, *host, *_map_rows(cells, scale), _legend(scale_text(pool)))
 
 
 def pool_counts(pool: cluster_pb2.BlockPool) -> str:
@@ -44,6 +45,19 @@ def pool_counts(pool: cluster_pb2.BlockPool) -> str:
         f"{pool.total_blocks} blocks of {pool.block_size} tokens ({format_bytes(size_bytes)}): "
         f"{pool.free_blocks} free, {pool.cached_blocks} cached, {pool.used_blocks} used"
     )
+
+
+def host_lines(pool: cluster_pb2.BlockPool) -> list[str]:
+    """What the worker keeps in host memory; nothing where it has none there and has moved nothing to it."""
+    load, parts = pool.load, []
+    if pool.host_cache_blocks:
+        size_bytes = pool.host_cache_blocks * pool.bytes_per_block
+        parts.append(
+            f"{load.host_cached_blocks} of {pool.host_cache_blocks} blocks ({format_bytes(size_bytes)}) cached"
+        )
+    if load.swaps:
+        parts.append(f"{load.swaps} of {load.preemptions} preemptions moved their blocks there")
+    return [f"host memory: {'; '.join(parts)}"] if parts else []
 
 
 def format_bytes(count: float) -> str:

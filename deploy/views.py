@@ -7,7 +7,7 @@ in pool_map.py.
 
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,23 @@ if TYPE_CHECKING:
     from blockyard.deploy.supervisor import Place
 
 
+_RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
+    "host": lambda load: load.host_cached_blocks,
+    "preempted": lambda load: load.preemptions,
+    "swapped": lambda load: load.swaps,
+}
+
+
 def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
     workers = list(workers)
-    # Most clusters have no host cache: then its column would only take room.
-    shows_host = any(worker.load.host_cached_blocks for worker in workers)
-    pools = ("free", "cached", "used", *(("host",) if shows_host else ()))
-    table = _table("worker", "state", "address", "device", "running", "waiting", *pools, "hit rate")
+    # Most clusters have no host cache and enough memory: then these columns would only take room.
+    extra = [
+        (heading, count)
+        for heading, count in _RARE_COUNTS.items()
+        if any(count(worker.load) for worker in workers)
+    ]
+    headings = ("worker", "state", "address", "device", "running", "waiting", "free", "cached", "used")
+    table = _table(*headings, *(heading for heading, _ in extra), "hit rate")
     for worker in workers:
         load = worker.load
         table.add_row(
@@ -39,7 +50,7 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
             worker.device,
             *(str(count) for count in (load.running, load.waiting)),
             *(str(count) for count in (load.free_blocks, load.cached_blocks, load.used_blocks)),
-            *((str(load.host_cached_blocks),) if shows_host else ()),
+            *(str(count(load)) for _, count in extra),
             f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-",
         )
     return table

@@ -192,12 +192,18 @@ class _Attempt:
             case session_pb2.REJECT_REASON_BUSY | session_pb2.REJECT_REASON_DRAINING:
                 self.found_busy = True
             case session_pb2.REJECT_REASON_TOO_LARGE:
-                raise RequestTooLarge("prompt and max_tokens can never fit a worker")
+                raise RequestTooLarge(
+                    "prompt, max_tokens and outputs or beams can never fit a worker together"
+                )
             case session_pb2.REJECT_REASON_DEADLINE:
                 raise DeadlinePassed("the deadline passed before the output was complete")
             case session_pb2.REJECT_REASON_GRAMMAR:
                 raise InvalidRequest.of(
                     "sampling.structured_output", "cannot be compiled, or not within the server's limits"
+                )
+            case session_pb2.REJECT_REASON_NO_CHOICE:
+                raise InvalidRequest.of(
+                    "sampling", "its lists of tokens and structured output leave no token to choose"
                 )
             case _:
                 raise EngineFailed("the engine failed on this request")

@@ -19,6 +19,8 @@ from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, Te
 MAX_MESSAGES = 1024
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_NAME_CHARS = 128
+MAX_TOLD = 5
+"""Violations in the text of an error; its details have all of them."""
 MAX_PRIORITY = 100
 """Either sign."""
 MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
@@ -201,7 +203,6 @@ def is_name(text: str) -> bool:
 
 
 def _invalid(violations: list[FieldViolation]) -> InvalidRequest:
-    fields = ", ".join(dict.fromkeys(violation.field for violation in violations))
-    first = violations[0]
-    text = f"{first.field}: {first.description}" if len(violations) == 1 else f"wrong fields: {fields}"
-    return InvalidRequest(text, violations=violations)
+    text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:MAX_TOLD])
+    left = len(violations) - MAX_TOLD
+    return InvalidRequest(text + (f"; and {left} more" if left > 0 else ""), violations=violations)

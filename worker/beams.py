@@ -3,9 +3,8 @@
 Pure bookkeeping of scores. A beam's row brings its likeliest next tokens; once every running beam has brought its own,
 `advance` says how the search goes on. Does not own sequences' blocks or tokens: the scheduler forks and drops them.
 
-The rules are transformers' (`GenerationMixin._beam_search` of version 5), so that the results are: the best
-`num_candidates` continuations of all beams are looked at; of these the best `beam_width` may finish, and the best
-`beam_width` that do not end go on.
+The rules are transformers' (`GenerationMixin._beam_search` of version 5), so that the results are: of the continuations
+of all beams, the best `beam_width` may finish, and the best `beam_width` that do not end go on.
 """
 
 from collections.abc import Sequence as Items
@@ -18,9 +17,8 @@ Candidate = tuple[int, float]
 
 
 def num_candidates(sampling: SamplingParams) -> int:
-    """Continuations that a step looks at: enough that `beam_width` of them do not end."""
-    ends = len(sampling.eos_token_ids | sampling.stop_token_ids)
-    return max(2, 1 + ends) * sampling.beam_width
+    """Tokens of each beam that a step looks at: enough that `beam_width` of them do not end, whichever do."""
+    return sampling.beam_width + len(sampling.eos_token_ids | sampling.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ class BeamGroup:
                 if logprob > float("-inf")
             ),
             key=lambda following: -following.cumulative_logprob,
-        )[: num_candidates(self.sampling)]
+        )
         self._candidates.clear()
         self._finish(ranked[: self.width])
         following = [beam for beam in ranked if self._reason(beam) is None][: self.width]

@@ -27,6 +27,8 @@ RATE_SMOOTHING = 0.2
 """Weight of the newest step in the measured rates."""
 MIN_MEASURED_PREFILL_TOKENS = 64
 """A smaller prefill measures the overhead of a step, not the rate."""
+FIRST_CHUNK_TOKENS = 256
+"""Of a prompt beside decodes, before any such step was measured."""
 MIN_CHUNK_TOKENS = 16
 """Of a prompt beside decodes, however long its step takes: it must get done."""
 MAX_FAILED_STEPS_IN_A_ROW = 3
@@ -76,6 +78,8 @@ class Engine:
         decodes may take for prompts beside it, as far as measured rates tell; None leaves it to the token budget."""
         self.scheduler = Scheduler(config, num_blocks=num_blocks)
         self.scheduler.rates.swap_blocks_per_second = swap_blocks_per_second
+        if mixed_step_seconds is not None:
+            self.scheduler.prefill_tokens_beside_decodes = FIRST_CHUNK_TOKENS
         self.pool = self.scheduler.pool
         self.cache = self.scheduler.cache
         self.runner = runner
@@ -96,7 +100,7 @@ class Engine:
     def submit(self, request: EngineRequest) -> RequestId:
         """Queues a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
         if not 0 < request.prompt_length <= len(request.token_ids):
-            raise ValueError(f"a prompt of {request.prompt_length} tokens in {len(request.token_ids)}")
+            raise ValueError(f"a prompt of {request.prompt_length} tokens, of {len(request.token_ids)} given")
         request_id = RequestId(self._next_request)
         sequences = self._sequences(request, request_id)
         try:
@@ -118,11 +122,14 @@ class Engine:
         now = self._clock()
         sampling = request.sampling
         if request.continuations and (
-            len(request.token_ids) != request.prompt_length
+            sampling.beam_width
+            or len(request.token_ids) != request.prompt_length
             or any(not part.token_ids or part.index >= sampling.n for part in request.continuations)
             or len({part.index for part in request.continuations}) < len(request.continuations)
         ):
-            raise ValueError("continuations need a prompt alone, and tokens for each of different outputs")
+            raise ValueError(
+                "continuations need a prompt alone, no beams, and tokens for each of different outputs"
+            )
         parts = request.continuations or (Continuation(index=0, token_ids=()),)
         forks = not request.continuations and not sampling.beam_width
         sequences = []
@@ -198,7 +205,12 @@ class Engine:
         return [self._unanswered(request_id, expired=True) for request_id in sorted(late)]
 
     def _unanswered(
-        self, request_id: RequestId, *, expired: bool = False, state: SequenceState = SequenceState.CANCELLED
+        self,
+        request_id: RequestId,
+        *,
+        state: SequenceState = SequenceState.CANCELLED,
+        expired: bool = False,
+        has_no_choice: bool = False,
     ) -> SequenceOutput:
         """Ends all of a request."""
         self.scheduler.cancel_request(request_id)
@@ -210,6 +222,7 @@ class Engine:
             cached_tokens=0,
             state=state,
             expired=expired,
+            has_no_choice=has_no_choice,
             is_last=True,
         )
 
@@ -221,7 +234,8 @@ class Engine:
             case BeamsUpdate():
                 return self._beam_outputs(update)
             case SequenceUpdate(token=None):
-                return [self._unanswered(request_id, state=update.sequence.state)]
+                state, has_no_choice = update.sequence.state, update.has_no_choice
+                return [self._unanswered(request_id, state=state, has_no_choice=has_no_choice)]
             case SequenceUpdate():
                 return [self._output(update)]
 
@@ -295,19 +309,14 @@ class Engine:
             )
         elif decodes and not prefill:
             counters.decode_tokens_per_second = _smooth(counters.decode_tokens_per_second, decodes / seconds)
-        if self._mixed_step_seconds is not None and prefill:
-            self._limit_prefill(prefill, seconds, is_mixed=decodes > 0)
+        if decodes and prefill:
+            alone = decodes / counters.decode_tokens_per_second if counters.decode_tokens_per_second else 0.0
+            self._limit_prefill(prefill, max(seconds - alone, 0.1 * seconds))
 
-    def _limit_prefill(self, prefill: int, seconds: float, *, is_mixed: bool) -> None:
-        """Follows what steps really took: a chunk costs the more, the more context is before it."""
-        assert self._mixed_step_seconds is not None
+    def _limit_prefill(self, prefill: int, seconds: float) -> None:
+        """Follows what prompts beside decodes really took: a chunk costs the more, the more context is before it."""
         limit = self.scheduler.prefill_tokens_beside_decodes
-        if limit is None:
-            self.scheduler.prefill_tokens_beside_decodes = max(
-                MIN_CHUNK_TOKENS, int(prefill * self._mixed_step_seconds / seconds)
-            )
-            return
-        if not is_mixed:
+        if limit is None or self._mixed_step_seconds is None:
             return
         change = self._mixed_step_seconds / seconds
         if change < 1.0:

@@ -42,7 +42,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """What one step brought one output of a request. One without tokens ends the whole request, unanswered."""
+    """What one step brought one output of a request. One without tokens ends the whole request early: what its outputs
+    have so far is all that comes of them."""
 
     request_id: RequestId
     index: int = 0
@@ -56,6 +57,8 @@ class SequenceOutput:
     stop_token: int | None = None
     expired: bool = False
     """The deadline passed, or cannot be met: nobody waits for the rest."""
+    has_no_choice: bool = False
+    """The request's own restrictions left no token to choose."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """With the first token of output 0."""

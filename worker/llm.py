@@ -1,20 +1,26 @@
 """Offline generation, with no server, Redis or Ray: `LLM(model).generate(prompts)`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blockyard.proto.block_hash import chain, root_name
 from blockyard.proto.text import load_tokenizer
 from blockyard.worker.completions import Completion, GrowingOutput
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
-from blockyard.worker.grammar.compiled import CompiledGrammar
-from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.loading import load_engine
 from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, TokenLogprob
-from llguidance import LLTokenizer
+
+if TYPE_CHECKING:
+    from blockyard.worker.grammar.compiled import CompiledGrammar
+    from blockyard.worker.grammar.grammar import Grammar
+    from llguidance import LLTokenizer
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
 
 
 class LLM:
@@ -39,19 +45,21 @@ class LLM:
         prompts: str | Sequence[str | Sequence[int]],
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         include_stop_in_output: bool = False,
         structured_output: Grammar | None = None,
     ) -> list[Completion]:
         """Runs all prompts (texts, or token ids) together; completions in the order of the prompts.
 
-        Every prompt uses the same sampling; its end-of-sequence tokens are the model's unless it names others. Stop
+        Every prompt uses the same sampling, so equal prompts get equal answers: the seed is 0 unless it says otherwise,
+        or ask for `n`. Its end-of-sequence tokens are the model's unless it names others. Stop
         strings count from the text after `min_tokens`. Every output follows `structured_output`, and then ends. Raises
         ValueError for an empty prompt, one that can never fit, what does not go together, or a grammar that cannot
         be compiled.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        stop = (stop,) if isinstance(stop, str) else stop
         sampling = self._complete(sampling or SamplingParams(max_tokens=128), stop, ignore_eos)
         grammar = None if structured_output is None else self._compile(structured_output, sampling)
         start_output = partial(
@@ -87,11 +95,15 @@ class LLM:
     def _compile(self, grammar: Grammar, sampling: SamplingParams) -> CompiledGrammar:
         """In this process and without a limit of time: here nobody else waits."""
         if self._loaded.masks is None:
-            raise ValueError("the simulated engine follows no grammar")
+            raise ValueError(
+                "this engine follows no grammar: it is simulated, or llguidance is not installed"
+            )
         if sampling.beam_width or sampling.min_tokens or not sampling.eos_token_ids >= self._model_ends:
             raise ValueError(
                 "structured output takes no beams, no min_tokens and no other end than the model's"
             )
+        from blockyard.worker.grammar.compiled import CompiledGrammar
+
         if self._grammar_tokenizer is None:
             self._grammar_tokenizer = self._loaded.tokenizer_source.load()
         compiled = CompiledGrammar(grammar, self._grammar_tokenizer)
@@ -112,7 +124,9 @@ class LLM:
             grammar=grammar,
         )
 
-    def _take(self, answer: "_Answer", output: SequenceOutput) -> None:
+    def _take(self, answer: _Answer, output: SequenceOutput) -> None:
+        if output.has_no_choice:
+            raise ValueError("what a prompt's output may be leaves it no token to go on with")
         if not output.token_ids:
             raise RuntimeError("the engine failed on this prompt; its log says why")
         if answer.add(output) and output.finish_reason is None:

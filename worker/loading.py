@@ -1,15 +1,17 @@
 """From settings to an engine that is ready to step: sizes the KV pool, loads or simulates the model, warms up."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
-from blockyard.worker.grammar.compiled import TokenizerSource
-from blockyard.worker.grammar.masks import Masks
 from blockyard.worker.host_blocks import STAGING_BYTES
 from blockyard.worker.host_size import size_host_memory
 from blockyard.worker.kv_size import DTYPE_BYTES, HostSize, KVSize, blocks_in_budget, bytes_per_block
@@ -19,9 +21,15 @@ from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.simulated import SimulatedRunner
 
+if TYPE_CHECKING:
+    from blockyard.worker.grammar.compiled import TokenizerSource
+    from blockyard.worker.grammar.masks import Masks
+
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 2**30
+SAMPLING_BYTES = 48
+"""For each sequence and entry of the vocabulary: the logits, and their copies while all options are at work."""
 ACTIVATION_COPIES = 4
 """Rows of (2 x intermediate + 6 x hidden) values that live at once in a step, generously."""
 
@@ -42,11 +50,13 @@ class LoadedEngine:
     dtype: str
     device: str
     masks: Masks | None
-    """What makes outputs follow grammars; None where no model does."""
+    """What makes outputs follow grammars; None where nothing can."""
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
         """For which grammars are compiled."""
+        from blockyard.worker.grammar.compiled import TokenizerSource
+
         return TokenizerSource(
             file=self.model_path / "tokenizer.json",
             vocab_size=self.model.vocab_size,
@@ -121,8 +131,14 @@ def _make_engine(
 
 
 def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
+    """The engine runs without the library too, on a bare machine with a GPU."""
     if not isinstance(runner, TorchRunner):
         return None
+    if find_spec("llguidance") is None:
+        logger.warning("llguidance is not installed: structured outputs are refused")
+        return None
+    from blockyard.worker.grammar.masks import Masks
+
     masks = runner.grammar_masks = Masks(vocab_size)
     return masks
 
@@ -211,7 +227,7 @@ def _gpu_budget(
     size = DTYPE_BYTES[dtype]
     weights = num_parameters(model) * size
     per_token = ACTIVATION_COPIES * (2 * model.intermediate_size + 6 * model.hidden_size) * size
-    logits = config.max_num_seqs * model.vocab_size * 12
+    logits = config.max_num_seqs * model.vocab_size * SAMPLING_BYTES
     activations = config.max_num_batched_tokens * per_token + logits
     wanted = weights + activations + STAGING_BYTES
     return int(config.gpu_memory_utilization * total) - (total - free) - wanted

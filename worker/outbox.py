@@ -76,8 +76,7 @@ class Outbox:
     def add(self, handle: int, output: SequenceOutput) -> None:
         """Merges a step's news of one output into what waits. Tokens go out before their request's failure."""
         if not output.token_ids:
-            expired = RejectReason.REJECT_REASON_DEADLINE
-            self._failed[handle] = expired if output.expired else RejectReason.REJECT_REASON_INTERNAL
+            self._failed[handle] = _failure(output)
             return
         row = self._rows.setdefault((handle, output.index), _Row(token_offset=output.token_offset))
         row.add(output)
@@ -103,6 +102,14 @@ class Outbox:
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
         return messages
+
+
+def _failure(output: SequenceOutput) -> RejectReason:
+    if output.expired:
+        return RejectReason.REJECT_REASON_DEADLINE
+    return (
+        RejectReason.REJECT_REASON_NO_CHOICE if output.has_no_choice else RejectReason.REJECT_REASON_INTERNAL
+    )
 
 
 def _portions(rows: Iterable[tuple[_Key, _Row]]) -> Iterator[dict[_Key, _Row]]:

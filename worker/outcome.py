@@ -10,6 +10,8 @@ from blockyard.worker.block_tables import BlockTables
 from blockyard.worker.queues import Queues
 from blockyard.worker.sequence import (
     FAILED_TOKEN,
+    NO_CHOICE,
+    NO_TOKEN,
     FinishReason,
     RowExtras,
     ScheduledRow,
@@ -27,6 +29,8 @@ class SequenceUpdate:
     sequence: Sequence
     token: int | None
     logprobs: tuple[TokenLogprob, ...] = ()
+    has_no_choice: bool = False
+    """It ended because its request left no token to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +59,13 @@ class Outcome:
         sequence.num_in_flight -= 1
         sequence.num_computed = row.end
         if sequence.is_over:
-            if token != FAILED_TOKEN:
+            if token >= NO_TOKEN:
                 self._tables.confirm(sequence, row.start)
             self._queues.release_if_idle(sequence)
             return []
-        if token == FAILED_TOKEN:
+        if token in (FAILED_TOKEN, NO_CHOICE):
             self._queues.leave(sequence, SequenceState.FAILED)
-            return [SequenceUpdate(sequence=sequence, token=None)]
+            return [SequenceUpdate(sequence=sequence, token=None, has_no_choice=token == NO_CHOICE)]
         if extras.prompt_logprobs and row.start <= len(sequence.prompt_logprobs):
             known = len(sequence.prompt_logprobs) - row.start
             sequence.prompt_logprobs += extras.prompt_logprobs[known:]

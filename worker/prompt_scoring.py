@@ -14,9 +14,6 @@ def scored_positions(row: ScheduledRow) -> range:
 
 
 def wanted_positions(row: ScheduledRow) -> list[int]:
-    """Positions whose logits the step needs: the scored ones, then the last if it samples.
-
-    The two do not overlap: a row that samples reaches past the prompt, whose last position scores nothing.
-    """
-    last = [row.end - 1] if row.samples else []
-    return [*scored_positions(row), *last]
+    """Positions whose output the step needs: the scored ones, then the last, which a row samples from or which tells
+    whether a chunk is sound."""
+    return [*scored_positions(row), row.end - 1]

@@ -159,7 +159,7 @@ class TorchRunner:
         masks = self._masks_for(sampling)
         if masks is not None:
             masks.start(sampling)
-        logits_SV, prompt_logprobs = self._logits(plan.rows)
+        logits_SV, prompt_logprobs, spoilt = self._logits(plan.rows)
         sampled = self._sampler.sample(
             logits_SV, sampling, in_flight=self._sampled, apply_masks=None if masks is None else masks.apply
         )
@@ -167,7 +167,7 @@ class TorchRunner:
             (row.sequence.sequence_id, row.end): token
             for row, token in zip(sampling, sampled.tokens, strict=True)
         }
-        return _by_row_of_plan(plan.rows, sampled, prompt_logprobs)
+        return _by_row_of_plan(plan.rows, sampled, prompt_logprobs, spoilt)
 
     def warm_up(self) -> None:
         """Run a decode and a prefill over blocks from 0 on, so that kernels are compiled and weights packed.
@@ -210,24 +210,32 @@ class TorchRunner:
 
     def _logits(
         self, rows: Sequence[ScheduledRow]
-    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
-        """Logits [S, V] of the rows that sample, in order, and prompt logprobs by index of the row."""
+    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]], frozenset[int]]:
+        """Logits [S, V] of the rows that sample, in order; prompt logprobs by index of the row; and the chunks of
+        prompts that hold NaN: nothing computed on top of them may be found by others."""
         if not rows:
-            return torch.empty(0, self.config.vocab_size), {}
+            return torch.empty(0, self.config.vocab_size), {}, frozenset()
         hidden_QH = self._hidden(rows)
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         sampling: list[int] = []
+        chunks: dict[int, int] = {}
         end = 0
         for index, row in enumerate(rows):
             num_scored = len(scored_positions(row))
             if num_scored:
                 scores[index] = self._score(row, hidden_QH[end : end + num_scored])
-            end += num_scored + row.samples
+            end += len(wanted_positions(row))
             if row.samples:
                 sampling.append(end - 1)
-        if len(sampling) < len(hidden_QH):
-            hidden_QH = hidden_QH[sampling]
-        return self._decoder.logits(hidden_QH), scores
+            else:
+                chunks[index] = end - 1
+        spoilt = self._spoilt(chunks, hidden_QH) if chunks else frozenset[int]()
+        return self._decoder.logits(hidden_QH[sampling] if len(sampling) < end else hidden_QH), scores, spoilt
+
+    def _spoilt(self, chunks: dict[int, int], hidden_QH: torch.Tensor) -> frozenset[int]:
+        """The last position sees all before it: where anything was NaN, it is."""
+        is_finite = torch.isfinite(hidden_QH[list(chunks.values())]).all(dim=-1).tolist()
+        return frozenset(index for index, finite in zip(chunks, is_finite, strict=True) if not finite)
 
     def _score(self, row: ScheduledRow, hidden_QH: torch.Tensor) -> tuple[TokenLogprob, ...]:
         """How likely the prompt's next tokens were, a slice at a time."""
@@ -294,11 +302,14 @@ def resolve_dtype(
 
 
 def _by_row_of_plan(
-    rows: Sequence[ScheduledRow], sampled: StepTokens, prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+    rows: Sequence[ScheduledRow],
+    sampled: StepTokens,
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
+    spoilt: frozenset[int],
 ) -> StepTokens:
     """What the rows that sample got, at their places among all rows."""
     places = [index for index, row in enumerate(rows) if row.samples]
-    tokens = [NO_TOKEN] * len(rows)
+    tokens = [FAILED_TOKEN if index in spoilt else NO_TOKEN for index in range(len(rows))]
     for place, token in zip(places, sampled.tokens, strict=True):
         tokens[place] = token
     extras = {places[index]: extra for index, extra in sampled.extras.items()}

@@ -23,6 +23,7 @@ from blockyard.worker.logprobs import candidates, likelihoods
 from blockyard.worker.sampling_state import NO_LOGPROBS, Batch, InFlight, SamplingState
 from blockyard.worker.sequence import (
     FAILED_TOKEN,
+    NO_CHOICE,
     RowExtras,
     ScheduledRow,
     SequenceId,
@@ -55,20 +56,22 @@ class Sampler:
     ) -> StepTokens:
         """One token a row and what else it asks for, by index in `rows`, which all sample.
 
-        FAILED_TOKEN where the logits hold NaN or infinity, or no token is possible. `logits_SV` stays as it is.
+        FAILED_TOKEN where the logits hold NaN or infinity, NO_CHOICE where what the request asks for leaves no token.
+        `logits_SV` stays as it is.
         """
         if not rows:
             return StepTokens(tokens=[])
         batch = self.state.gather(rows, in_flight)
         edited_SV = self._edited(logits_SV, rows, batch, apply_masks)
-        usable_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(edited_SV.amax(dim=-1))
+        finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
+        usable_S = finite_S
         if edited_SV is not logits_SV:
-            usable_S &= torch.isfinite(logits_SV.amax(dim=-1))
+            usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
         if not bool(usable_S.all()):
             edited_SV = edited_SV.masked_fill(~usable_S[:, None], 0.0)
         tokens_SN = _choose(edited_SV, batch)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
-        tokens_SN.masked_fill_(~usable_S[:, None], FAILED_TOKEN)
+        tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)
         tokens: list[list[int]] = tokens_SN.tolist()
         return StepTokens(
             tokens=[row_tokens[0] for row_tokens in tokens],
@@ -113,7 +116,7 @@ def _extras(
 ) -> dict[int, RowExtras]:
     """Of the rows that have any and have not failed."""
     params_S = batch.params_S
-    has_token_S = np.array([row_tokens[0] != FAILED_TOKEN for row_tokens in tokens])
+    has_token_S = np.array([row_tokens[0] >= 0 for row_tokens in tokens])
     beams = np.flatnonzero(has_token_S & (params_S["num_candidates"] > 0)).tolist()
     reporting = np.flatnonzero(has_token_S & (params_S["logprobs"] != NO_LOGPROBS)).tolist()
     forking = np.flatnonzero(has_token_S & (batch.num_outputs_S > 1)).tolist()

@@ -306,9 +306,10 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan) -> list[Update]:
-        """Ends every sequence of a step that raised; nothing that it computed or moved is kept or found again."""
+        """Ends every sequence of a step that raised. Nothing that it computed is found again; where it moved blocks to
+        or from host memory, nothing there is: what cannot be read once would fail everybody who hits it."""
         self._end_step(plan)
-        if plan.to_host:
+        if plan.to_host or plan.from_host:
             for waiting in self.waiting:
                 self.tables.forget_swapped(waiting)
             if self.host_cache is not None:

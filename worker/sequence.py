@@ -4,7 +4,7 @@ Pure data. The scheduler moves the counters, the block pool hands out the blocks
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Literal, NewType
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ NO_TOKEN = -1
 """What a row that does not sample yields."""
 FAILED_TOKEN = -2
 """What a row yields whose logits were not finite."""
+NO_CHOICE = -3
+"""What a row yields whose request leaves no token to choose."""
 MAX_TEMPERATURE = 1e4
 """Flatter than any use has for it, and far from where float32 overflows."""
 MAX_PENALTY = 2.0
@@ -34,7 +36,7 @@ EarlyStopping = Literal["heuristic", "first", "never"]
 False), at once (True), or only when they cannot be (never)."""
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     STOP = auto()
     LENGTH = auto()
 
@@ -107,12 +109,16 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
         if not 0.01 <= self.repetition_penalty <= 100.0:
             raise ValueError(f"repetition_penalty must be from 0.01 to 100, not {self.repetition_penalty}")
-        if not 0 <= self.min_tokens <= self.max_tokens or self.max_tokens < 1:
-            raise ValueError(f"need 0 <= min_tokens {self.min_tokens} <= max_tokens {self.max_tokens} >= 1")
-        if self.n < 1 or self.beam_width < 0 or (self.beam_width and self.n > self.beam_width):
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(
-                f"need 1 <= n {self.n}, and n <= beam_width {self.beam_width} where there are beams"
+                f"min_tokens must be from 0 to max_tokens {self.max_tokens}, not {self.min_tokens}"
             )
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, not {self.n}")
+        if self.beam_width < 0 or (self.beam_width and self.n > self.beam_width):
+            raise ValueError(f"beam_width must be 0 or at least n {self.n}, not {self.beam_width}")
         if not -10.0 <= self.length_penalty <= 10.0:
             raise ValueError(f"length_penalty must be from -10 to 10, not {self.length_penalty}")
         filters = self.top_k or self.top_p < 1.0 or self.min_p
@@ -289,6 +295,6 @@ class StepTokens:
     """What a step has sampled."""
 
     tokens: list[int]
-    """One a row: NO_TOKEN where it sampled none, FAILED_TOKEN where it could not."""
+    """One a row: NO_TOKEN where it sampled none, FAILED_TOKEN or NO_CHOICE where it could not."""
     extras: dict[int, RowExtras] = field(default_factory=dict)
     """By index of the row; most rows have none."""

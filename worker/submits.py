@@ -16,6 +16,14 @@ from blockyard.worker.sequence import BlockName, EarlyStopping, SamplingParams
 
 MAX_PRIORITY = 100
 """Either sign."""
+MAX_LIST = {
+    "stop_token_ids": 64,
+    "eos_token_ids": 64,
+    "bad_token_ids": 1024,
+    "logit_bias": 1024,
+    "allowed_token_ids": 65_536,
+}
+"""Entries; the public API has the same bounds."""
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
     inference_pb2.EARLY_STOPPING_UNSPECIFIED: "heuristic",
     inference_pb2.EARLY_STOPPING_HEURISTIC: "heuristic",
@@ -81,6 +89,9 @@ def _sampling(sampling: EngineSampling) -> SamplingParams:
         raise ValueError(f"early_stopping {sampling.early_stopping} is unknown")
     if sampling.HasField("structured_output"):
         _check_structured(sampling)
+    for name, limit in MAX_LIST.items():
+        if len(getattr(sampling, name)) > limit:
+            raise ValueError(f"{name} may have {limit} entries")
     return SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,

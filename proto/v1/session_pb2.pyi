@@ -19,6 +19,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_INTERNAL: _ClassVar[RejectReason]
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_GRAMMAR: _ClassVar[RejectReason]
+    REJECT_REASON_NO_CHOICE: _ClassVar[RejectReason]
 REJECT_REASON_UNSPECIFIED: RejectReason
 REJECT_REASON_BUSY: RejectReason
 REJECT_REASON_TOO_LARGE: RejectReason
@@ -27,6 +28,7 @@ REJECT_REASON_DEADLINE: RejectReason
 REJECT_REASON_INTERNAL: RejectReason
 REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_GRAMMAR: RejectReason
+REJECT_REASON_NO_CHOICE: RejectReason
 
 class ToWorker(_message.Message):
     __slots__ = ("submit", "cancel", "ping")

@@ -180,6 +180,8 @@ def test_structured_outputs_follow_their_schema_and_expression(cluster: Cluster)
         )
         with pytest.raises(InvalidRequestError, match="structured_output"):
             client.generate("id: ", regex="(unclosed")
+        with pytest.raises(InvalidRequestError, match="no token to choose"):
+            client.generate("id: ", regex="[a]{5}", allowed_token_ids=[300])
 
 
 def test_beams_come_best_first_and_log_probabilities_add_up(cluster: Cluster) -> None:

@@ -10,7 +10,8 @@ from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import Continuation, EngineRequest, SequenceOutput
 from blockyard.worker.loading import load_engine
-from blockyard.worker.sequence import BlockName, RequestId, SamplingParams
+from blockyard.worker.runner import TorchRunner
+from blockyard.worker.sequence import BlockName, FinishReason, RequestId, SamplingParams, SequenceState
 
 from .checkpoints import ARCHITECTURES, reference_greedy, shared_checkpoint
 
@@ -250,3 +251,39 @@ def test_forks_penalties_and_logprobs_do_not_show_a_preemption(qwen2: Path, pree
     assert engine.scheduler.num_preemptions > 0
     assert answers[0].keys() == answers[1].keys()
     assert answers[0] == answers[1]
+
+
+def test_a_chunk_that_is_not_finite_ends_its_request_and_poisons_nobody() -> None:
+    checkpoint = shared_checkpoint("LlamaForCausalLM")
+    engine = make_engine(checkpoint, max_num_batched_tokens=32, max_num_seqs=8)
+    prompt = prompt_of(150)
+    submit(engine, prompt, 4)
+    engine.step()
+    runner = engine.runner
+    assert isinstance(runner, TorchRunner)
+    (victim,) = engine.scheduler.running
+    for pool in runner.kv_pools:
+        pool[victim.block_table[1]] = float("nan")
+    outputs = engine.step().outputs
+    assert [output.state for output in outputs] == [SequenceState.FAILED]
+    for pool in runner.kv_pools:
+        pool[pool.isnan()] = 0.0
+    published = engine.cache.match(victim.names[1:])
+    assert len(published) <= 2, "what was computed on top of it is not to be found"
+
+
+def test_a_request_that_leaves_itself_no_token_is_told_so_and_harms_nobody() -> None:
+    checkpoint = shared_checkpoint("LlamaForCausalLM")
+    engine = make_engine(checkpoint)
+    names = [BlockName(ROOT)]
+    none_left = SamplingParams(allowed_token_ids=frozenset({5}), bad_token_ids=frozenset({5}), max_tokens=3)
+    request = EngineRequest(token_ids=[7] * 9, prompt_length=9, names=names, sampling=none_left)
+    stuck = engine.submit(request)
+    other = submit(engine, prompt_of(37), 5)
+    ended = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            ended[output.request_id] = output
+    assert ended[stuck].has_no_choice
+    assert not ended[stuck].token_ids
+    assert ended[other].finish_reason is FinishReason.LENGTH

@@ -90,7 +90,7 @@ def test_candidates_of_a_beam_are_the_likeliest_tokens(width: int, ends: tuple[i
     logits_SV[2, 7] = float("inf")
     result = sample_rows(logits_SV, rows)
     expected = torch.log_softmax(logits_SV, dim=-1).sort(dim=-1, descending=True)
-    count = min(VOCAB_SIZE, max(2, 1 + len(ends)) * width)
+    count = min(VOCAB_SIZE, width + len(ends))
     assert result.extras[0].candidates == ()
     assert result.tokens[2] == FAILED_TOKEN
     assert 2 not in result.extras
@@ -103,7 +103,7 @@ def test_candidates_of_a_beam_are_the_likeliest_tokens(width: int, ends: tuple[i
 
 def test_a_beam_below_min_tokens_cannot_end_and_keeps_the_others_logprobs() -> None:
     logits_1V = random_logits(1, 6)
-    beam = SamplingParams(beam_width=3, eos_token_ids=frozenset({int(logits_1V.argmax())}), min_tokens=2)
+    beam = SamplingParams(beam_width=5, eos_token_ids=frozenset({int(logits_1V.argmax())}), min_tokens=2)
     logprobs_V = torch.log_softmax(logits_1V[0], dim=-1)
     expected = sorted(((float(p), t) for t, p in enumerate(logprobs_V)), reverse=True)
     free, kept = (

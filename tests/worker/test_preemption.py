@@ -2,9 +2,9 @@
 
 import pytest
 from blockyard.worker.scheduler import Scheduler
-from blockyard.worker.sequence import Sequence, SequenceState
+from blockyard.worker.sequence import FAILED_TOKEN, Sequence, SequenceState
 
-from .scheduling import make_scheduler, make_sequence, run, run_to_end, step, victim_of
+from .scheduling import make_scheduler, make_sequence, run, run_to_end, sampled, step, victim_of
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -200,6 +200,27 @@ def test_names_anywhere_are_those_of_both_tiers_and_closed_under_prefixes() -> N
         for name in parents.values()
         if scheduler.host_cache.match([name])  # type: ignore[list-item]
     }
+
+
+def test_a_host_block_that_cannot_be_read_fails_nobody_a_second_time() -> None:
+    scheduler = make_scheduler(40, host_cache_blocks=32, max_model_len=160)
+    for group in range(10):
+        scheduler.submit(make_sequence(group, prompt(65, start=13 * group), max_tokens=1))
+        run_to_end(scheduler)
+    scheduler.submit(make_sequence(99, prompt(150, start=45), max_tokens=1))
+    scheduler.commit(scheduler.plan(), sampled(FAILED_TOKEN))
+    scheduler.submit(make_sequence(100, prompt(65, start=0), max_tokens=1))
+    plan = scheduler.plan()
+    assert plan.from_host
+    assert not plan.to_host, "there is room on the GPU"
+    scheduler.fail(plan)
+    scheduler.check_invariants()
+    again = make_sequence(101, prompt(65, start=0), max_tokens=1)
+    scheduler.submit(again)
+    plan = scheduler.plan()
+    assert not plan.from_host
+    scheduler.commit(plan, run(plan))
+    assert again.state is SequenceState.FINISHED
 
 
 def test_a_failed_step_forgets_what_host_memory_was_to_hold() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from blockyard.worker import draw as drawing
 from blockyard.worker.draw import NUCLEUS_CANDIDATES, uniforms
-from blockyard.worker.sequence import FAILED_TOKEN, SamplingParams
+from blockyard.worker.sequence import FAILED_TOKEN, NO_CHOICE, SamplingParams
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from .sampling import VOCAB_SIZE, Draw, assert_drawn_from, random_logits, sample
@@ -183,7 +183,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_spoils_no_other(poison: float) 
 def test_a_row_that_forbids_every_token_is_flagged() -> None:
     everything = frozenset(range(VOCAB_SIZE))
     rows = [draw(min_tokens=1, stop_token_ids=everything, top_p=top_p) for top_p in (1.0, 0.5)]
-    assert sample(random_logits(2), rows) == [FAILED_TOKEN] * 2
+    assert sample(random_logits(2), rows) == [NO_CHOICE] * 2
 
 
 def test_no_rows_yield_no_tokens() -> None:

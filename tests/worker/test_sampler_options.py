@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.worker.sequence import FAILED_TOKEN, SamplingParams
+from blockyard.worker.sequence import FAILED_TOKEN, NO_CHOICE, SamplingParams
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -185,7 +185,7 @@ def test_a_row_without_a_possible_token_fails_alone(temperature: float, params: 
     tokens = sample(logits_RV, [Draw(p, 7, 0) for p in (plain, none_possible, plain)])
     [first] = sample(logits_RV[:1], [Draw(plain, 7, 0)])
     [last] = sample(logits_RV[2:], [Draw(plain, 7, 0)])
-    assert tokens == [first, FAILED_TOKEN, last]
+    assert tokens == [first, NO_CHOICE, last]
 
 
 def test_infinity_fails_a_row_even_where_a_mask_would_hide_it() -> None:
