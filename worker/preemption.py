@@ -50,9 +50,9 @@ def choose_victim(
     best: tuple[tuple[int, float], Victim] | None = None
     freeing_nothing: list[tuple[Sequence, ...]] = []
     for sequences in _units(running):
-        if any(s.is_reserved or s.num_in_flight or s.sequence_id in rows for s in sequences):
-            continue
-        if sequences[0] is running[0]:
+        if sequences[0] is running[0] or any(
+            s.is_reserved or s.num_in_flight or s.sequence_id in rows for s in sequences
+        ):
             continue
         freed = tables.freed_by(sequences)
         if not freed:
@@ -62,11 +62,17 @@ def choose_victim(
         key = (-sequences[0].priority, cost / freed)
         if best is None or key <= best[0]:
             best = key, Victim(sequences, swaps)
-    if best is not None:
-        return best[1]
+    return best[1] if best is not None else _last_resort(running, freeing_nothing, tables)
+
+
+def _last_resort(
+    running: Items[Sequence], freeing_nothing: Items[tuple[Sequence, ...]], tables: BlockTables
+) -> Victim | None:
+    """The youngest of those that free nothing alone, where they and the first free something together."""
     together = [*running[:1], *(sequence for sequences in freeing_nothing for sequence in sequences)]
-    helps = tables.freed_by(together) > tables.freed_by(running[:1])
-    return Victim(freeing_nothing[-1], swaps=False) if helps else None
+    if tables.freed_by(together) <= tables.freed_by(running[:1]):
+        return None
+    return Victim(freeing_nothing[-1], swaps=False)
 
 
 def _units(running: Items[Sequence]) -> Iterator[tuple[Sequence, ...]]:

@@ -40,8 +40,8 @@ class Queues:
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
     def run(self, sequence: Sequence) -> None:
-        """From nowhere, or from the waiting."""
-        if sequence in self.waiting:
+        """From the waiting, or a fork that never waited."""
+        if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=lambda running: running.order)
@@ -62,6 +62,7 @@ class Queues:
             index=index,
             group=parent.group,
             grammar=parent.grammar,
+            state=SequenceState.RUNNING,
             cached_at_submit=parent.cached_at_submit,
             cached_tokens=parent.cached_tokens,
             deadline=parent.deadline,
