@@ -35,12 +35,12 @@ ENGINE_HELP = {
     "host_cache_gib": "Host memory for prefixes that the KV cache has evicted, in GiB. 0: none.",
     "preempt": "What becomes of the blocks of a preempted sequence: moved to host memory and back, or computed "
     "again. `auto` takes what is faster, by measured rates.",
-    "max_preemptions": "Of one sequence; after so many it is safe from them.",
+    "max_preemptions": "How often one sequence may be preempted; then it is safe.",
     "priority_ageing_seconds": "So long a request waits until it passes younger ones that are one step of priority "
     "better.",
     "mixed_step_seconds": "The longest pause between two tokens of a running sequence that a long prompt beside it "
-    "should cause, in seconds. 0: no limit.",
-    "deterministic": "A request's tokens do not depend on what else runs: fp32 with fixed tiles, slower.",
+    "should cause, in seconds. 0: no limit beside --max-num-batched-tokens.",
+    "deterministic": "A request's tokens do not depend on what else runs: fp32 with fixed tiles.",
     "simulated_prefill_tokens_per_second": "Of the simulated engine: prompt tokens computed in a second.",
     "simulated_step_seconds": "Of the simulated engine: what a step takes besides its prompt tokens.",
 }

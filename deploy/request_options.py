@@ -95,7 +95,9 @@ def answer_options(command: Command) -> Command:
             "--logprobs", type=int, help="Likeliest tokens to name beside each; shown with --output json."
         ),
         click.option(
-            "--prompt-logprobs", type=int, help="The same for the prompt's tokens, which then use no cache."
+            "--prompt-logprobs",
+            type=int,
+            help="The same beside each token of the prompt, which then reuses no cache; shown with --output json.",
         ),
         click.option(
             "--json-schema",
@@ -110,7 +112,9 @@ def answer_options(command: Command) -> Command:
         click.option(
             "--cache-salt", help="Share cached prefixes only with requests that give the same salt."
         ),
-        click.option("--request-id", help="Name the request, as others see it. Default: a random one."),
+        click.option(
+            "--request-id", help="The request's name, by which it can be aborted. Default: a random one."
+        ),
     )
 
 

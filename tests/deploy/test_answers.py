@@ -11,6 +11,7 @@ import grpc
 import pytest
 from blockyard.deploy.cli import main
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
+from blockyard.router.client.arguments import GenerateArguments
 from click.testing import CliRunner, Result
 
 
@@ -128,11 +129,17 @@ def test_every_option_reaches_the_server(terminal: Terminal, tmp_path: Path) -> 
         "--logprobs": "2",
         "--json-schema": f"@{schema}",
         "--priority": "-5",
+        "--early-stopping": "never",
+        "--prompt-logprobs": "3",
+        "--cache-salt": "tenant-a",
+        "--request-id": "mine",
     }
+    several = ["--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--bad-token-id", "7", "--bad-token-id", "8"]
+    several += ["--allowed-token-id", "5", "--allowed-token-id", "6", "--ignore-eos", "--include-stop"]
     arguments = [part for option in options.items() for part in option]
-    assert terminal.run("generate", "x", "--ignore-eos", *arguments).exit_code == 0
+    assert terminal.run("generate", "x", *several, *arguments).exit_code == 0
     (request,) = terminal.router.requests
-    assert request.priority == -5
+    assert (request.priority, request.cache_salt, request.request_id) == (-5, "tenant-a", "mine")
     assert request.sampling == inference_pb2.SamplingParams(
         max_tokens=256,
         min_tokens=3,
@@ -151,7 +158,44 @@ def test_every_option_reaches_the_server(terminal: Terminal, tmp_path: Path) -> 
         logprobs=2,
         structured_output={"json_schema": '{"type": "object"}'},
         ignore_eos=True,
+        early_stopping=inference_pb2.EARLY_STOPPING_NEVER,
+        prompt_logprobs=3,
+        logit_bias={5: -1.5, 6: 2.0},
+        allowed_token_ids=[5, 6],
+        bad_token_ids=[7, 8],
+        include_stop_in_output=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("heuristic", inference_pb2.EARLY_STOPPING_HEURISTIC),
+        ("first", inference_pb2.EARLY_STOPPING_FIRST),
+        ("never", inference_pb2.EARLY_STOPPING_NEVER),
+    ],
+)
+def test_each_way_to_stop_a_search_early_has_its_name(
+    terminal: Terminal, name: str, value: inference_pb2.EarlyStopping
+) -> None:
+    terminal.router.answers = ONE
+    assert terminal.run("generate", "x", "--early-stopping", name).exit_code == 0
+    assert terminal.router.requests[0].sampling.early_stopping == value
+
+
+def test_any_json_object_can_be_asked_for(terminal: Terminal) -> None:
+    terminal.router.answers = ONE
+    assert terminal.run("generate", "x", "--json-object").exit_code == 0
+    structured = terminal.router.requests[0].sampling.structured_output
+    assert structured == inference_pb2.StructuredOutput(json_object=True)
+
+
+def test_every_argument_of_the_client_that_is_no_prompt_is_an_option_of_generate() -> None:
+    # The rest names a prompt, or the one model that a cluster serves.
+    arguments = GenerateArguments.__annotations__.keys() - {"messages", "prompt_token_ids", "model"}
+    options = {parameter.name: parameter for parameter in main.commands["generate"].params}
+    assert arguments <= options.keys()
+    assert all(getattr(options[name], "help", None) for name in arguments)
 
 
 def test_what_is_not_asked_for_is_left_to_the_server(terminal: Terminal) -> None:
@@ -170,6 +214,11 @@ def test_what_is_not_asked_for_is_left_to_the_server(terminal: Terminal) -> None
         (("--seed", str(2**63)), "seed: "),
         (("--max-tokens", "-1"), "max_tokens: "),
         (("--regex", "a", "--json-schema", "{}"), "at most one of"),
+        (("--regex", "a", "--json-object"), "at most one of"),
+        (("--logit-bias", "5"), "'5' is not ID=VALUE"),
+        (("--logit-bias", "5=1", "--logit-bias", "5=2"), "token 5 has two biases"),
+        (("--logit-bias", "-5=1"), "logit_bias: "),
+        (("--early-stopping", "true"), "'heuristic', 'first', 'never'"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_sent(

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.cluster import UpOptions, cpus_per_worker
-from blockyard.deploy.options import engine_config, model_path
+from blockyard.deploy.cluster import UpOptions, _spec, cpus_per_worker
+from blockyard.deploy.options import ENGINE_HELP, engine_config, model_path
 from blockyard.deploy.processes import ProcessIdentity, identify
 from blockyard.deploy.size import parse_bytes
+from blockyard.router.config import RouterConfig
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
 
@@ -146,6 +147,8 @@ def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:
         ("--kv-cache-memory", "much"),
         ("--workers", "0"),
         ("--max-num-seqs", "0"),
+        ("--max-outputs", "0"),
+        ("--max-beam-width", "0"),
         ("--gpu-memory-utilization", "1.5"),
         ("--cluster", "../../etc"),
         ("--model", "/no/such/folder"),
@@ -183,6 +186,33 @@ def test_the_options_of_up_are_the_engines_settings_with_their_defaults() -> Non
     names = [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
     values = {name: parameters[name].default for name in names}
     assert engine_config({"model": "demo", **values}) == EngineConfig(model=model_path("demo"))
+
+
+def test_every_setting_of_the_engine_is_explained() -> None:
+    parameters = {parameter.name: parameter for parameter in main.commands["up"].params}
+    names = EngineConfig.__dataclass_fields__.keys()
+    assert {name: getattr(parameters[name], "help", None) for name in names} == ENGINE_HELP
+    assert all(ENGINE_HELP.values())
+
+
+def test_limits_of_a_request_reach_the_routers_and_are_by_default_their_own() -> None:
+    engine = EngineConfig(model="demo")
+    limited = UpOptions(engine=engine, max_outputs=3, max_beam_width=5)
+    routers = [
+        _spec(cluster_state(), options, 1, 0.0, 1.0).router for options in (limited, UpOptions(engine=engine))
+    ]
+    own = RouterConfig(model="demo")
+    assert [(router.max_outputs, router.max_beam_width) for router in routers] == [
+        (3, 5),
+        (own.max_outputs, own.max_beam_width),
+    ]
+
+
+def test_a_folder_for_pictures_is_refused_where_none_are_drawn(tmp_path: Path) -> None:
+    result = run("figures", "--folder", str(tmp_path / "pictures"))
+    assert result.exit_code == 2
+    assert "--output png" in result.output
+    assert not (tmp_path / "pictures").exists()
 
 
 def test_a_state_file_is_its_owners_alone_and_reads_back_the_same(home: Path) -> None:

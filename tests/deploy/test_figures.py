@@ -1,6 +1,8 @@
 """The command `figures`: what it prints is computed, compared and drawn; and the contiguous memory it simulates."""
 
 import json
+import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +47,7 @@ def test_every_figure_of_the_issue_is_in_the_json(figures: Figures) -> None:
     assert set(document["arrivals"]["peak_running"]) == {"contiguous", "paged"}
 
 
-def test_the_table_shows_both_numbers_and_says_where_they_differ(figures: Figures) -> None:
+def test_the_table_shows_both_numbers_and_says_how_they_differ(figures: Figures) -> None:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(figures_table(figures))
     lines = console.export_text().splitlines()
@@ -53,7 +55,9 @@ def test_the_table_shows_both_numbers_and_says_where_they_differ(figures: Figure
     assert static.count("46.9%") == 2
     assert "differs" not in static
     (admitted,) = (line for line in lines if "as the scheduler admits" in line)
-    assert "differs" in admitted
+    assert "differs: below the textbook" in admitted
+    (paged,) = (line for line in lines if "paged memory in use" in line)
+    assert "differs: above the textbook" in paged
 
 
 @pytest.mark.parametrize(("ours", "agrees"), [(0.4688, True), (0.4680, False)])
@@ -75,6 +79,24 @@ def test_each_figure_becomes_a_picture(figures: Figures, tmp_path: Path) -> None
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 5_000
+
+
+def test_drawing_leaves_nothing_in_the_home_folder(figures: Figures, tmp_path: Path) -> None:
+    (home := tmp_path / "home").mkdir()
+    (temporary := tmp_path / "temporary").mkdir()
+    (computed := tmp_path / "figures.pickle").write_bytes(pickle.dumps(figures))
+    code = (
+        "import pickle, sys; from pathlib import Path; from blockyard.deploy.figures_plots import draw_figures;"
+        "draw_figures(pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2]))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG_"))}
+    subprocess.run(
+        [sys.executable, "-c", code, str(computed), str(tmp_path / "pictures")],
+        check=True,
+        env=kept | {"HOME": str(home), "TMPDIR": str(temporary)},
+    )
+    assert len(list((tmp_path / "pictures").iterdir())) == 6
+    assert list(home.iterdir()) == list(temporary.iterdir()) == []
 
 
 def test_computing_needs_neither_torch_nor_matplotlib() -> None:

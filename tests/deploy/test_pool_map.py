@@ -2,7 +2,7 @@
 
 import io
 
-from blockyard.deploy.pool_map import cells_of_map, pool_map
+from blockyard.deploy.pool_map import cells_of_map, host_lines, pool_map
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.worker.pool_map import MAX_CELLS, block_cells, map_text, merged_cells
 from rich.console import Console
@@ -52,6 +52,21 @@ def test_the_picture_shows_counts_cells_and_legend_without_colour_codes() -> Non
     assert "133 blocks of 16 tokens (133.0 KiB): 57 free, 70 cached, 6 used" in page
     assert "  0 11666+" + "c" * 58 in page
     assert "\x1b" not in page
+
+
+def test_host_memory_has_a_line_where_a_worker_has_a_cache_there_or_has_moved_blocks_to_it() -> None:
+    assert "host memory" not in drawn(MIXED)
+    pool = cluster_pb2.BlockPool(bytes_per_block=1024, host_cache_blocks=512)
+    pool.load.host_cached_blocks = 17
+    assert host_lines(pool) == ["host memory: 17 of 512 blocks (512.0 KiB) cached"]
+    pool.load.swaps, pool.load.preemptions = 3, 4
+    pool.MergeFrom(MIXED)
+    assert (
+        "host memory: 17 of 512 blocks (512.0 KiB) cached; 3 of 4 preemptions moved their blocks there"
+        in drawn(pool).splitlines()
+    )
+    pool.host_cache_blocks = 0
+    assert host_lines(pool) == ["host memory: 3 of 4 preemptions moved their blocks there"]
 
 
 def test_of_merged_blocks_the_busiest_shows() -> None:

@@ -23,3 +23,14 @@ def test_host_memory_has_a_column_once_a_worker_keeps_blocks_there() -> None:
     headings, first, second = lines_of(plain, host)
     column = headings.index("host")
     assert (first[column], second[column]) == ("0", "17")
+
+
+def test_preemptions_and_swaps_have_columns_once_a_worker_has_some() -> None:
+    calm = cluster_pb2.WorkerLoad(used_blocks=3)
+    crowded = cluster_pb2.WorkerLoad(used_blocks=3, preemptions=5, swaps=2)
+    assert not {"preempted", "swapped"} & set(lines_of(calm)[0])
+    headings, *rows = lines_of(calm, crowded)
+    assert [[row[headings.index(name)] for name in ("preempted", "swapped")] for row in rows] == [
+        ["0", "0"],
+        ["5", "2"],
+    ]
