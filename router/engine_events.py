@@ -37,6 +37,8 @@ class Refused:
 
     reason: int
     """RejectReason of the contract."""
+    detail: str = ""
+    """Fit for the client; empty where the reason says all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,7 +258,8 @@ class EngineLink:
                     self._route(message.step)
                 case "rejected":
                     self._events.heard(self.address, None)
-                    self._end(message.rejected.handle, Refused(reason=message.rejected.reason))
+                    rejected = message.rejected
+                    self._end(rejected.handle, Refused(reason=rejected.reason, detail=rejected.detail))
                 case "pong":
                     self._events.heard(
                         self.address, message.pong.load if message.pong.HasField("load") else None

@@ -199,7 +199,8 @@ class _Attempt:
                 raise DeadlinePassed("the deadline passed before the output was complete")
             case session_pb2.REJECT_REASON_GRAMMAR:
                 raise InvalidRequest.of(
-                    "sampling.structured_output", "cannot be compiled, or not within the server's limits"
+                    "sampling.structured_output",
+                    refused.detail or "cannot be compiled, or not within the server's limits",
                 )
             case session_pb2.REJECT_REASON_NO_CHOICE:
                 raise InvalidRequest.of(

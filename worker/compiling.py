@@ -14,6 +14,7 @@ from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.grammar.compiler import GrammarsBusy
+from blockyard.worker.grammar.grammar import GrammarError
 from blockyard.worker.submits import Refused
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,9 @@ logger = logging.getLogger(__name__)
 LEAST_DEADLINE_SECONDS = 0.001
 CompileGrammar: TypeAlias = Callable[[StructuredOutput], Awaitable[object]]
 """What the engine is given for it. Raises ValueError for what cannot be compiled, or not within its limits, and
-GrammarsBusy where too many wait."""
+GrammarsBusy where too many wait. The client is told the text of a GrammarError, and of no other."""
+Refuse: TypeAlias = Callable[[RejectReason, str], object]
+"""Takes the reason, and a sentence on it for the client, or none."""
 
 
 class Compiling:
@@ -45,7 +48,7 @@ class Compiling:
         wanted: StructuredOutput,
         *,
         then: Callable[[EngineRequest], object],
-        refuse: Callable[[RejectReason], object],
+        refuse: Refuse,
     ) -> None:
         """Calls `then` with the request and its grammar, or `refuse`; neither after a cancel."""
         assert handle not in self._tasks
@@ -73,22 +76,24 @@ class Compiling:
         request: EngineRequest,
         wanted: StructuredOutput,
         then: Callable[[EngineRequest], object],
-        refuse: Callable[[RejectReason], object],
+        refuse: Refuse,
     ) -> None:
         try:
             compiled = await self._compiled(request, wanted)
         except Refused as refused:
-            refuse(refused.reason)
+            refuse(refused.reason, "")
+        except GrammarError as error:
+            refuse(RejectReason.REJECT_REASON_GRAMMAR, str(error))
         except Exception:
             logger.exception("the compiler of grammars failed")
-            refuse(RejectReason.REJECT_REASON_INTERNAL)
+            refuse(RejectReason.REJECT_REASON_INTERNAL, "")
         else:
             then(compiled)
 
     async def _compiled(self, request: EngineRequest, wanted: StructuredOutput) -> EngineRequest:
-        """With its grammar, and what is left of its time. Raises Refused."""
+        """With its grammar, and what is left of its time. Raises Refused, and GrammarError."""
         if self._compile_grammar is None:
-            raise Refused(RejectReason.REJECT_REASON_GRAMMAR)
+            raise GrammarError("this worker follows no structured output")
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
@@ -98,6 +103,8 @@ class Compiling:
             raise Refused(RejectReason.REJECT_REASON_BUSY) from error
         except TimeoutError as error:
             raise Refused(RejectReason.REJECT_REASON_DEADLINE) from error
+        except GrammarError:
+            raise
         except ValueError as error:
             raise Refused(RejectReason.REJECT_REASON_GRAMMAR) from error
         if request.deadline_seconds is None:

@@ -16,6 +16,7 @@ from blockyard.worker.sequence import FinishReason, TokenLogprob
 FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
 MAX_LOGPROBS_A_MESSAGE = 500_000
 """About 6 MB; several long prompts' in one message would be more than a router takes. One row is never split."""
+MAX_DETAIL_CHARACTERS = 200
 
 _Key = tuple[int, int]
 """A request's handle, and which of its outputs."""
@@ -81,8 +82,9 @@ class Outbox:
         row = self._rows.setdefault((handle, output.index), _Row(token_offset=output.token_offset))
         row.add(output)
 
-    def reject(self, handle: int, reason: RejectReason) -> None:
-        self._rejected.append(Rejected(handle=handle, reason=reason))
+    def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
+        detail = detail[:MAX_DETAIL_CHARACTERS]
+        self._rejected.append(Rejected(handle=handle, reason=reason, detail=detail))
 
     def answer_ping(self, nonce: int, load: EngineLoad) -> None:
         """Only the newest ping is answered: it says all that older answers would."""

@@ -63,8 +63,8 @@ class _Link:
     outbox: Outbox = field(default_factory=Outbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def reject(self, handle: int, reason: RejectReason) -> None:
-        self.outbox.reject(handle, reason)
+    def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
+        self.outbox.reject(handle, reason, detail)
         self.has_news.set()
 
     def take(self, load: EngineLoad) -> list[ToRouter]:

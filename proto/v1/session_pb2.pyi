@@ -232,9 +232,11 @@ class RowDetails(_message.Message):
     def __init__(self, row: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprob, _Mapping]]] = ..., cumulative_logprob: _Optional[float] = ..., beam_score: _Optional[float] = ...) -> None: ...
 
 class Rejected(_message.Message):
-    __slots__ = ("handle", "reason")
+    __slots__ = ("handle", "reason", "detail")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
     handle: int
     reason: RejectReason
-    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[_Union[RejectReason, str]] = ...) -> None: ...
+    detail: str
+    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...

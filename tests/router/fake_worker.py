@@ -47,6 +47,7 @@ class Script:
 
     reject: int | None = None
     """RejectReason at once."""
+    reject_detail: str = ""
     fail_after: int | None = None
     """REJECT_REASON_INTERNAL in a step after so many tokens."""
     die_after: int | None = None
@@ -206,7 +207,8 @@ class FakeWorker(EngineServiceServicer):
         if self.is_full:
             reject = session_pb2.REJECT_REASON_BUSY
         if reject is not None:
-            stream.send(rejected=session_pb2.Rejected(handle=submit.handle, reason=reject))
+            detail = script.reject_detail
+            stream.send(rejected=session_pb2.Rejected(handle=submit.handle, reason=reject, detail=detail))
         else:
             stream.tasks[submit.handle] = asyncio.create_task(self._run(stream, submit, script))
 

@@ -166,12 +166,21 @@ async def test_a_prompts_logprobs_come_once_and_are_not_asked_for_again(n: int, 
     assert sorted(asked) == ([True, True] if after == 0 else [False, True])
 
 
-async def test_a_grammar_that_cannot_be_compiled_is_the_clients_mistake() -> None:
-    script = Script(reject=session_pb2.REJECT_REASON_GRAMMAR)
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ("not supported: if", "not supported: if"),
+        ("", "cannot be compiled, or not within the server's limits"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_compiled_is_the_clients_mistake(detail: str, told: str) -> None:
+    """And the client is told why, as the worker says it."""
+    script = Script(reject=session_pb2.REJECT_REASON_GRAMMAR, reject_detail=detail)
     async with rig(FakeWorker("a", script=lambda submit: script)) as made:
         with pytest.raises(InvalidRequest) as refused:
             await collect(made, several(1))
-        assert [violation.field for violation in refused.value.violations] == ["sampling.structured_output"]
+        violations = [(each.field, each.description) for each in refused.value.violations]
+        assert violations == [("sampling.structured_output", told)]
         assert len(all_submits(made)) == 1
 
 

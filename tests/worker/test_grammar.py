@@ -16,6 +16,8 @@ from blockyard.worker.grammar.grammar import (
     GrammarError,
     grammar_of,
 )
+from blockyard.worker.grammar.refusals import refused
+from blockyard.worker.grammar.schema import FORMATS, prepared
 
 from .grammars import PERSON, bytes_source, demo_source, draw_output, regex, schema, text_of
 
@@ -73,27 +75,146 @@ def test_any_json_object_is_a_json_object(source) -> None:  # type: ignore[no-un
     assert all(isinstance(value, dict) for value in values)
 
 
+def problem_of(grammar: Grammar) -> str:
+    with pytest.raises(GrammarError) as refused:
+        CompiledGrammar(grammar, demo_source().load()).try_out()
+    return str(refused.value)
+
+
+SMALL = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "rye"]}, "minItems": 2, "maxItems": 4},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+RUN_OF_SPACE = re.compile(r"\s\s")
+
+
+def test_an_output_is_not_drowned_in_whitespace() -> None:
+    """Names here hold no space of their own: all that is seen stands between the parts."""
+    names = {"name": {"type": "string", "pattern": "^[a-z]{1,10}$"}}
+    compiled = CompiledGrammar(
+        schema({**SMALL, "properties": {**SMALL["properties"], **names}}),  # type: ignore[dict-item]
+        demo_source().load(),
+    )
+    outputs = [draw_output(compiled, demo_source(), seed, max_tokens=100) for seed in range(20)]
+    texts = [text_of(demo_source(), output) for output in outputs if output is not None]
+    assert len(texts) == len(outputs)
+    assert not any(RUN_OF_SPACE.search(text) for text in texts), texts
+    assert any(" " in text or "\n" in text for text in texts)
+
+
 @pytest.mark.parametrize(
-    "grammar",
+    ("wanted", "reason"),
     [
-        schema({"not": {"type": "string"}}),
-        schema({"type": "array", "uniqueItems": True}),
-        schema({"if": {"type": "string"}, "then": {"minLength": 3}, "x-guidance": {"lenient": True}}),
-        schema({"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}),
-        schema({"$ref": "http://127.0.0.1:1/other.json"}),
-        schema(False),
-        Grammar(kind="json_schema", source='{"const": NaN}'),
-        Grammar(kind="json_schema", source='{"const": "\\ud800"}'),
-        regex("(a"),
-        regex(r"(?=a)a"),
-        regex(r"(a)\1"),
-        regex(r"\ba"),
+        ({"type": "array", "uniqueItems": True}, "not supported: uniqueItems"),
+        ({"if": {}, "then": {}, "x-guidance": {"lenient": True}}, "not supported: if, then"),
+        ({"not": {"type": "string"}}, "not supported: not"),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
+            "not supported: oneOf with parts that may overlap; anyOf is",
+        ),
+        (
+            {"type": "string", "pattern": "(?=secret)"},
+            "of a pattern in it, not supported: look-ahead and look-behind",
+        ),
+        (
+            {"patternProperties": {r"\bsecret": {}}},
+            r"of a pattern in it, not supported: \b, \B, and ^ or $ anywhere but at the ends",
+        ),
+        ({"$ref": "#/secret"}, "a $ref points nowhere"),
+        ({"$ref": "#secret"}, "a $ref points nowhere"),
+        (
+            {"$ref": "http://127.0.0.1:1/secret"},
+            "a $ref or $schema names another document, and none is fetched",
+        ),
+        ({"type": "secret"}, "it is not valid, see type"),
+        ({"type": "string", "minLength": "secret"}, "it is not valid, see minLength"),
+        ({"required": "secret"}, "it is not valid, see required"),
+        ({"enum": "secret"}, "it is not valid, see enum"),
+        ({"items": "secret"}, "it is not valid, a schema must be an object, true or false"),
+        (
+            {"allOf": [{"type": "string"}, {"const": 1}]},
+            "it contradicts itself, so that no output can follow it",
+        ),
+        (False, "false allows no output"),
     ],
-    ids=lambda grammar: grammar.source,
 )
-def test_what_cannot_be_followed_exactly_is_refused_without_quoting_it(grammar: Grammar) -> None:
-    with pytest.raises(GrammarError, match="cannot be compiled: it is wrong, or uses what is not supported"):
-        CompiledGrammar(grammar, demo_source().load())
+def test_a_schema_is_refused_with_a_reason_that_repeats_keywords_alone(wanted: object, reason: str) -> None:
+    assert problem_of(schema(wanted)) == f"the JSON schema cannot be compiled: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("(secret", "it is not valid, a group is not closed"),
+        ("[secret", "it is not valid, a character class is not closed"),
+        ("secret)", "it is not valid, a group is closed that was not opened"),
+        (r"secret\q", "it is not valid, an escape is unknown"),
+        ("*secret", "it is not valid, there is nothing to repeat"),
+        ("s{5,2}", "it is not valid"),
+        ("(?=secret)s", "not supported: look-ahead and look-behind"),
+        (r"\bsecret", r"not supported: \b, \B, and ^ or $ anywhere but at the ends"),
+        (r"(secret)\1", "not supported: references back to a group"),
+    ],
+)
+def test_an_expression_is_refused_with_a_reason_that_quotes_nothing(expression: str, reason: str) -> None:
+    assert problem_of(regex(expression)) == f"the regular expression cannot be compiled: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (schema({"$ref": "#"}), "no output can follow"),
+        (regex("[a&&b]"), "no output can follow"),
+        (regex("(((a{100}){100}){100}){100}"), "too complex"),
+        (schema({"properties": {f"p{i}": {} for i in range(1500)}, "type": "object"}), "too complex"),
+    ],
+    ids=["a loop", "an empty class", "repeated", "wide"],
+)
+def test_what_contradicts_itself_is_told_from_what_is_too_complex(grammar: Grammar, problem: str) -> None:
+    assert problem in problem_of(grammar)
+
+
+@pytest.mark.parametrize("source", ['{"const": NaN}', '{"const": "\\ud800"}'])
+def test_what_is_json_to_python_alone_is_refused(source: str) -> None:
+    assert "it is not valid" in problem_of(Grammar(kind="json_schema", source=source))
+
+
+def test_a_key_that_is_no_keyword_by_its_form_is_never_repeated() -> None:
+    key = "my secret"
+    told = refused(schema({key: 1, "contains": {}}), f'Unimplemented keys: ["{key}", "contains", "other"]')
+    assert str(told) == "the JSON schema cannot be compiled: not supported: contains"
+    many = {f"k{i}": 1 for i in range(9)}
+    told = refused(schema(many), f"Unimplemented keys: {json.dumps(list(many))}")
+    assert str(told).endswith("not supported: k0, k1, k2, k3, k4")
+
+
+def test_what_means_nothing_in_a_schema_does_not_refuse_it() -> None:
+    noted = {"type": "string", "format": "licence-plate", "uniqueItems": False}
+    assert prepared({"properties": {"format": noted, "uniqueItems": False}, "items": [noted]}) == {
+        "properties": {"format": {"type": "string"}, "uniqueItems": False},
+        "items": [{"type": "string"}],
+    }
+    kept = {"enum": [{"format": "x", "uniqueItems": False}], "uniqueItems": True, "format": "date"}
+    assert prepared(kept) == kept
+    CompiledGrammar(schema(noted), demo_source().load()).try_out()
+
+
+def test_the_formats_that_are_kept_are_those_the_library_follows() -> None:
+    for name in FORMATS:
+        CompiledGrammar(schema({"type": "string", "format": name}), demo_source().load()).try_out()
+
+
+def test_true_allows_any_value() -> None:
+    compiled = CompiledGrammar(schema(True), demo_source().load())
+    outputs = [draw_output(compiled, demo_source(), seed) for seed in range(12)]
+    values = [json.loads(text_of(demo_source(), output)) for output in outputs if output is not None]
+    assert len({type(value) for value in values}) > 2
 
 
 @pytest.mark.parametrize(

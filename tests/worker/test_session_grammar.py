@@ -16,6 +16,7 @@ from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.grammar.compiler import GrammarsBusy
+from blockyard.worker.grammar.grammar import GrammarError
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import StepPlan, StepTokens
 from blockyard.worker.server import WorkerServer
@@ -44,7 +45,9 @@ class Compiler:
             self.cancelled.set()
             raise
         if wanted.regex == "(":
-            raise ValueError("the expression cannot be compiled")
+            raise GrammarError("a group is not closed" + "." * 300)
+        if wanted.regex == "no file":
+            raise ValueError("there is no /srv/model/tokenizer.json")
         if wanted.regex == "busy":
             raise GrammarsBusy("too many grammars wait")
         if wanted.regex == "crash":
@@ -159,15 +162,25 @@ async def test_a_cancel_of_one_output_while_it_compiles_is_kept_for_later(stand:
         assert ended == [1]
 
 
-@pytest.mark.parametrize(("regex", "reason"), [("(", "GRAMMAR"), ("busy", "BUSY"), ("crash", "INTERNAL")])
+@pytest.mark.parametrize(
+    ("regex", "reason", "detail"),
+    [
+        ("(", "GRAMMAR", "a group is not closed" + "." * 179),
+        ("no file", "GRAMMAR", ""),
+        ("busy", "BUSY", ""),
+        ("crash", "INTERNAL", ""),
+    ],
+)
 async def test_what_cannot_be_compiled_is_rejected_and_the_next_one_served(
-    stand: Stand, regex: str, reason: str
+    stand: Stand, regex: str, reason: str, detail: str
 ) -> None:
+    """The client is told what is wrong with its grammar, shortly, and nothing of what is wrong with the worker."""
     stand.compiler.gate.set()
     async with Session(stand.address) as session:
         await session.submit(1, sampling=following(regex))
         rejected = await session.read_until("rejected")
         assert (rejected.handle, RejectReason.Name(rejected.reason)) == (1, f"REJECT_REASON_{reason}")
+        assert rejected.detail == detail
         await session.submit(1, sampling=following("a+"))
         await session.tokens_of(1)
 
@@ -209,6 +222,7 @@ async def test_a_real_worker_compiles_follows_refuses_and_leaves_no_process_behi
             await session.submit(1, sampling=following("(a") | {"eos_token_ids": eos})
             rejected = await session.read_until("rejected")
             assert rejected.reason == RejectReason.REJECT_REASON_GRAMMAR
+            assert rejected.detail.endswith("it is not valid, a group is not closed")
             sampling = following("[0-9]{4}-[0-9]{2}") | {"eos_token_ids": eos, "n": 2}
             await session.submit(2, max_tokens=30, sampling=sampling)
             outputs = await session.outputs_of((2, 0), (2, 1))

@@ -20,7 +20,8 @@ MAX_SCHEMA_DEPTH = 100
 
 
 class GrammarError(ValueError):
-    """The output cannot be made to follow this. The text is fit for the client, and quotes nothing of the grammar."""
+    """The output cannot be made to follow this. The text is fit for the client: of the grammar it repeats the
+    names of keywords alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
