@@ -170,11 +170,11 @@ def _tail(log_path: Path) -> str:
 
 
 def _is_our_server(pid: int, port: int) -> bool:
-    """Reaps the process if it is a child of ours that has ended. Where there is /proc, Redis's own process
-    title (`redis-server 127.0.0.1:<port>`) tells it from a program that got the same pid later."""
+    """Reaps the process if it is a child of ours that has ended; until then its pid is nobody else's. Where there is
+    /proc, Redis's own process title (`redis-server 127.0.0.1:<port>`) tells one that is no child from a program that
+    got the same pid later."""
     with contextlib.suppress(ChildProcessError):
-        if os.waitpid(pid, os.WNOHANG)[0] == pid:
-            return False
+        return os.waitpid(pid, os.WNOHANG)[0] != pid
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
