@@ -29,7 +29,8 @@ proto: install
 	$(BIN)/python -m proto.generate
 
 gpu-check: .typing/blockyard
-	PYTHONPATH=.typing $(PYTHON) -m pytest tests/kernels tests/worker/test_decoder.py -rs
+	PYTHONPATH=.typing $(PYTHON) -m pytest -rs tests/kernels \
+		tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py
 
 install: $(STAMP)
 

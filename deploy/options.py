@@ -33,6 +33,8 @@ ENGINE_HELP = {
     "swap_space_gib": "Host memory for the blocks of preempted sequences, in GiB. Default: on a GPU 4 GiB, or a "
     "quarter of the available memory if that is less; on a CPU none.",
     "host_cache_gib": "Host memory for prefixes that the KV cache has evicted, in GiB. 0: none.",
+    "verify_host_memory": "Check by checksum that a block which comes back from host memory is what went there, at the "
+    "cost of time. Always on with --deterministic.",
     "preempt": "What becomes of the blocks of a preempted sequence: moved to host memory and back, or computed "
     "again. `auto` takes what is faster, by measured rates.",
     "max_preemptions": "How often one sequence may be preempted; then it is safe.",
@@ -80,7 +82,7 @@ def engine_options(command: Command) -> Command:
         flag, told = "--" + setting.name.replace("_", "-"), ENGINE_HELP.get(setting.name)
         if setting.default is MISSING:
             add = click.option(flag, required=True, help=told)
-        elif setting.name == "deterministic":
+        elif setting.default is False:
             add = click.option(flag, is_flag=True, default=False, help=told)
         elif setting.name == "kv_cache_memory":
             add = click.option(flag, default=None, callback=byte_size, metavar="SIZE", help=told)

@@ -41,6 +41,9 @@ class EngineConfig:
     is available if that is less; on a CPU, where it would be the same memory, none."""
     host_cache_gib: float = 0.0
     """Host memory for prefixes that the KV cache has evicted, in GiB."""
+    verify_host_memory: bool = False
+    """Check by checksum that a block which comes back from host memory is what went there. Waits for each copy; always
+    on in deterministic mode."""
     preempt: PreemptionMode = "auto"
     """What becomes of the blocks of a preempted sequence: moved to host memory and back, or computed again. `auto`
     takes what is faster, by measured rates."""
@@ -127,7 +130,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         option = "--" + setting.name.replace("_", "-")
         if setting.name == "model":
             parser.add_argument(option, required=True)
-        elif setting.name == "deterministic":
+        elif setting.default is False:
             parser.add_argument(option, action="store_true")
         else:
             kind = kinds.get(setting.name, type(setting.default))

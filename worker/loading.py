@@ -191,6 +191,7 @@ def _make_runner(
                 num_blocks=num_blocks,
                 block_size=config.block_size,
                 num_host_slots=num_host_slots,
+                verify_host_blocks=config.verify_host_memory,
                 deterministic=config.deterministic,
                 seed=config.seed,
             )

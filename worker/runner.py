@@ -123,6 +123,7 @@ class TorchRunner:
         num_blocks: int,
         block_size: int,
         num_host_slots: int = 0,
+        verify_host_blocks: bool = False,
         deterministic: bool = False,
         seed: int = 0,
     ) -> Self:
@@ -146,7 +147,7 @@ class TorchRunner:
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_slots=num_host_slots,
-            verify_host_blocks=deterministic,
+            verify_host_blocks=verify_host_blocks or deterministic,
         )
 
     @torch.inference_mode()

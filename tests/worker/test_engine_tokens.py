@@ -287,3 +287,26 @@ def test_a_request_that_leaves_itself_no_token_is_told_so_and_harms_nobody() -> 
     assert ended[stuck].has_no_choice
     assert not ended[stuck].token_ids
     assert ended[other].finish_reason is FinishReason.LENGTH
+
+
+def test_a_changed_host_block_is_found_and_never_served() -> None:
+    engine = make_engine(
+        shared_checkpoint("LlamaForCausalLM"),
+        num_blocks=12,
+        deterministic=False,
+        verify_host_memory=True,
+        host_cache_gib=0.01,
+        max_model_len=12 * BLOCK_SIZE,
+    )
+    for seed in range(3):
+        submit(engine, prompt_of(100, seed=seed), 1)
+        run(engine)
+    runner = engine.runner
+    assert isinstance(runner, TorchRunner)
+    assert runner.host_blocks is not None
+    for chunk in runner.host_blocks._chunks_SL2KPD:
+        chunk[..., 0] += 1.0
+    submit(engine, prompt_of(100), 8)
+    assert [output.state for output in engine.step().outputs] == [SequenceState.FAILED]
+    again = submit(engine, prompt_of(100), 8)
+    assert_greedy(shared_checkpoint("LlamaForCausalLM"), prompt_of(100), run(engine)[again][0])
