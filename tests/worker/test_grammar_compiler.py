@@ -48,6 +48,21 @@ def running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def thread_states(pid: int) -> set[str]:
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
+
+
+async def freeze(pid: int) -> None:
+    """Returns once every thread has stopped: the signal reaches one of them, which stops the others."""
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(3000):
+        if thread_states(pid) <= {"T"}:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"process {pid} does not stop")
+
+
 @asynccontextmanager
 async def open_compiler(
     source: TokenizerSource | None = None, **settings: float
@@ -94,7 +109,7 @@ async def test_a_timeout_ends_the_process_and_fails_only_the_one_that_took_it() 
     async with open_compiler(timeout_seconds=1.0) as compiler:
         await compiler.start()
         pid = pid_of(compiler)
-        os.kill(pid, signal.SIGSTOP)
+        await freeze(pid)
         slow, waiting = await asyncio.gather(
             compiler.compile(regex("a+")), compiler.compile(regex("b+")), return_exceptions=True
         )
@@ -108,7 +123,7 @@ async def test_a_timeout_ends_the_process_and_fails_only_the_one_that_took_it() 
 async def test_a_process_that_died_is_replaced_for_the_next_grammar() -> None:
     async with open_compiler() as compiler:
         await compiler.start()
-        os.kill(pid_of(compiler), signal.SIGSTOP)
+        await freeze(pid_of(compiler))
         unlucky = asyncio.create_task(compiler.compile(regex("a+")))
         for _ in range(500):
             if compiler.num_trials:
@@ -177,7 +192,7 @@ async def test_closing_leaves_no_process_and_nobody_waiting() -> None:
     async with open_compiler() as compiler:
         await compiler.start()
         pid = pid_of(compiler)
-        os.kill(pid, signal.SIGSTOP)
+        await freeze(pid)
         waiting = [asyncio.create_task(compiler.compile(regex(text))) for text in "ab"]
         await asyncio.sleep(0.05)
         await compiler.aclose()

@@ -13,6 +13,9 @@ from blockyard.worker.grammar.compiled import TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError
 from blockyard.worker.grammar.trial import OUT_OF_MEMORY, first_line, grammar_line
 
+EXIT_SECONDS = 5.0
+"""Of a process that has closed its output."""
+
 
 class TrialsUnavailable(RuntimeError):
     """The process does not come up: this says nothing of any grammar."""
@@ -71,6 +74,10 @@ class TrialProcess:
             await self.end()
             raise GrammarError("the grammar takes too long to compile") from None
         if not answer:
+            # It is ending by itself. To kill it now could hide how: Popen.kill asks for the status first, and keeps it.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_SECONDS):
+                    await asyncio.shield(self._process.wait())
             await self.end()
             # Rust aborts where memory ends; a stack that overflows ends otherwise.
             aborted = self._process.returncode == -signal.SIGABRT
