@@ -7,7 +7,7 @@ where it stood. Does not own whether a worker has room (admission.py) nor which 
 import asyncio
 import heapq
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 RECHECK_SECONDS = 0.05
@@ -67,11 +67,9 @@ class WaitingLine:
         an older ticket came back meanwhile, only after him."""
         changed = self._changed[ticket]
         changed.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(RECHECK_SECONDS):
                 await changed.wait()
-        except TimeoutError:
-            pass
         await self.turn(ticket)
 
     def _head(self) -> Ticket | None:

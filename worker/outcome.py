@@ -5,7 +5,7 @@ Owns the commit of one step's rows. The queues are queues.py's, blocks block_tab
 
 from dataclasses import dataclass
 
-from blockyard.worker.beams import BeamGroup, Hypothesis
+from blockyard.worker.beams import BeamGroup, Hypothesis, NextBeam
 from blockyard.worker.block_tables import BlockTables
 from blockyard.worker.queues import Queues
 from blockyard.worker.sequence import (
@@ -55,6 +55,7 @@ class Outcome:
         self._max_model_len = max_model_len
 
     def commit(self, row: ScheduledRow, token: int, extras: RowExtras) -> list[Update]:
+        """What one row brought. A sequence that has ended meanwhile only gives back what it held."""
         sequence = row.sequence
         sequence.num_in_flight -= 1
         sequence.num_computed = row.end
@@ -119,23 +120,27 @@ class Outcome:
             for live in group.live:
                 self._queues.leave(live, SequenceState.FINISHED)
             return [BeamsUpdate(sequence=beam, hypotheses=tuple(group.best()))]
-        # All forks come before any token: a parent goes on as its own first child.
+        self._go_on(group, following)
+        return []
+
+    def _go_on(self, group: BeamGroup, following: list[NextBeam]) -> None:
+        """A parent goes on as its own first child; the others are forked from it before any token is added."""
         parents: set[SequenceId] = set()
-        beams = []
+        beams: list[Sequence] = []
         for chosen in following:
-            forks = chosen.parent.sequence_id in parents
-            parents.add(chosen.parent.sequence_id)
-            beams.append(self._queues.fork(chosen.parent, chosen.parent.index) if forks else chosen.parent)
+            parent = chosen.parent
+            is_first = parent.sequence_id not in parents
+            parents.add(parent.sequence_id)
+            beams.append(parent if is_first else self._queues.fork(parent, parent.index))
         for dropped in group.live:
             if dropped.sequence_id not in parents:
                 self._queues.leave(dropped, SequenceState.CANCELLED)
-        for chosen, live in zip(following, beams, strict=True):
-            live.tokens.append(chosen.token)
-            self._tables.name_full_blocks(live)
+        for chosen, beam in zip(following, beams, strict=True):
+            beam.tokens.append(chosen.token)
+            self._tables.name_full_blocks(beam)
         group.go_on(
-            [(live, chosen.cumulative_logprob) for chosen, live in zip(following, beams, strict=True)]
+            [(beam, chosen.cumulative_logprob) for chosen, beam in zip(following, beams, strict=True)]
         )
-        return []
 
     def fail(self, row: ScheduledRow) -> list[Update]:
         """Its step has raised: the sequence ends, and nothing that was computed is kept or found again."""

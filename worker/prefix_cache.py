@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from blockyard.worker.block_pool import BlockPool
+from blockyard.worker.net_changes import NetChanges
 from blockyard.worker.sequence import BlockId, BlockName
 from blockyard.worker.tiers import AnywhereNames
 
@@ -48,7 +49,7 @@ class PrefixCache:
         self._names: dict[BlockId, BlockName] = {}
         self._unconfirmed: set[BlockId] = set()
         self._num_published = 0
-        self._changes: dict[BlockName, bool] = {}
+        self._changes = NetChanges()
 
     def __len__(self) -> int:
         """Published names."""
@@ -130,24 +131,14 @@ class PrefixCache:
     def _record(self, name: BlockName, *, stored: bool) -> None:
         if self._anywhere is not None:
             (self._anywhere.add if stored else self._anywhere.remove)(name)
-        changes = self._changes
-        if changes.get(name) is (not stored):
-            del changes[name]
-        else:
-            changes[name] = stored
+        self._changes.record(name, stored=stored)
 
     def take_changes(self) -> CacheChanges:
         """What was published and removed since the last call."""
-        anywhere = self._anywhere.take_changes() if self._anywhere is not None else ((), ())
-        if not self._changes:
-            return CacheChanges((), (), *anywhere) if any(anywhere) else NO_CHANGES
-        changes, self._changes = self._changes, {}
-        stored = tuple([name for name, is_stored in changes.items() if is_stored])
-        if len(stored) == len(changes):
-            return CacheChanges(stored, (), *anywhere)
-        return CacheChanges(
-            stored, tuple([name for name, is_stored in changes.items() if not is_stored]), *anywhere
-        )
+        stored, removed = self._changes.take()
+        if self._anywhere is not None:
+            return CacheChanges(stored, removed, *self._anywhere.take_changes())
+        return CacheChanges(stored, removed) if stored or removed else NO_CHANGES
 
     def check_invariants(self) -> None:
         """Raises AssertionError where names, copies and counts disagree. O(blocks)."""

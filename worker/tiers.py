@@ -4,6 +4,7 @@ What the prefix index is told under the worker's second berth. Counts places, an
 last look.
 """
 
+from blockyard.worker.net_changes import NetChanges
 from blockyard.worker.sequence import BlockName
 
 
@@ -12,7 +13,7 @@ class AnywhereNames:
 
     def __init__(self) -> None:
         self._places: dict[BlockName, int] = {}
-        self._changes: dict[BlockName, bool] = {}
+        self._changes = NetChanges()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -23,24 +24,14 @@ class AnywhereNames:
     def add(self, name: BlockName) -> None:
         self._places[name] = self._places.get(name, 0) + 1
         if self._places[name] == 1:
-            self._record(name, stored=True)
+            self._changes.record(name, stored=True)
 
     def remove(self, name: BlockName) -> None:
         self._places[name] -= 1
         if not self._places[name]:
             del self._places[name]
-            self._record(name, stored=False)
-
-    def _record(self, name: BlockName, *, stored: bool) -> None:
-        if self._changes.get(name) is (not stored):
-            del self._changes[name]
-        else:
-            self._changes[name] = stored
+            self._changes.record(name, stored=False)
 
     def take_changes(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:
         """Names that have come (a parent before its children) and gone (a child before its parent)."""
-        changes, self._changes = self._changes, {}
-        return (
-            tuple(name for name, stored in changes.items() if stored),
-            tuple(name for name, stored in changes.items() if not stored),
-        )
+        return self._changes.take()

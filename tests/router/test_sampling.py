@@ -10,13 +10,8 @@ from blockyard.router.model_facts import ModelFacts
 from blockyard.router.sampling import parse_sampling
 from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
 
-FACTS = ModelFacts(
-    name="tiny",
-    vocab_size=1000,
-    max_position_embeddings=128,
-    eos_token_ids=frozenset({2, 0}),
-    longest_token_bytes=10,
-)
+from .facts import FACTS
+
 LIMITS = SamplingLimits(max_outputs=8, max_beam_width=6)
 BEAMS = {"beam_width": 4}
 OBJECT = {"json_object": True}

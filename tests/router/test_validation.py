@@ -6,17 +6,11 @@ from typing import Any
 import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from blockyard.router.model_facts import ModelFacts
 from blockyard.router.sampling_checks import SamplingLimits
 from blockyard.router.validation import check_prompt_report, valid_generation
 
-FACTS = ModelFacts(
-    name="tiny",
-    vocab_size=1000,
-    max_position_embeddings=128,
-    eos_token_ids=frozenset({2, 0}),
-    longest_token_bytes=10,
-)
+from .facts import FACTS
+
 MAX_MODEL_LEN = 128
 LIMITS = SamplingLimits()
 

@@ -1,0 +1,11 @@
+"""A model small enough to reach every bound."""
+
+from blockyard.router.model_facts import ModelFacts
+
+FACTS = ModelFacts(
+    name="tiny",
+    vocab_size=1000,
+    max_position_embeddings=128,
+    eos_token_ids=frozenset({2, 0}),
+    longest_token_bytes=10,
+)

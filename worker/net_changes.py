@@ -1,0 +1,27 @@
+"""The net difference of a set of names since the last look: what came and went meanwhile is not told."""
+
+from blockyard.worker.sequence import BlockName
+
+
+class NetChanges:
+    """In order of each name's last change."""
+
+    def __init__(self) -> None:
+        self._changes: dict[BlockName, bool] = {}
+
+    def record(self, name: BlockName, *, stored: bool) -> None:
+        changes = self._changes
+        if changes.get(name) is (not stored):
+            del changes[name]
+        else:
+            changes[name] = stored
+
+    def take(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:
+        """Names that have come and names that have gone."""
+        if not self._changes:
+            return (), ()
+        changes, self._changes = self._changes, {}
+        stored = tuple([name for name, is_stored in changes.items() if is_stored])
+        if len(stored) == len(changes):
+            return stored, ()
+        return stored, tuple([name for name, is_stored in changes.items() if not is_stored])
