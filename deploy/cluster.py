@@ -28,9 +28,9 @@ from blockyard.router.client import Client
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
     DEFAULT_MAX_OUTPUTS,
-    PolicyName,
     RouterConfig,
 )
+from blockyard.router.placement_config import PolicyName
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.model.config import load_config
 

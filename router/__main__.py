@@ -12,9 +12,9 @@ from typing import get_args
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
     DEFAULT_MAX_OUTPUTS,
-    PolicyName,
     RouterConfig,
 )
+from blockyard.router.placement_config import PolicyName
 from blockyard.router.server import RouterServer
 
 SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"

@@ -1,9 +1,10 @@
 """Every setting of a router, with its unit, in one frozen value."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-PolicyName = Literal["prefix", "round_robin", "least_loaded"]
+from blockyard.router.placement_config import PlacementConfig, PolicyName
+
 DEFAULT_MAX_OUTPUTS = 16
 DEFAULT_MAX_BEAM_WIDTH = 16
 
@@ -25,11 +26,18 @@ class RouterConfig:
     workers: tuple[str, ...] = ()
     """Addresses "host:port" known from the start; others are learned from Redis and the supervisor."""
     policy: PolicyName = "prefix"
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     max_requests: int = 1024
     """Admitted at once, queued and running together; beyond it RESOURCE_EXHAUSTED. One with several outputs or beams
     counts as so many."""
     max_tokens_admitted: int = 4_000_000
     """Estimated prompt tokens admitted at once."""
+    max_queue_seconds: float = 120.0
+    """A request that found no worker for so long is refused, with advice when to come back."""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the waiting line by tenant; 1 for who is not named."""
+    reuse_port: bool = False
+    """Several router processes of one machine listen on the one port; the kernel deals connections out."""
     max_outputs: int = DEFAULT_MAX_OUTPUTS
     """Of one request (`n`)."""
     max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
@@ -56,5 +64,7 @@ class RouterConfig:
             raise ValueError("max_outputs and max_beam_width must be at least 1")
         if self.no_worker_seconds < 0 or self.priority_ageing_seconds < 0:
             raise ValueError("no_worker_seconds and priority_ageing_seconds must not be negative")
+        if self.max_queue_seconds <= 0 or any(weight <= 0 for weight in self.tenant_weights.values()):
+            raise ValueError("max_queue_seconds and tenant_weights must be above 0")
         if not 0 < self.suspect_seconds < self.lost_seconds:
             raise ValueError("need 0 < suspect_seconds < lost_seconds")

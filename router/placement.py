@@ -17,33 +17,10 @@ from random import Random
 from statistics import median
 
 from blockyard.proto.prefix_index import WorkerId
-from blockyard.router.config import PolicyName
+from blockyard.router.placement_config import PlacementConfig, PolicyName
 
 LEAST_TOKENS_PER_SECOND = 1e-3
 """A lower rate is no measurement."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementWeights:
-    """Prices of the terms. They need not be exact: only the order of workers counts."""
-
-    assumed_prefill_tokens_per_second: float = 2_000.0
-    """Before any worker has measured its own; then the median of the measured ones stands in."""
-    decode_ms_per_sequence: float = 4.0
-    """Price of each sequence on a worker that has not measured how fast it decodes."""
-    decode_step_fraction: float = 0.5
-    """Price of each sequence on a worker that has, as a part of the time that its token takes there: a prompt
-    finds a step half done on average."""
-    memory_free_fraction: float = 0.1
-    """With less than this part of the pool free (or cached, which is as good), memory begins to cost."""
-    memory_full_ms: float = 2_000.0
-    """Price of a pool that cannot hold the request at all: it waits or pushes someone out."""
-    near_equal_ms: float = 1.0
-    """Costs closer than this are a tie: a random choice among them keeps routers from moving in step."""
-    near_equal_fraction: float = 0.02
-    """... or closer than this part of the least cost: estimates are no better."""
-    loaded_ms: float = 250.0
-    """Without the index: a worker whose own load costs more than this is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +106,12 @@ def place(
     candidates: Sequence[Candidate],
     policy: PolicyName,
     rng: Random,
-    weights: PlacementWeights | None = None,
+    weights: PlacementConfig | None = None,
 ) -> Placement:
     """Choose among at least one candidate. Raises ValueError without any."""
     if not candidates:
         raise ValueError("nothing to place on: no candidates")
-    weights = weights or PlacementWeights()
+    weights = weights or PlacementConfig()
     typical_rate = _typical_rate(candidates, weights)
     scores = [_score(request, candidate, typical_rate, weights) for candidate in candidates]
     match policy:
@@ -151,7 +128,7 @@ def place(
     return Placement(chosen=chosen, scores=tuple(sorted(scores, key=lambda score: score.total_ms)))
 
 
-def _typical_rate(candidates: Sequence[Candidate], weights: PlacementWeights) -> float:
+def _typical_rate(candidates: Sequence[Candidate], weights: PlacementConfig) -> float:
     rates = (candidate.prefill_tokens_per_second for candidate in candidates)
     measured = [rate for rate in rates if _is_measured(rate)]
     return median(measured) if measured else weights.assumed_prefill_tokens_per_second
@@ -163,7 +140,7 @@ def _is_measured(tokens_per_second: float) -> bool:
 
 
 def _score(
-    request: PlacementRequest, candidate: Candidate, typical_rate: float, weights: PlacementWeights
+    request: PlacementRequest, candidate: Candidate, typical_rate: float, weights: PlacementConfig
 ) -> Score:
     own_rate = candidate.prefill_tokens_per_second
     tokens_per_ms = (own_rate if _is_measured(own_rate) else typical_rate) / 1000
@@ -185,13 +162,13 @@ def _score(
     )
 
 
-def _sequence_ms(candidate: Candidate, weights: PlacementWeights) -> float:
+def _sequence_ms(candidate: Candidate, weights: PlacementConfig) -> float:
     if _is_measured(candidate.decode_tokens_per_second):
         return weights.decode_step_fraction * 1000 / candidate.decode_tokens_per_second
     return weights.decode_ms_per_sequence
 
 
-def _memory_ms(needed_tokens: int, candidate: Candidate, weights: PlacementWeights) -> float:
+def _memory_ms(needed_tokens: int, candidate: Candidate, weights: PlacementConfig) -> float:
     """Zero while the pool stays roomy, then rising linearly to the full price where the request no longer fits."""
     if candidate.total_blocks == 0:
         return 0.0
@@ -202,7 +179,7 @@ def _memory_ms(needed_tokens: int, candidate: Candidate, weights: PlacementWeigh
 
 
 def _near_least(
-    scores: Sequence[Score], costs_ms: Sequence[float], rng: Random, weights: PlacementWeights
+    scores: Sequence[Score], costs_ms: Sequence[float], rng: Random, weights: PlacementConfig
 ) -> Score:
     least = min(costs_ms)
     limit = least + max(weights.near_equal_ms, weights.near_equal_fraction * least)
@@ -210,7 +187,7 @@ def _near_least(
 
 
 def _by_rendezvous(
-    prefix_key: bytes, scores: Sequence[Score], rng: Random, weights: PlacementWeights
+    prefix_key: bytes, scores: Sequence[Score], rng: Random, weights: PlacementConfig
 ) -> Score:
     """Without the index, equal prefixes still meet: each key has its own order of the workers, and the first
     two of it serve the key. Once both are loaded anyone may, by cost."""

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from blockyard.router.cluster_view import Placed
-from blockyard.router.config import PolicyName
 from blockyard.router.errors import NoWorkers
 from blockyard.router.fleet import Fleet, ModelIdentity
-from blockyard.router.placement import Placement, PlacementRequest, PlacementWeights, place
+from blockyard.router.placement import Placement, PlacementRequest, place
+from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.router.prefix_index import LookupResult, PrefixLookup
 from blockyard.router.waiting_line import Ticket, WaitingLine
 
@@ -37,7 +37,7 @@ class Placer:
         priority_ageing_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
-        weights: PlacementWeights | None = None,
+        weights: PlacementConfig | None = None,
     ) -> None:
         self._fleet = fleet
         self._lookup = lookup

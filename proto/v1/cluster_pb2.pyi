@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class IndexState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INDEX_STATE_UNSPECIFIED: _ClassVar[IndexState]
+    INDEX_STATE_ABSENT: _ClassVar[IndexState]
+    INDEX_STATE_EXACT: _ClassVar[IndexState]
+    INDEX_STATE_DEGRADED: _ClassVar[IndexState]
+
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
@@ -30,6 +37,10 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_STATE_QUEUED: _ClassVar[RequestState]
     REQUEST_STATE_PLACED: _ClassVar[RequestState]
     REQUEST_STATE_STREAMING: _ClassVar[RequestState]
+INDEX_STATE_UNSPECIFIED: IndexState
+INDEX_STATE_ABSENT: IndexState
+INDEX_STATE_EXACT: IndexState
+INDEX_STATE_DEGRADED: IndexState
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_CONNECTING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -50,7 +61,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting")
+    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +71,7 @@ class ClusterInfo(_message.Message):
     WORKERS_KNOWN_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    INDEX_STATE_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     version: str
     model: _inference_pb2.Model
@@ -69,7 +81,24 @@ class ClusterInfo(_message.Message):
     workers_known: int
     requests_running: int
     requests_waiting: int
-    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ...) -> None: ...
+    index_state: IndexState
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ...) -> None: ...
+
+class WorkerIndex(_message.Message):
+    __slots__ = ("state", "entries", "pending", "lag_seconds", "resyncs", "errors")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    LAG_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESYNCS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    state: IndexState
+    entries: int
+    pending: int
+    lag_seconds: float
+    resyncs: int
+    errors: int
+    def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second")
@@ -106,7 +135,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard")
+    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +147,7 @@ class Worker(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -129,7 +159,8 @@ class Worker(_message.Message):
     engine: str
     load: WorkerLoad
     seconds_since_heard: float
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ...) -> None: ...
+    index: WorkerIndex
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -254,19 +285,21 @@ class LookupPrefixResponse(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., index_available: _Optional[bool] = ...) -> None: ...
 
 class ExplainPlacementRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt")
+    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "session_id")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     chat: _inference_pb2.Chat
     prompt_token_ids: _inference_pb2.TokenIds
     cache_salt: str
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    session_id: str
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms")
+    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +310,7 @@ class PlacementCandidate(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     cached_tokens: int
     uncached_tokens: int
@@ -287,7 +321,8 @@ class PlacementCandidate(_message.Message):
     total_ms: float
     host_cached_tokens: int
     host_load_ms: float
-    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ...) -> None: ...
+    cost: float
+    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ..., cost: _Optional[float] = ...) -> None: ...
 
 class ExplainPlacementResponse(_message.Message):
     __slots__ = ("policy", "chosen_worker_id", "candidates", "index_available")
@@ -326,3 +361,49 @@ class ListRequestsResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[RequestInfo]
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ...) -> None: ...
+
+class GetIndexInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IndexInfo(_message.Message):
+    __slots__ = ("state", "state_reason", "names", "bytes", "live_berths", "dead_berths", "stride_blocks", "lookups", "failed_lookups", "skipped_lookups", "lookup_p50_seconds", "lookup_p99_seconds", "promised_blocks", "stale_blocks", "workers")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STATE_REASON_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BERTHS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_BERTHS_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STALE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    state: IndexState
+    state_reason: str
+    names: int
+    bytes: int
+    live_berths: int
+    dead_berths: int
+    stride_blocks: int
+    lookups: int
+    failed_lookups: int
+    skipped_lookups: int
+    lookup_p50_seconds: float
+    lookup_p99_seconds: float
+    promised_blocks: int
+    stale_blocks: int
+    workers: _containers.RepeatedCompositeFieldContainer[IndexedWorker]
+    def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., state_reason: _Optional[str] = ..., names: _Optional[int] = ..., bytes: _Optional[int] = ..., live_berths: _Optional[int] = ..., dead_berths: _Optional[int] = ..., stride_blocks: _Optional[int] = ..., lookups: _Optional[int] = ..., failed_lookups: _Optional[int] = ..., skipped_lookups: _Optional[int] = ..., lookup_p50_seconds: _Optional[float] = ..., lookup_p99_seconds: _Optional[float] = ..., promised_blocks: _Optional[int] = ..., stale_blocks: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[IndexedWorker, _Mapping]]] = ...) -> None: ...
+
+class IndexedWorker(_message.Message):
+    __slots__ = ("worker_id", "index")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    index: WorkerIndex
+    def __init__(self, worker_id: _Optional[str] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ...) -> None: ...

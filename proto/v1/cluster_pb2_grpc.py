@@ -74,6 +74,11 @@ class ClusterServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.GetIndexInfo = channel.unary_unary(
+                '/blockyard.v1.ClusterService/GetIndexInfo',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.GetIndexInfoRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.IndexInfo.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -133,6 +138,13 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetIndexInfo(self, request, context):
+        """How large the prefix index is, how far behind, and how often it was wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +187,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListRequestsRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'GetIndexInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetIndexInfo,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.GetIndexInfoRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.IndexInfo.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -393,6 +410,33 @@ class ClusterService:
             '/blockyard.v1.ClusterService/ListRequests',
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetIndexInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.ClusterService/GetIndexInfo',
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.GetIndexInfoRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.IndexInfo.FromString,
             options,
             channel_credentials,
             insecure,

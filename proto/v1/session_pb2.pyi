@@ -53,7 +53,7 @@ class ToRouter(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load")
+    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,8 @@ class Hello(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    INDEX_STRIDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     model_fingerprint: str
@@ -80,7 +82,9 @@ class Hello(_message.Message):
     engine: str
     version: str
     load: _cluster_pb2.WorkerLoad
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    index_stride_blocks: int
+    max_waiting: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority")
@@ -182,12 +186,14 @@ class Ping(_message.Message):
     def __init__(self, nonce: _Optional[int] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("nonce", "load")
+    __slots__ = ("nonce", "load", "index")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     load: _cluster_pb2.WorkerLoad
-    def __init__(self, nonce: _Optional[int] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    index: _cluster_pb2.WorkerIndex
+    def __init__(self, nonce: _Optional[int] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index: _Optional[_Union[_cluster_pb2.WorkerIndex, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from blockyard.proto.prefix_index import WorkerId
-from blockyard.router.placement import Candidate, PlacementRequest, PlacementWeights, place
+from blockyard.router.placement import Candidate, PlacementConfig, PlacementRequest, place
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +38,7 @@ def test_the_holder_loses_once_recomputing_is_faster_than_waiting(queued_tokens:
 
 def test_terms_are_milliseconds_and_add_up() -> None:
     worker = candidate("a", cached_tokens=200, queued_prefill_tokens=300, sequences=5)
-    weights = PlacementWeights(decode_ms_per_sequence=4.0)
+    weights = PlacementConfig(decode_ms_per_sequence=4.0)
     score = place(PlacementRequest(prompt_tokens=1000), [worker], "prefix", Random(0), weights).chosen
     assert (score.queue_ms, score.prefill_ms, score.decode_ms, score.memory_ms) == (300.0, 800.0, 20.0, 0.0)
     assert score.total_ms == 1120.0
@@ -48,7 +48,7 @@ def test_a_pool_without_room_costs_more_than_a_roomy_one() -> None:
     full = candidate("full", used_blocks=990)
     assert chosen(PlacementRequest(prompt_tokens=1000), full, candidate("roomy", sequences=20)) == "roomy"
     score = place(PlacementRequest(prompt_tokens=1000), [full], "prefix", Random(0)).chosen
-    assert score.memory_ms == PlacementWeights().memory_full_ms
+    assert score.memory_ms == PlacementConfig().memory_full_ms
 
 
 def test_near_equals_share_and_clear_losers_get_nothing() -> None:
@@ -129,7 +129,7 @@ def test_a_measured_decode_rate_prices_sequences_and_the_constant_stands_in_with
     slow = candidate("slow", sequences=10, decode_tokens_per_second=50.0)
     unmeasured = candidate("unmeasured", sequences=10)
     scores = place(
-        PlacementRequest(prompt_tokens=1), [fast, slow, unmeasured], "prefix", Random(0), PlacementWeights()
+        PlacementRequest(prompt_tokens=1), [fast, slow, unmeasured], "prefix", Random(0), PlacementConfig()
     ).scores
     assert {score.worker_id: score.decode_ms for score in scores} == {
         "fast": pytest.approx(1.0),
@@ -209,7 +209,7 @@ def test_a_winner_is_near_the_least_cost_and_the_order_of_candidates_is_nothing(
     candidates: list[Candidate], prompt_tokens: int, shuffler: Random
 ) -> None:
     request = PlacementRequest(prompt_tokens=prompt_tokens)
-    weights = PlacementWeights()
+    weights = PlacementConfig()
 
     def winners(given_order: list[Candidate]) -> set[str]:
         chooser = Chooser()
