@@ -1,19 +1,21 @@
-"""The `blockyard` command: up, down, status, generate, chat, workers, blocks, size, figures, doctor.
+"""The `blockyard` command: up, down, status, generate, chat, workers, blocks, index, size, figures, doctor.
 
 Owns words, tables and exit codes. What is done lives in cluster.py; what is asked goes through the public
 gRPC client, so that everything but `up`, `down` and `status` needs neither Ray nor torch. Prints no secret.
 """
 
 import json
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from blockyard.deploy import answers, figures, figures_plots, on_ray, pool_map, size, state, views
+from blockyard.deploy import answers, figures, figures_plots, index_view, on_ray, pool_map, size, state, views
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy import doctor as doctors
 from blockyard.deploy.interruption import end_like_ctrl_c
+from blockyard.deploy.limits import limit_options, router_limits
 from blockyard.deploy.options import (
     byte_size,
     cluster_option,
@@ -21,6 +23,7 @@ from blockyard.deploy.options import (
     engine_options,
     model_path,
     output_option,
+    placement_options,
     router_option,
     served_name,
 )
@@ -66,15 +69,17 @@ def main() -> None:
     "--routers", "num_routers", type=int, default=1, show_default=True, help="Each serves any client."
 )
 @click.option(
-    "--router-port", type=click.IntRange(0, 65535), default=0, help="Of the first router; 0 takes a free one."
+    "--router-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Where the routers serve; 0 takes a free one.",
 )
 @click.option(
-    "--policy",
-    type=click.Choice(["prefix", "round_robin", "least_loaded"]),
-    default="prefix",
-    show_default=True,
-    help="How routers choose a worker.",
+    "--separate-ports",
+    is_flag=True,
+    help="A port for each router, from --router-port on, instead of one for all.",
 )
+@placement_options
 @click.option(
     "--max-outputs",
     type=int,
@@ -89,6 +94,7 @@ def main() -> None:
     show_default=True,
     help="The most beams that a request may ask for.",
 )
+@limit_options
 @click.option("--cpus-per-worker", type=float, help="Default: the cluster's CPUs in equal shares.")
 @click.option("--address", help="An existing Ray cluster, host:port. Default: a local one is started.")
 @click.option("--redis-url", envvar="BLOCKYARD_REDIS_URL", help="Default: a private Redis is started.")
@@ -96,7 +102,11 @@ def up(cluster: str, **values: Any) -> None:
     """Bring a cluster up and wait until it serves."""
     model_name = values.pop("model_name") or served_name(values["model"])
     options = clusters.UpOptions(
-        cluster=cluster, engine=engine_config(values), model_name=model_name, **values
+        cluster=cluster,
+        engine=engine_config(values),
+        model_name=model_name,
+        limits=router_limits(values),
+        **values,
     )
     end_like_ctrl_c()
     with StageProgress() as progress:
@@ -163,6 +173,17 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
 
 
 @main.command()
+@cluster_option
+@router_option
+@output_option
+def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """The prefix index: its state, size and lag, and how fast and how right it is."""
+    with _client(cluster, routers, ASK_SECONDS) as client:
+        info = client.index_info()
+    _show(output, _as_dict(info) | index_view.derived(info), index_view.index_view(info))
+
+
+@main.command()
 @click.argument("prompt")
 @cluster_option
 @router_option
@@ -175,11 +196,12 @@ def generate(
     routers: tuple[str, ...],
     output: str,
     timeout_seconds: float,
+    tenant: str | None,
     **sampling: Any,
 ) -> None:
     """Continue PROMPT (`-` reads it from stdin), streaming."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    with _client(cluster, routers, timeout_seconds) as client:
+    with _client(cluster, routers, timeout_seconds, tenant) as client:
         if output == "json":
             answers.print_json(client.generate(text, **sampling))
         elif (sampling["n"] or 1) > 1:
@@ -194,11 +216,17 @@ def generate(
 @router_option
 @sampling_options
 def chat(
-    system: str | None, cluster: str, routers: tuple[str, ...], timeout_seconds: float, **sampling: Any
+    system: str | None,
+    cluster: str,
+    routers: tuple[str, ...],
+    timeout_seconds: float,
+    tenant: str | None,
+    **sampling: Any,
 ) -> None:
     """Talk with the model, a line at a time; an empty line or Ctrl-D ends it."""
     messages = [{"role": "system", "content": system}] if system else []
-    with _client(cluster, routers, timeout_seconds) as client:
+    sampling["session_id"] = sampling["session_id"] or f"chat-{secrets.token_hex(8)}"
+    with _client(cluster, routers, timeout_seconds, tenant) as client:
         while question := _next_question():
             messages.append({"role": "user", "content": question})
             answer = answers.print_stream(client.stream(messages=messages, **sampling))
@@ -265,8 +293,11 @@ def doctor(model: str | None, redis_url: str | None) -> None:
     sys.exit(doctors.exit_code(findings))
 
 
-def _client(cluster: str, routers: tuple[str, ...], timeout_seconds: float) -> Client:
-    return Client(list(routers or state.load(cluster).routers), timeout_seconds=timeout_seconds)
+def _client(
+    cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None = None
+) -> Client:
+    addresses = list(routers or state.load(cluster).routers)
+    return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant)
 
 
 def _cluster_info(remembered: state.ClusterState) -> ClusterInfo | None:

@@ -13,43 +13,42 @@ import os
 import secrets
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard.deploy import on_ray, ray_head, state
 from blockyard.deploy.interruption import undisturbed
+from blockyard.deploy.limits import RouterLimits
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
 from blockyard.deploy.redis_server import RedisProcess, configured_redis_url, start_private_redis
+from blockyard.deploy.serving import (
+    ClusterStartError,
+    Progress,
+    Report,
+    wait_until_all_serve,
+    wait_until_connected,
+)
+from blockyard.deploy.shared_port import reserved_port
 from blockyard.deploy.state import ClusterState, HeadState, RedisState
-from blockyard.router.client import Client
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
     DEFAULT_MAX_OUTPUTS,
     RouterConfig,
 )
-from blockyard.router.placement_config import PolicyName
+from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.model.config import load_config
 
 if TYPE_CHECKING:
     from blockyard.deploy.supervisor import ClusterSpec
 
-SERVE_SECONDS = 600.0
-"""Loading a large model from a slow disk takes minutes."""
-CONNECT_SECONDS = 30.0
 MAX_CPUS_BESIDE_GPU = 4.0
 """A worker with a GPU plans and samples on few threads."""
 DRAIN_SECONDS = 5.0
 MAX_TEMP_LENGTH = 25
 """A unix socket's path has 107 characters at most; Ray's part and ours take about 80."""
-_POLL_SECONDS = 0.1
-
-
-class ClusterStartError(RuntimeError):
-    """The cluster did not come to serve; what had been started was stopped again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +63,18 @@ class UpOptions:
     """None: one for each GPU of the Ray cluster, or one on a machine without any."""
     num_routers: int = 1
     policy: PolicyName = "prefix"
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     max_outputs: int = DEFAULT_MAX_OUTPUTS
     """Of one request (`n`)."""
     max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
+    limits: RouterLimits = field(default_factory=RouterLimits)
     cpus_per_worker: float | None = None
     """None: the cluster's CPUs in equal shares."""
     router_port: int = 0
-    """Of the first router, the others follow; 0 takes free ones."""
+    """0 takes a free one."""
+    separate_ports: bool = False
+    """Each router has a port of its own, from that of the first on; else they share it and the kernel deals
+    connections out."""
     address: str | None = None
     """An existing Ray cluster to join; None starts a local one."""
     redis_url: str | None = None
@@ -85,19 +89,6 @@ class UpOptions:
             # The routers refuse it too, but only once Ray runs.
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """One look at a start under way."""
-
-    stage: str
-    done: int = 0
-    total: int | None = None
-    """None: it cannot be counted."""
-
-
-Report = Callable[[Progress], None]
 
 
 def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterState:
@@ -248,7 +239,6 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         num_workers, num_gpus = _workers_to_place(options, hardware.num_gpus)
         share = options.cpus_per_worker or cpus_per_worker(hardware.node_cpus, num_workers)
         num_cpus = min(share, MAX_CPUS_BESIDE_GPU) if num_gpus else share
-        on_ray.create_supervisor(_spec(cluster, options, num_workers, num_gpus, num_cpus))
         dashboard = info.get("webui_url")
         cluster = _saved(
             replace(
@@ -259,10 +249,20 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
                 logs_directory=str(Path(info["session_dir"]) / "logs"),
             )
         )
-        routers = _wait_until_all_serve(report)
-    cluster = _saved(replace(cluster, routers=routers))
-    _wait_until_connected(cluster, report)
+        spec = _spec(cluster, options, num_workers, num_gpus, num_cpus)
+        with _router_port(spec.router) as port:
+            on_ray.create_supervisor(replace(spec, router=replace(spec.router, port=port)))
+            routers = wait_until_all_serve(report)
+        cluster = _saved(replace(cluster, routers=routers))
+        wait_until_connected(num_workers, report)
     return cluster
+
+
+def _router_port(router: RouterConfig) -> contextlib.AbstractContextManager[int]:
+    """What the supervisor gives out: one that all share is chosen here, so that those on other nodes share it too."""
+    return (
+        reserved_port(router.host, router.port) if router.reuse_port else contextlib.nullcontext(router.port)
+    )
 
 
 def _workers_to_place(options: UpOptions, gpus_of_cluster: float) -> tuple[int, float]:
@@ -295,10 +295,13 @@ def _spec(
         cluster_secret=cluster.secret,
         host=host,
         port=options.router_port,
+        reuse_port=options.num_routers > 1 and not options.separate_ports,
         redis_url=cluster.redis_url,
         policy=options.policy,
+        placement=options.placement,
         max_outputs=options.max_outputs,
         max_beam_width=options.max_beam_width,
+        **options.limits.as_settings(),
     )
     return ClusterSpec(
         namespace=on_ray.namespace(cluster.cluster),
@@ -309,38 +312,6 @@ def _spec(
         router=router,
         num_routers=options.num_routers,
     )
-
-
-def _wait_until_all_serve(report: Report) -> tuple[str, ...]:
-    """Returns the routers' addresses. Raises ClusterStartError when one keeps failing, with its reason."""
-    deadline = time.monotonic() + SERVE_SECONDS
-    while time.monotonic() < deadline:
-        everyone = on_ray.supervisor_report().places
-        serving = [place for place in everyone if place.phase == "serving"]
-        report(Progress(stage="loading the model", done=len(serving), total=len(everyone)))
-        if len(serving) == len(everyone):
-            return tuple(place.address for place in everyone if place.kind == "router")
-        for place in everyone:
-            # The supervisor would go on trying; a command had better say at once what is wrong.
-            if place.error and not place.num_starts:
-                raise ClusterStartError(f"{place.name} does not start: {place.error}")
-        time.sleep(_POLL_SECONDS)
-    waiting = [place.name for place in on_ray.supervisor_report().places if place.phase != "serving"]
-    raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
-
-
-def _wait_until_connected(cluster: ClusterState, report: Report) -> None:
-    """Until every router has a session with every worker."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    for address in cluster.routers:
-        with Client(address, timeout_seconds=CONNECT_SECONDS) as client:
-            while (ready := client.cluster_info().workers_ready) < cluster.num_workers:
-                report(Progress(stage="joining routers and workers", done=ready, total=cluster.num_workers))
-                if time.monotonic() > deadline:
-                    raise ClusterStartError(
-                        f"the router at {address} reaches {ready} of {cluster.num_workers} workers"
-                    )
-                time.sleep(_POLL_SECONDS)
 
 
 def _redis_process(cluster: ClusterState, redis: RedisState) -> RedisProcess:

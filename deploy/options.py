@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
 from blockyard.deploy.size import parse_bytes
+from blockyard.router.placement_config import PlacementConfig, PolicyName, parse_placement
 from blockyard.worker.config import EngineConfig
 
 DEMO_MODEL = "demo"
@@ -24,6 +25,8 @@ ENGINE_HELP = {
     "load_format": "`random` makes weights from the config alone: for benchmarks.",
     "seed": "Of random weights.",
     "block_size": "Tokens in a block of KV cache: 16, 32, 64 or 128.",
+    "index_stride_tokens": "The prefix index knows prefixes in steps of so many tokens, a multiple of --block-size: "
+    "fewer entries, coarser hints. Default: of one block, which is exact.",
     "max_num_seqs": "Sequences that run at once on a worker.",
     "max_model_len": "Tokens of prompt and output together. Default: what the model's config says.",
     "max_num_batched_tokens": "Token budget of one step.",
@@ -101,6 +104,35 @@ def engine_config(values: dict[str, Any]) -> EngineConfig:
     settings = {setting.name: values.pop(setting.name) for setting in fields(EngineConfig)}
     settings["model"] = model_path(settings["model"])
     return EngineConfig(**settings)
+
+
+def placement_options(command: Command) -> Command:
+    """How routers choose a worker, and with what settings."""
+    add_settings = click.option(
+        "--placement",
+        multiple=True,
+        callback=_placement_config,
+        metavar="NAME=VALUE",
+        help="A setting of placement, such as near_equal_ms=2; may be given more than once.",
+    )
+    add_policy = click.option(
+        "--policy",
+        type=click.Choice(get_args(PolicyName)),
+        default="prefix",
+        show_default=True,
+        help="How routers choose a worker: `prefix` by the estimated time to the first token, the others in simpler "
+        "ways, to compare.",
+    )
+    return add_policy(add_settings(command))
+
+
+def _placement_config(
+    context: click.Context, option: click.Parameter, pairs: tuple[str, ...]
+) -> PlacementConfig:
+    try:
+        return parse_placement(pairs)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def cluster_option(command: Command) -> Command:

@@ -4,7 +4,7 @@ output."""
 import time
 from types import TracebackType
 
-from blockyard.deploy.cluster import Progress
+from blockyard.deploy.serving import Progress
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars

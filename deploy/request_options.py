@@ -66,6 +66,11 @@ def sampling_options(command: Command) -> Command:
             help="Keep the text of what ended the output at its end.",
         ),
         click.option("--priority", type=int, help="Lower is served earlier, -100 to 100."),
+        click.option("--tenant", help="Whose request it is: tenants get their turns and shares by name."),
+        click.option(
+            "--session-id",
+            help="The conversation's name: its requests tend to the worker that has served it before.",
+        ),
         click.option(
             "--timeout",
             "timeout_seconds",

@@ -33,6 +33,8 @@ STEADY_SECONDS = 30.0
 START_SECONDS = 600.0
 PUSH_SECONDS = 2.0
 """Routers are told again this often, in case a call was lost."""
+JOINING_SECONDS = 0.1
+"""As long as one of them has not reached every worker, this often."""
 CALL_SECONDS = 5.0
 
 Kind = Literal["worker", "router"]
@@ -64,6 +66,8 @@ class Place:
     pid: int = 0
     node_id: str = ""
     incarnation: str = ""
+    num_ready_workers: int = 0
+    """Of a router: the workers that it had a session with when it was last told of them."""
     serving_since: float | None = None
     """By the supervisor's monotonic clock."""
     num_starts: int = 0
@@ -84,6 +88,16 @@ class SupervisorReport:
 def places_of(spec: ClusterSpec) -> list[Place]:
     workers = [Place(name=f"worker-{number}", kind="worker") for number in range(spec.num_workers)]
     return workers + [Place(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]
+
+
+def router_port(router: RouterConfig, place: Place) -> int:
+    """Where a router listens. Kept over a restart, so that clients find it where it was. At first routers share the
+    port, or stand side by side from it; with 0 each takes a free one."""
+    if place.address:
+        return int(place.address.rpartition(":")[2])
+    if router.reuse_port or not router.port:
+        return router.port
+    return router.port + int(place.name.rpartition("-")[2])
 
 
 def backoff_seconds(num_failures_in_a_row: int) -> float:
@@ -174,26 +188,26 @@ class Supervisor:
                 "num_gpus": self._spec.num_gpus_per_worker,
             }
             return ray.remote(WorkerActor).options(**options, **resources).remote(config)
-        # The port is kept over a restart, so that clients find a router where it was.
-        port = int(place.address.rpartition(":")[2]) if place.address else self._first_port(place)
-        router = replace(self._spec.router, port=port)
+        router = replace(self._spec.router, port=router_port(self._spec.router, place))
         return ray.remote(RouterActor).options(**options, num_cpus=0).remote(router, place.name)
 
-    def _first_port(self, place: Place) -> int:
-        """Routers stand side by side from the port asked for; with 0 each takes a free one."""
-        base = self._spec.router.port
-        return base + int(place.name.rpartition("-")[2]) if base else 0
-
     async def _keep_routers_informed(self) -> None:
+        pause_seconds = PUSH_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PUSH_SECONDS):
+                async with asyncio.timeout(pause_seconds):
                     await self._changed.wait()
             self._changed.clear()
             serving = [place for place in self._places if place.phase == "serving"]
             addresses = [place.address for place in serving if place.kind == "worker"]
-            routers = [self._actors[place.name] for place in serving if place.kind == "router"]
-            await _all(*(_answer(router.set_workers.remote(addresses), PUSH_SECONDS) for router in routers))
+            routers = [place for place in serving if place.kind == "router"]
+            await _all(*(self._inform(place, addresses) for place in routers))
+            are_joined = all(place.num_ready_workers >= len(addresses) for place in routers)
+            pause_seconds = PUSH_SECONDS if are_joined else JOINING_SECONDS
+
+    async def _inform(self, router: Place, addresses: list[str]) -> None:
+        call = self._actors[router.name].set_workers.remote(addresses)
+        router.num_ready_workers = await _answer(call, PUSH_SECONDS)
 
     def _actors_of(self, kind: Kind) -> list[Any]:
         return [

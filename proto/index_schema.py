@@ -1,7 +1,7 @@
 """How the prefix index lies in Redis (>= 6.2, or Valkey): keys and packing.
 
-Owns the layout and its version. Does not own the scripts that work on it (index_scripts.py) nor a connection
-(redis_prefix_index.py).
+Owns the layout and its version. Does not own the scripts that work on it (index_scripts.py, index_walks.py) nor a
+connection (redis_prefix_index.py).
 
 Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`
 
@@ -38,12 +38,17 @@ SCHEMA_VERSION = 1
 ANYWHERE_SUFFIX = "\0anywhere"
 NUM_BUCKETS = 4096
 INDEXED_NAME_BYTES = 8
+BERTH_BYTES = 2
 MAX_BUCKET_ENTRIES = 512
 MAX_BUCKET_VALUE_BYTES = 512
 """256 holders of one block, before the bucket turns into a hash table of three times the size."""
 
 PURGE_SLICE_ENTRIES = 2048
 """A purge slice ends after so many names, however few buckets that was: about 1 ms of Redis."""
+
+INFO_SLICE_BUCKETS = 256
+INFO_SAMPLE_EVERY = 16
+"""Of the buckets that hold names, one in so many is measured: names are hashes, so buckets are alike."""
 
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

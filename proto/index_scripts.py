@@ -1,11 +1,12 @@
 """The Lua that works on the prefix index inside Redis, one script for each operation of PrefixIndex.
 
-Owns atomicity and every rule about berths, leases and purging. Does not own the layout: see index_schema.py.
+Owns atomicity and every rule about berths and leases. Does not own the layout (index_schema.py) nor the scripts that
+go through all buckets, in slices (index_walks.py).
 Each script takes the key prefix as its only key. What it reads may be garbage or of another make: look-ups
 skip it, writers remove it.
 """
 
-_PRELUDE = """
+PRELUDE = """
 local prefix = KEYS[1]
 local leases, state = prefix .. 'leases', prefix .. 'state'
 
@@ -16,7 +17,14 @@ end
 
 local function berth_key(berth) return prefix .. 'berth:' .. berth end
 
-local function bucket_key(bucket) return prefix .. string.format('b:%03x', bucket) end
+-- Three hexadecimal digits by hand: string.format for each name is an eighth of a batch's time.
+local function digit(value) return string.sub('0123456789abcdef', value + 1, value + 1) end
+
+local bucket_prefix = prefix .. 'b:'
+local function bucket_key(bucket)
+  local low, middle = bucket % 16, math.floor(bucket / 16) % 16
+  return bucket_prefix .. digit(math.floor(bucket / 256)) .. digit(middle) .. digit(low)
+end
 
 local function locate(names, index)
   local first = index * 8 - 7
@@ -58,7 +66,7 @@ end
 """
 
 REGISTER = (
-    _PRELUDE
+    PRELUDE
     + """
 local epoch, lease_ms, max_berths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local worker_id, incarnation, has_host_cache, suffix = ARGV[4], ARGV[5], ARGV[9] == '1', ARGV[10]
@@ -100,7 +108,7 @@ return {berth, anywhere}
 )
 
 RENEW = (
-    _PRELUDE
+    PRELUDE
     + """
 local berths, epoch, lease_ms, applied = pair(ARGV[1], ARGV[5]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 if not owns(berths, epoch) then return 'UNKNOWN' end
@@ -116,7 +124,7 @@ return 'OK'
 )
 
 RETIRE = (
-    _PRELUDE
+    PRELUDE
     + """
 local berths = pair(ARGV[1], ARGV[3])
 if owns(berths, ARGV[2]) then
@@ -127,7 +135,7 @@ return 'OK'
 )
 
 APPLY = (
-    _PRELUDE
+    PRELUDE
     + """
 local berth, anywhere, epoch, sequence = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local removed, anywhere_removed, anywhere_added, added = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
@@ -171,14 +179,19 @@ local function strike(names, number)
 end
 
 local function add(names, number)
-  local packed = string.char(number % 256, math.floor(number / 256))
+  local packed, is_new = string.char(number % 256, math.floor(number / 256)), false
   for index = 1, #names / 8 do
     local bucket, field = locate(names, index)
-    local value = read(bucket, field)
-    local position, present = search(value, number)
-    if not present then
-      redis.call('HSET', bucket, field,
-        string.sub(value, 1, position * 2 - 2) .. packed .. string.sub(value, position * 2 - 1))
+    -- Below a name that nobody held nobody holds the next one either, as a rule: one call instead of two.
+    is_new = is_new and redis.pcall('HSETNX', bucket, field, packed) == 1
+    if not is_new then
+      local value = read(bucket, field)
+      local position, present = search(value, number)
+      is_new = value == ''
+      if not present then
+        redis.call('HSET', bucket, field,
+          string.sub(value, 1, position * 2 - 2) .. packed .. string.sub(value, position * 2 - 1))
+      end
     end
   end
 end
@@ -203,7 +216,7 @@ end
 """
 
 LOOKUP = (
-    _PRELUDE
+    PRELUDE
     + _LIVE
     + """
 local names, max_compact = ARGV[1], tonumber(ARGV[2])
@@ -277,7 +290,7 @@ return reply
 )
 
 DIRECTORY = (
-    _PRELUDE
+    PRELUDE
     + _LIVE
     + """
 local reply = {}
@@ -287,93 +300,5 @@ for berth in pairs(live) do
   if not record.err then reply[#reply + 1] = record end
 end
 return reply
-"""
-)
-
-PURGE = (
-    _PRELUDE
-    + """
-local slice_buckets, slice_entries, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local condemned = prefix .. 'condemned'
-
--- From here the epoch is gone, so nothing can be written under the number while the walk lasts.
-local function condemn()
-  local now, service = now_ms(), redis.call('HMGET', state, 'beat', 'beat_lease', 'since')
-  local last_beat, beat_lease = tonumber(service[1]) or 0, tonumber(service[2]) or 0
-  local since = tonumber(service[3]) or now
-  local serving = now - last_beat <= beat_lease
-  local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'WITHSCORES')
-  for index = 1, #lapsed, 2 do
-    local berth, deadline = lapsed[index], tonumber(lapsed[index + 1])
-    local known = redis.pcall('HMGET', berth_key(berth), 'epoch', 'lease')
-    local lease_ms = tonumber(known[2]) or beat_lease
-    if not known[1] or (serving and now - math.max(deadline, since) >= 2 * lease_ms) then
-      retire(berth)
-      redis.call('SADD', condemned, berth)
-    end
-  end
-end
-
-local function release()
-  local freed = redis.call('SMEMBERS', condemned)
-  for _, berth in ipairs(freed) do
-    local identity = redis.call('HGET', prefix .. 'names', berth)
-    if identity and redis.call('HGET', prefix .. 'identities', identity) == berth then
-      redis.call('HDEL', prefix .. 'identities', identity)
-    end
-    redis.call('HDEL', prefix .. 'names', berth)
-    redis.call('DEL', berth_key(berth))
-    redis.call('ZREM', leases, berth)
-    redis.call('SADD', prefix .. 'free', berth)
-  end
-  redis.call('DEL', condemned)
-  redis.call('HDEL', state, 'cursor')
-  return freed
-end
-
-local cursor = tonumber(redis.call('HGET', state, 'cursor'))
-if not cursor then
-  condemn()
-  if redis.call('EXISTS', condemned) == 0 then return {0, 0, 0, {}} end
-  cursor = 0
-end
-
-local keep = {}
-for _, berth in ipairs(redis.call('ZRANGE', leases, 0, -1)) do keep[tonumber(berth) or 0] = true end
-for _, berth in ipairs(redis.call('SMEMBERS', condemned)) do keep[tonumber(berth) or 0] = nil end
-
-local function survivors(field, value)
-  local kept = {}
-  if #field == 7 then
-    for position = 1, math.floor(#value / 2) do
-      if keep[berth_at(value, position)] then
-        kept[#kept + 1] = string.sub(value, position * 2 - 1, position * 2)
-      end
-    end
-  end
-  return table.concat(kept)
-end
-
-local seen, changed, stop = 0, 0, math.min(cursor + slice_buckets, num_buckets)
-while cursor < stop and seen < slice_entries do
-  local bucket = bucket_key(cursor)
-  local entries = redis.pcall('HGETALL', bucket)
-  if entries.err then redis.call('DEL', bucket) changed = changed + 1 end
-  for index = 1, #entries, 2 do
-    local field, value = entries[index], entries[index + 1]
-    local kept = survivors(field, value)
-    if kept == '' then
-      redis.call('HDEL', bucket, field)
-    elseif kept ~= value then
-      redis.call('HSET', bucket, field, kept)
-    end
-    if kept ~= value then changed = changed + 1 end
-    seen = seen + 1
-  end
-  cursor = cursor + 1
-end
-if cursor == num_buckets then return {0, 0, changed, release()} end
-redis.call('HSET', state, 'cursor', cursor)
-return {1, cursor, changed, {}}
 """
 )

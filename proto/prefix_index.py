@@ -98,6 +98,20 @@ class PurgeProgress:
     """Berth numbers returned to the free list because the walk is complete."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexInfo:
+    """How large the index is. Counted in slices, between which it changes."""
+
+    names: int
+    """Distinct names held by anybody, dead or alive."""
+    bytes: int
+    """What those take, estimated from a sample; 0 where the index cannot tell."""
+    live_berths: int
+    """Numbers whose lease runs: two for a worker with a host cache."""
+    dead_berths: int
+    """Numbers lapsed or retired that are not purged yet."""
+
+
 class ApplyResult(Enum):
     OK = "OK"
     DUPLICATE = "DUPLICATE"
@@ -135,7 +149,7 @@ class PrefixIndexError(Exception):
 
 
 class PrefixIndex(Protocol):
-    """Every method is one round trip and raises PrefixIndexError alone."""
+    """Every method but `info` is one round trip. All raise PrefixIndexError alone."""
 
     async def register(
         self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
@@ -174,6 +188,10 @@ class PrefixIndex(Protocol):
 
         Dead is who retired, or whose lease stayed lapsed for two leases of unbroken service of the index.
         Any number of janitors may call it: they advance one shared walk, a slice being atomic."""
+        ...
+
+    async def info(self) -> IndexInfo:
+        """How large the index is. For operators: it walks over all of it, in slices that hold nobody up."""
         ...
 
 

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from blockyard.proto.index_schema import INDEXED_NAME_BYTES, NUM_BUCKETS, bucket_of
+from blockyard.proto.index_schema import BERTH_BYTES, INDEXED_NAME_BYTES, NUM_BUCKETS, bucket_of
 from blockyard.proto.prefix_index import (
     MAX_BERTHS,
     ApplyResult,
@@ -18,6 +18,7 @@ from blockyard.proto.prefix_index import (
     Depths,
     ErrorKind,
     Holder,
+    IndexInfo,
     PrefixIndexError,
     PurgeProgress,
     RenewResult,
@@ -57,11 +58,6 @@ class TwinPrefixIndex:
         self._beat_lease_seconds = 0.0
         self._condemned: set[int] = set()
         self._cursor = 0
-
-    @property
-    def num_entries(self) -> int:
-        """Names held by anybody, dead or alive."""
-        return sum(map(len, self._buckets))
 
     async def register(
         self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
@@ -160,6 +156,18 @@ class TwinPrefixIndex:
         if stop < NUM_BUCKETS:
             return PurgeProgress(active=True, next_bucket=stop, changed_entries=changed)
         return PurgeProgress(active=False, next_bucket=0, changed_entries=changed, freed=self._release())
+
+    async def info(self) -> IndexInfo:
+        """Of bytes it counts names and numbers of berths, and nothing of what holds them."""
+        self._check_available()
+        holders = [held for bucket in self._buckets for held in bucket.values()]
+        num_live = len(self._live())
+        return IndexInfo(
+            names=len(holders),
+            bytes=sum(INDEXED_NAME_BYTES + BERTH_BYTES * len(held) for held in holders),
+            live_berths=num_live,
+            dead_berths=len(self._berths) - num_live,
+        )
 
     def _check_available(self) -> None:
         if not self.available:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
-from blockyard.proto import index_schema, index_scripts
+from blockyard.proto import index_schema, index_scripts, index_walks
 from blockyard.proto.prefix_index import (
     MAX_BERTHS,
     ApplyResult,
@@ -20,6 +20,7 @@ from blockyard.proto.prefix_index import (
     ErrorKind,
     Holder,
     Incarnation,
+    IndexInfo,
     PrefixIndexError,
     PurgeProgress,
     RenewResult,
@@ -66,7 +67,8 @@ class RedisPrefixIndex:
         self._retire = client.register_script(index_scripts.RETIRE)
         self._lookup = client.register_script(index_scripts.LOOKUP)
         self._directory = client.register_script(index_scripts.DIRECTORY)
-        self._purge = client.register_script(index_scripts.PURGE)
+        self._purge = client.register_script(index_walks.PURGE)
+        self._info = client.register_script(index_walks.INFO)
         self._has_warned = False
 
     async def register(
@@ -137,6 +139,18 @@ class RedisPrefixIndex:
             changed_entries=changed,
             freed=tuple(int(number) for number in freed),
         )
+
+    async def info(self) -> IndexInfo:
+        names = sampled_names = sampled_bytes = live = dead = 0
+        for first in range(0, index_schema.NUM_BUCKETS, index_schema.INFO_SLICE_BUCKETS):
+            stop = min(first + index_schema.INFO_SLICE_BUCKETS, index_schema.NUM_BUCKETS)
+            counts = await self._call(self._info, first, stop, index_schema.INFO_SAMPLE_EVERY)
+            names += counts[0]
+            sampled_names += counts[1]
+            sampled_bytes += counts[2]
+            live, dead = counts[3:]
+        bytes_a_name = sampled_bytes / sampled_names if sampled_names else 0.0
+        return IndexInfo(names=names, bytes=round(bytes_a_name * names), live_berths=live, dead_berths=dead)
 
     async def _call(self, script: Any, *arguments: str | int | bytes) -> Any:
         try:

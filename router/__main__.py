@@ -1,5 +1,5 @@
 """`python -m blockyard.router`: one router without Ray. SIGTERM lets running streams finish, then exits 0; a router
-that cannot start or fails exits 1."""
+that cannot start or fails exits 1. SIGUSR1 logs how late the event loop was since the last one."""
 
 import argparse
 import asyncio
@@ -12,10 +12,16 @@ from typing import get_args
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
     DEFAULT_MAX_OUTPUTS,
+    DEFAULT_MAX_QUEUE_SECONDS,
+    DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_TOKENS_ADMITTED,
     RouterConfig,
 )
-from blockyard.router.placement_config import PolicyName
+from blockyard.router.placement_config import PolicyName, parse_placement
 from blockyard.router.server import RouterServer
+from blockyard.router.tenants import parse_weights
+
+logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 """The secret comes by environment: arguments can be read by anybody on the machine."""
@@ -24,6 +30,8 @@ GRACE_SECONDS = 600.0
 
 
 def main() -> int:
+    # transformers imports torch where it can; it takes seconds and 200 MB, and no tokenizer needs it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -45,9 +53,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one and logs it")
-    parser.add_argument("--policy", choices=get_args(PolicyName), default="prefix")
+    parser.add_argument("--reuse-port", action="store_true", help="share the port with other routers")
+    parser.add_argument(
+        "--policy", choices=get_args(PolicyName), default="prefix", help="how a worker is chosen"
+    )
+    parser.add_argument(
+        "--placement",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of placement (PlacementConfig), such as near_equal_ms=2; may be repeated",
+    )
+    parser.add_argument("--tokenizer-processes", type=int, default=1, help="prompts tokenised at once")
     parser.add_argument("--max-outputs", type=int, default=DEFAULT_MAX_OUTPUTS, help="of one request")
     parser.add_argument("--max-beam-width", type=int, default=DEFAULT_MAX_BEAM_WIDTH)
+    parser.add_argument("--max-requests", type=int, default=DEFAULT_MAX_REQUESTS, help="held at once")
+    parser.add_argument("--max-tokens-admitted", type=int, default=DEFAULT_MAX_TOKENS_ADMITTED)
+    parser.add_argument("--max-queue-seconds", type=float, default=DEFAULT_MAX_QUEUE_SECONDS)
+    parser.add_argument("--tenant-weight", action="append", default=[], metavar="NAME=WEIGHT")
     parser.add_argument("--cluster", default="default")
     parser.add_argument("--grace-seconds", type=float, default=GRACE_SECONDS, help="for streams at SIGTERM")
     return parser
@@ -68,11 +91,18 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         cluster_secret=os.environ.get(SECRET_VARIABLE, ""),
         host=arguments.host,
         port=arguments.port,
+        reuse_port=arguments.reuse_port,
         redis_url=arguments.redis_url,
         workers=tuple(arguments.worker),
         policy=arguments.policy,
+        placement=parse_placement(arguments.placement),
+        tokenizer_processes=arguments.tokenizer_processes,
         max_outputs=arguments.max_outputs,
         max_beam_width=arguments.max_beam_width,
+        max_requests=arguments.max_requests,
+        max_tokens_admitted=arguments.max_tokens_admitted,
+        max_queue_seconds=arguments.max_queue_seconds,
+        tenant_weights=parse_weights(arguments.tenant_weight),
     )
 
 
@@ -85,11 +115,12 @@ async def _serve(config: RouterConfig, grace_seconds: float) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    server = RouterServer(config)
+    server = RouterServer(config, owns_process=True)
     try:
         await server.start()
     except (OSError, ValueError, RuntimeError) as error:
         raise StartError(str(error)) from None
+    loop.add_signal_handler(signal.SIGUSR1, lambda: logger.info("event loop: %s", server.loop_watch.take()))
     await _first_of(ended, server.failed)
     await server.stop(grace_seconds)
     return 1 if server.failed.is_set() else 0

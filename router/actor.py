@@ -34,7 +34,7 @@ class RouterActor:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
         self._router_id = router_id
         host: str = config.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._server = RouterServer(replace(config, host=host))
+        self._server = RouterServer(replace(config, host=host), owns_process=True)
         self._starting: asyncio.Task[StartedRouter] | None = None
 
     def __repr__(self) -> str:
@@ -46,8 +46,10 @@ class RouterActor:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    async def set_workers(self, addresses: Sequence[str]) -> None:
+    async def set_workers(self, addresses: Sequence[str]) -> int:
+        """How many workers are ready here: those named before that have been reached."""
         self._server.set_workers(addresses)
+        return self._server.num_ready_workers
 
     async def until_stopped(self) -> None:
         """Answers by the actor's death, which Ray reports to the caller within milliseconds, and raises RuntimeError

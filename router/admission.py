@@ -1,25 +1,39 @@
-"""Who may come in, and who may go on to a worker.
+"""Who may come in: the ledger of what is admitted now.
 
-`AdmissionLedger` charges requests, by their outputs, and estimated prompt tokens before anything costly is done with
-them, and refuses beyond the limits. `WorkerGate` keeps the router from hammering a worker whose short queue is
-full: after a BUSY, one request goes for each place known to be free. Pure: time comes from the caller. Does not own
-the waiting of those that found no worker (waiting_line.py) nor the choice of one (placement.py).
+`AdmissionLedger` charges requests, by their outputs, and prompt tokens, estimated from bytes before anything costly is
+done with them, and refuses beyond the limits. Pure: time and chance come from outside. Does not own who among the
+admitted goes first (tenants.py), their waiting (waiting_line.py), nor whether a worker has room (worker_gate.py).
+
+Tokens are those of prompts alone. The ledger guards what the router itself spends: tokenising, ids and names that it
+keeps until the end. `max_tokens` costs it nothing, is mostly far above what is generated and the whole context where it
+is left out, so that charging it would refuse requests for tokens that never come. KV that grows with outputs is
+guarded where it lies: workers admit by blocks and preempt.
+
+While several tenants are active none holds more than its share of either limit, by weight. A tenant is active
+while it has something admitted, running or waiting, and for a while after it was refused; alone it may take all. What
+it held when another came is not taken from it, but nothing is added until it is within its share. A tenant that holds
+nothing is never above its share, however small that is.
 """
 
-from collections.abc import Iterator
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from blockyard.router.errors import Overloaded
+from blockyard.router.retry_delay import MAX_DELAY_SECONDS, CompletionRate, retry_delay_seconds
+from blockyard.router.tenants import checked_weights
 
 BYTES_PER_TOKEN = 4
 """Of text, for an estimate that costs nothing; real tokenizers take 3 to 5."""
-RETRY_AFTER_SECONDS = 0.5
-PROBE_SECONDS = 0.1
-"""A worker that said BUSY gets one request to try after so long, even if nothing was heard of it. For as long its
-load reports may be older than its BUSY and are not believed when they say that nobody waits there."""
-OFFERED_PLACES = 4
-"""For each report that nobody waits. If a long line rushed in at the first, most of it would come back."""
+REFUSED_ACTIVE_SECONDS = 60.0
+"""A refused tenant's share stays reserved for so long: twice the longest delay that it is told."""
+MAX_REFUSED_TENANTS = 1024
+"""Remembered at once; the longest refused are forgotten first."""
+WEIGHT_UNITS = 1000
+"""Weights are counted in whole units, so that shares are exact."""
 
 
 def estimate_tokens(text_bytes: int) -> int:
@@ -27,78 +41,149 @@ def estimate_tokens(text_bytes: int) -> int:
     return text_bytes // BYTES_PER_TOKEN + 1
 
 
-class AdmissionLedger:
-    """What is admitted now. A charge is given back exactly as it was taken."""
+@dataclass(slots=True, eq=False)
+class _Account:
+    """One active tenant's."""
 
-    def __init__(self, *, max_requests: int, max_tokens: int) -> None:
+    weight_units: int
+    requests: int = 0
+    tokens: int = 0
+    refused_at: float = 0.0
+    returns_at: float = 0.0
+    """When the last one that was refused has been told to come back: the next one comes after it."""
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """What one request holds of the ledger."""
+
+    outputs: int
+    tokens: int
+    _account: _Account
+    _all_tokens: CompletionRate
+
+    def correct(self, tokens: int) -> None:
+        """The prompt has so many tokens. Never refuses: the work of counting them is done."""
+        added = tokens - self.tokens
+        self.tokens = tokens
+        self._account.tokens += added
+        self._all_tokens.change(added)
+
+
+class AdmissionLedger:
+    """What is admitted now. A charge is given back exactly as it stands at its end."""
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        tenant_weights: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self.requests = 0
+        self._weights = checked_weights(tenant_weights or {})
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._requests = CompletionRate(clock)
+        self._tokens = CompletionRate(clock)
+        self._active: dict[str, _Account] = {}
+        self._active_units = 0
+        """The sum of their weights."""
+        self._refused: OrderedDict[str, _Account] = OrderedDict()
+        """Those of the active that were refused of late, the longest refused first."""
+
+    @property
+    def requests(self) -> int:
         """One with several outputs counts as so many."""
-        self.tokens = 0
+        return self._requests.held
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens.held
+
+    @property
+    def active_tenants(self) -> int:
+        return len(self._active)
 
     @contextmanager
-    def charge(self, tokens: int, *, outputs: int = 1) -> Iterator[None]:
+    def charge(self, tokens: int, *, outputs: int = 1, tenant: str = "") -> Iterator[Charge]:
         """Holds a request's outputs and its tokens for the life of the context. Raises Overloaded beyond a limit.
 
         A single request larger than a limit is let in when nothing else is: it could else never run.
         """
-        if self.requests and self.requests + outputs > self._max_requests:
-            raise Overloaded(
-                "too many requests are running or waiting", retry_after_seconds=RETRY_AFTER_SECONDS
-            )
-        if self.requests and self.tokens + tokens > self._max_tokens:
-            raise Overloaded(
-                "too many prompt tokens are running or waiting", retry_after_seconds=RETRY_AFTER_SECONDS
-            )
-        self.requests += outputs
-        self.tokens += tokens
+        self._forget_refused()
+        account = self._account(tenant)
+        self._check(
+            tenant, account, outputs, account.requests, self._requests, self._max_requests, "requests"
+        )
+        self._check(tenant, account, tokens, account.tokens, self._tokens, self._max_tokens, "prompt tokens")
+        charge = Charge(outputs, tokens, account, self._tokens)
+        self._requests.begin(outputs)
+        self._tokens.begin(tokens)
+        account.requests += outputs
+        account.tokens += tokens
         try:
-            yield
+            yield charge
         finally:
-            self.requests -= outputs
-            self.tokens -= tokens
+            self._requests.end(outputs)
+            self._tokens.end(charge.tokens)
+            account.requests -= outputs
+            account.tokens -= charge.tokens
+            self._close_if_idle(tenant, account)
 
-
-@dataclass(slots=True)
-class WorkerGate:
-    """Whether one worker may get one more request. Open until it says BUSY."""
-
-    is_shut: bool = False
-    places: int = 0
-    """While shut: requests that left the worker's queue and have not been replaced."""
-    probe_at: float = 0.0
-    shut_at: float = 0.0
-    """When it last said BUSY."""
-    offered_at: float = 0.0
-    """When, while shut, it last had places that somebody took or that were new."""
-
-    def admits(self, now: float) -> bool:
-        return not self.is_shut or self.places > 0 or now >= self.probe_at
-
-    def took_one(self, now: float) -> None:
-        if self.is_shut:
-            self.places = max(self.places - 1, 0)
-            self.probe_at = now + PROBE_SECONDS
-            self.offered_at = now
-
-    def freed_one(self) -> None:
-        if self.is_shut:
-            self.places += 1
-
-    def shut(self, now: float) -> None:
-        """It said BUSY. Its words come in order: whatever place it freed before, it was full when it said so."""
-        self.is_shut = True
-        self.places = 0
-        self.shut_at = now
-        self.probe_at = now + PROBE_SECONDS
-
-    def nobody_waits(self, now: float) -> None:
-        """The worker reported an empty queue: a few may go to it, and once nobody takes that up, all who come."""
-        if now < self.shut_at + PROBE_SECONDS:
+    def _check(
+        self,
+        tenant: str,
+        account: _Account,
+        amount: int,
+        of_tenant: int,
+        of_all: CompletionRate,
+        limit: int,
+        told: str,
+    ) -> None:
+        """One limit for one more request. Raises Overloaded."""
+        if not self._requests.held:
             return
-        if self.places == 0:
-            self.places = OFFERED_PLACES
-            self.offered_at = now
-        elif now >= self.offered_at + PROBE_SECONDS:
-            self.is_shut = False
+        share = limit * account.weight_units // self._active_units
+        if of_all.held + amount > limit:
+            self._refuse(tenant, account, of_all.seconds_to_free(amount), f"too many {told}")
+        if account.requests and of_tenant + amount > share:
+            expected_seconds = of_all.seconds_to_free(amount, held=of_tenant)
+            self._refuse(tenant, account, expected_seconds, f"too many {told} of this tenant")
+
+    def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, told: str) -> None:
+        """The refused of a tenant are told to come back one after another, at the rate at which room is made."""
+        now = self._clock()
+        expected_seconds = max(account.returns_at - now, 0.0) + seconds_to_free
+        account.returns_at = now + min(expected_seconds, MAX_DELAY_SECONDS)
+        account.refused_at = now
+        self._refused[tenant] = account
+        self._refused.move_to_end(tenant)
+        raise Overloaded(
+            f"{told} are running or waiting",
+            retry_after_seconds=retry_delay_seconds(expected_seconds, self._rng.random()),
+        )
+
+    def _account(self, tenant: str) -> _Account:
+        if tenant not in self._active:
+            units = round(self._weights.get(tenant, 1.0) * WEIGHT_UNITS)
+            self._active[tenant] = _Account(units)
+            self._active_units += units
+        return self._active[tenant]
+
+    def _forget_refused(self) -> None:
+        oldest = self._clock() - REFUSED_ACTIVE_SECONDS
+        while self._refused:
+            tenant, account = next(iter(self._refused.items()))
+            if account.refused_at > oldest and len(self._refused) <= MAX_REFUSED_TENANTS:
+                return
+            del self._refused[tenant]
+            self._close_if_idle(tenant, account)
+
+    def _close_if_idle(self, tenant: str, account: _Account) -> None:
+        if not account.requests and tenant not in self._refused:
+            del self._active[tenant]
+            self._active_units -= account.weight_units

@@ -1,6 +1,6 @@
-"""What bounds every call that costs work: a deadline, the client's or ours, and a share of what is admitted.
+"""What bounds every call that costs work: a deadline, the client's or ours, and its tenant's share of what is admitted.
 
-Does not own the limits themselves (config.py, admission.py).
+Does not own the limits themselves (config.py, admission.py) nor what a tenant may be called (validation.py).
 """
 
 import asyncio
@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from blockyard.router.admission import AdmissionLedger
+from blockyard.router.admission import AdmissionLedger, Charge
 from blockyard.router.errors import DeadlinePassed
 from blockyard.router.interceptor import Context
+from blockyard.router.validation import valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
 """A longer one is clamped: nobody waits for it."""
@@ -28,12 +29,16 @@ class CallBounds:
         left = context.time_remaining()
         return self.default_timeout_seconds if left is None else min(left, MAX_DEADLINE_SECONDS)
 
+    def tenant(self, context: Context) -> str:
+        """Raises InvalidRequest."""
+        return valid_tenant(context.invocation_metadata() or ())
+
     @asynccontextmanager
-    async def admitted(self, context: Context, tokens: int) -> AsyncIterator[None]:
-        """Charged and within the deadline. Raises Overloaded, DeadlinePassed."""
-        with self.ledger.charge(tokens):
+    async def admitted(self, context: Context, tokens: int) -> AsyncIterator[Charge]:
+        """Charged and within the deadline. Raises InvalidRequest, Overloaded, DeadlinePassed."""
+        with self.ledger.charge(tokens, tenant=self.tenant(context)) as charge:
             async with self.deadline(context):
-                yield
+                yield charge
 
     @asynccontextmanager
     async def deadline(self, context: Context) -> AsyncIterator[None]:

@@ -18,11 +18,18 @@ from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import InvalidRequest, RouterError, UnknownWorker, WorkerUnreachable
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts, tokenise
+from blockyard.router.index_report import current_condition, index_info
 from blockyard.router.interceptor import Context
-from blockyard.router.placement import Score
 from blockyard.router.requests import RequestRecord, RequestState
+from blockyard.router.scoring import Score
 from blockyard.router.service import model_message
-from blockyard.router.validation import check_context, prompt_estimate, valid_prompt, valid_salt
+from blockyard.router.validation import (
+    check_context,
+    prompt_estimate,
+    valid_prompt,
+    valid_salt,
+    valid_session,
+)
 
 WATCH_SECONDS = 0.25
 """The least time between two lists of WatchWorkers."""
@@ -61,17 +68,25 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         view = self._parts.fleet.view
         records = self._parts.registry.records()
         num_waiting = sum(record.state is RequestState.QUEUED for record in records)
+        lookup = self._parts.placer.prefix_lookup
+        condition = await current_condition(lookup, view)
         return cluster_pb2.ClusterInfo(
             cluster=self._cluster,
             version=self._version,
             model=model_message(self._parts),
             policy=self._policy,
-            index_available=self._parts.placer.index_available,
+            index_available=lookup is not None and lookup.answers,
+            index_state=condition.state,
             workers_ready=len(view.ready()),
             workers_known=len(view.workers()),
             requests_running=len(records) - num_waiting,
             requests_waiting=num_waiting,
         )
+
+    async def GetIndexInfo(
+        self, request: cluster_pb2.GetIndexInfoRequest, context: Context
+    ) -> cluster_pb2.IndexInfo:
+        return await index_info(self._parts.placer.prefix_lookup, self._parts.fleet)
 
     async def ListWorkers(
         self, request: cluster_pb2.ListWorkersRequest, context: Context
@@ -125,8 +140,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ExplainPlacement(
         self, request: cluster_pb2.ExplainPlacementRequest, context: Context
     ) -> cluster_pb2.ExplainPlacementResponse:
+        session_id = valid_session(request)
         async with self._named(request, context) as (prompt_tokens, names):
-            placement, index_available = await self._parts.placer.explain(names, prompt_tokens)
+            placement, index_available = await self._parts.placer.explain(
+                names, prompt_tokens, session_id=session_id
+            )
         return cluster_pb2.ExplainPlacementResponse(
             policy=self._policy,
             chosen_worker_id=placement.chosen.worker_id if placement else "",
@@ -150,10 +168,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         parts = self._parts
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
         salt = valid_salt(request)
-        async with self._bounds.admitted(context, prompt_estimate(prompt)):
+        async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
             identity = await parts.placer.identity()
             prepared = await tokenise(
-                parts.tokenizing, prompt, root=parts.root(identity, salt), block_size=identity.block_size
+                parts.tokenizing,
+                prompt,
+                charge,
+                root=parts.root(identity, salt),
+                block_size=identity.block_size,
             )
             check_context(prepared.num_tokens, identity.max_model_len)
             yield prepared.num_tokens, split_names(prepared.block_names)[1:]
@@ -199,6 +221,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
         state=WORKER_STATES[state],
         state_reason="" if state is WorkerState.READY else reason,
         load=worker.load,
+        index=worker.index,
     )
     if worker.hello is not None:
         message.worker_id = worker.worker_id
@@ -218,6 +241,8 @@ def _timeless(message: cluster_pb2.ListWorkersResponse) -> list[cluster_pb2.Work
         copy = cluster_pb2.Worker()
         copy.CopyFrom(worker)
         copy.seconds_since_heard = 0
+        if copy.HasField("index"):
+            copy.index.lag_seconds = 0
         workers.append(copy)
     return workers
 
@@ -233,7 +258,9 @@ def _candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
         host_load_ms=score.host_load_ms,
         decode_ms=score.decode_ms,
         memory_ms=score.memory_ms,
+        others_ms=score.others_ms,
         total_ms=score.total_ms,
+        cost=score.cost,
     )
 
 

@@ -5,24 +5,20 @@ Pure: events go in, snapshots come out, time comes from an injected clock. A wor
 long it has been silent. What this router has placed counts at once, as load and as a speculative prefix, so
 that many simultaneous requests of one group do not scatter before the first of them is reported stored.
 
-Does not own connections (engine_link.py), the choice (placement.py) or the index (prefix_index.py).
+Does not own connections (engine_link.py), the sums over what was placed (bookings.py), the choice (placement.py) or the
+index (prefix_index.py).
 """
 
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from blockyard.proto.prefix_index import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.admission import WorkerGate
-from blockyard.router.placement import Candidate
-
-STORED_GRACE_SECONDS = 1.0
-"""How long a speculative prefix outlives the worker's first token: the index has it after some 20 ms."""
-MAX_UNSTARTED = 32
-"""Requests of this router that one worker may have without a first token: more wait in the router's line, where
-they can still go elsewhere. It bounds how many are on their way before a BUSY can be heard."""
+from blockyard.router.bookings import Bookings, Placed
+from blockyard.router.placement_config import PlacementConfig
+from blockyard.router.scoring import Candidate
+from blockyard.router.worker_gate import WorkerGate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +48,7 @@ class WorkerState(Enum):
     LOST = auto()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Placed:
-    """A request that this router has put on a worker and that is not over."""
-
-    address: str
-    names: Sequence[bytes]
-    """Of the prompt's full blocks."""
-    uncached_tokens: int
-    """Prompt tokens that the worker was expected to compute."""
-    blocks: int
-    """That it was expected to take from its pool."""
-    started: bool = False
-    over: bool = False
+NOTHING_CACHED = CachedDepth()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,35 +60,39 @@ class WorkerView:
     reason: str = ""
     hello: session_pb2.Hello | None = None
     load: cluster_pb2.WorkerLoad = field(default_factory=cluster_pb2.WorkerLoad)
+    index: cluster_pb2.WorkerIndex | None = None
+    """What it last said of its part of the prefix index."""
     last_heard: float | None = None
     gate: WorkerGate = field(default_factory=WorkerGate)
-    placed: list[Placed] = field(default_factory=list)
-    speculative: Counter[bytes] = field(default_factory=Counter)
-    """Names of blocks that placed requests will store, by how many of them will."""
-    fading: deque[tuple[float, Sequence[bytes]]] = field(default_factory=deque)
-    """Stored names and when the index may be trusted to have them; in order of that time."""
+    booked: Bookings = field(default_factory=Bookings)
+    worker_id: WorkerId = field(init=False)
+    incarnation: Incarnation = field(init=False)
 
-    @property
-    def num_unstarted(self) -> int:
-        return sum(not placed.started for placed in self.placed)
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return WorkerId(self.hello.worker_id if self.hello else "")
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return Incarnation(self.hello.incarnation if self.hello else "")
+    def __post_init__(self) -> None:
+        self.worker_id = WorkerId(self.hello.worker_id if self.hello else "")
+        self.incarnation = Incarnation(self.hello.incarnation if self.hello else "")
 
 
 class ClusterView:
     """All workers by address. Every method is synchronous and cheap."""
 
-    def __init__(self, *, suspect_seconds: float, lost_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        suspect_seconds: float,
+        lost_seconds: float,
+        clock: Callable[[], float],
+        config: PlacementConfig | None = None,
+    ) -> None:
         self._suspect_seconds = suspect_seconds
         self._lost_seconds = lost_seconds
         self._clock = clock
+        self._config = config or PlacementConfig()
         self._workers: dict[str, WorkerView] = {}
+        self.promised_blocks = 0
+        """Blocks that the index promised of the workers chosen, for all requests that came to their first token."""
+        self.stale_blocks = 0
+        """Those of them that were not reused."""
 
     # What happened
 
@@ -140,9 +128,7 @@ class ClusterView:
         worker.link = LinkState.LOST if worker.hello else LinkState.CONNECTING
         worker.reason = reason
         worker.load = cluster_pb2.WorkerLoad()
-        worker.placed.clear()
-        worker.speculative.clear()
-        worker.fading.clear()
+        worker.booked = Bookings()
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
         """Any message is a sign of life; some bring a load report."""
@@ -150,39 +136,55 @@ class ClusterView:
         worker.last_heard = self._clock()
         if load is not None:
             worker.load = load
+            worker.booked.reported()
             if load.waiting == 0:
                 worker.gate.nobody_waits(self._clock())
 
-    def placed(self, address: str, *, names: Sequence[bytes], uncached_tokens: int, blocks: int) -> Placed:
+    def placed(
+        self,
+        address: str,
+        *,
+        names: Sequence[bytes],
+        uncached_tokens: int,
+        blocks: int,
+        promised_blocks: int = 0,
+    ) -> Placed:
         worker = self._workers[address]
-        placed = Placed(address=address, names=names, uncached_tokens=uncached_tokens, blocks=blocks)
-        worker.placed.append(placed)
-        worker.speculative.update(names)
+        placed = Placed(
+            address=address,
+            names=names,
+            uncached_tokens=uncached_tokens,
+            blocks=blocks,
+            promised_blocks=promised_blocks,
+        )
+        worker.booked.add(placed)
         worker.gate.took_one(self._clock())
         return placed
 
-    def started(self, placed: Placed) -> None:
-        """Its first output came: the prompt is stored, and soon the index says so."""
+    def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
+        """Its first output came: the prompt is stored, and soon the index says so. `cached_tokens` is what of the
+        prompt was reused, where that is to be held against the index's promise."""
         worker = self._workers.get(placed.address)
-        if worker is None or placed.started or placed not in worker.placed:
+        if worker is None or placed.started or placed not in worker.booked:
             return
-        placed.started = True
-        worker.fading.append((self._clock() + STORED_GRACE_SECONDS, placed.names))
+        worker.booked.start(placed, stored_at=self._clock() + self._config.stored_grace_seconds)
         worker.gate.freed_one()
+        if cached_tokens is not None and worker.hello is not None:
+            reused_blocks = cached_tokens // worker.hello.block_size
+            self.promised_blocks += placed.promised_blocks
+            self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """It finished, was cancelled or rejected; `busy` says that the worker's queue was full."""
         worker = self._workers.get(placed.address)
-        if worker is None or placed not in worker.placed:
+        if worker is None or placed not in worker.booked:
             return
-        worker.placed.remove(placed)
+        worker.booked.remove(placed)
         if busy:
             worker.gate.shut(self._clock())
-        if not placed.started:
-            _subtract(worker.speculative, placed.names)
+        elif not placed.started:
             # One that had started left its place in the worker's queue then.
-            if not busy:
-                worker.gate.freed_one()
+            worker.gate.freed_one()
 
     # What follows from it
 
@@ -195,10 +197,10 @@ class ClusterView:
             case LinkState.LOST:
                 return WorkerState.LOST
             case LinkState.ACCEPTED:
-                silence = self.silence_seconds(worker)
-                if silence < self._suspect_seconds:
+                if self._is_ready(worker, self._clock()):
                     return WorkerState.READY
-                return WorkerState.SUSPECT if silence < self._lost_seconds else WorkerState.LOST
+                is_suspect = self.silence_seconds(worker) < self._lost_seconds
+                return WorkerState.SUSPECT if is_suspect else WorkerState.LOST
 
     def silence_seconds(self, worker: WorkerView) -> float:
         return float("inf") if worker.last_heard is None else self._clock() - worker.last_heard
@@ -210,7 +212,15 @@ class ClusterView:
         return list(self._workers.values())
 
     def ready(self) -> list[WorkerView]:
-        return [worker for worker in self._workers.values() if self.state(worker) is WorkerState.READY]
+        now = self._clock()
+        return [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+
+    def _is_ready(self, worker: WorkerView, now: float) -> bool:
+        return (
+            worker.link is LinkState.ACCEPTED
+            and worker.last_heard is not None
+            and now - worker.last_heard < self._suspect_seconds
+        )
 
     def find(self, worker_id: str) -> WorkerView | None:
         """By id; among several lives the one heard last."""
@@ -234,76 +244,54 @@ class ClusterView:
         """The workers that may take a prompt with these block names now; `depths` is what the index said."""
         now = self._clock()
         return [
-            self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, CachedDepth()))
+            self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), now)
             for worker in self.ready()
-            if not respect_gates or (worker.gate.admits(now) and worker.num_unstarted < MAX_UNSTARTED)
+            if not respect_gates or self._has_room(worker, now)
         ]
 
+    def _has_room(self, worker: WorkerView, now: float) -> bool:
+        """Whether one more request would find a place there, as far as can be known."""
+        booked, hello = worker.booked, worker.hello
+        if booked.all.unstarted >= self._config.max_unstarted or not worker.gate.admits(now):
+            return False
+        # A shut gate counts places itself, and more exactly.
+        if worker.gate.is_shut or hello is None or not hello.max_waiting:
+            return True
+        return worker.load.waiting + booked.unreported.unstarted < hello.max_waiting
+
     def _candidate(
-        self, worker: WorkerView, names: Sequence[bytes], prompt_tokens: int, depth: CachedDepth
+        self, worker: WorkerView, names: Sequence[bytes], prompt_tokens: int, depth: CachedDepth, now: float
     ) -> Candidate:
         assert worker.hello is not None
-        self._fade(worker)
+        load, booked, fresh = worker.load, worker.booked.all, worker.booked.unreported
         block_size = worker.hello.block_size
-        on_gpu = max(depth.blocks, _speculative_depth(worker.speculative, names))
+        on_gpu = max(depth.blocks, worker.booked.prefixes.depth(names, now))
         anywhere = max(depth.blocks + depth.host_blocks, on_gpu)
         cached_tokens = usable_cached_tokens(on_gpu, prompt_tokens, block_size)
-        unstarted = [placed for placed in worker.placed if not placed.started]
-        # A report counts what we placed as soon as the worker has seen it. The larger of report and own books
-        # needs no clock to tell whether it has, and never counts a request twice.
+        # A report has everybody's requests, but none that were placed after it; our books have ours, whether the worker
+        # has seen them or not. Both are too low at worst, so the larger is the better, and counts no request twice.
         return Candidate(
             address=worker.address,
             worker_id=worker.worker_id,
             cached_tokens=cached_tokens,
             host_cached_tokens=usable_cached_tokens(anywhere, prompt_tokens, block_size) - cached_tokens,
             queued_prefill_tokens=max(
-                worker.load.queued_prefill_tokens, sum(placed.uncached_tokens for placed in unstarted)
+                load.queued_prefill_tokens + fresh.unstarted_tokens, booked.unstarted_tokens
             ),
-            sequences=max(worker.load.running + worker.load.waiting, len(worker.placed)),
-            used_blocks=max(worker.load.used_blocks, sum(placed.blocks for placed in worker.placed)),
+            sequences=max(load.running + load.waiting + fresh.requests, booked.requests),
+            used_blocks=max(load.used_blocks + fresh.blocks, booked.blocks),
             total_blocks=worker.hello.total_blocks,
             block_size=block_size,
-            prefill_tokens_per_second=worker.load.prefill_tokens_per_second,
-            decode_tokens_per_second=worker.load.decode_tokens_per_second,
-            host_tokens_per_second=worker.load.host_tokens_per_second,
+            prefill_tokens_per_second=load.prefill_tokens_per_second,
+            decode_tokens_per_second=load.decode_tokens_per_second,
+            host_tokens_per_second=load.host_tokens_per_second,
         )
-
-    def _fade(self, worker: WorkerView) -> None:
-        now = self._clock()
-        while worker.fading and worker.fading[0][0] <= now:
-            _subtract(worker.speculative, worker.fading.popleft()[1])
 
     def check_invariants(self) -> None:
         for worker in self._workers.values():
-            expected: Counter[bytes] = Counter()
-            for placed in worker.placed:
-                if not placed.started:
-                    expected.update(placed.names)
-            for _, names in worker.fading:
-                expected.update(names)
-            assert worker.speculative == expected, f"speculative names of {worker.address} do not add up"
+            worker.booked.check_invariants()
 
 
 def usable_cached_tokens(depth_blocks: int, prompt_tokens: int, block_size: int) -> int:
     """Tokens of a cached prefix that save work: the last prompt token is always computed, so that it has logits."""
     return min(depth_blocks * block_size, (prompt_tokens - 1) // block_size * block_size)
-
-
-def _speculative_depth(speculative: Counter[bytes], names: Sequence[bytes]) -> int:
-    """Leading names that are spoken for. Whoever placed block i placed all before it, so bisection is exact."""
-    low, high = 0, len(names)
-    while low < high:
-        middle = (low + high) // 2
-        if names[middle] in speculative:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _subtract(counter: Counter[bytes], names: Sequence[bytes]) -> None:
-    for name in names:
-        if counter[name] > 1:
-            counter[name] -= 1
-        else:
-            del counter[name]

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blockyard.router.placement_config import PlacementConfig, PolicyName
+from blockyard.router.tenants import checked_weights
 
 DEFAULT_MAX_OUTPUTS = 16
 DEFAULT_MAX_BEAM_WIDTH = 16
+DEFAULT_MAX_REQUESTS = 1024
+DEFAULT_MAX_TOKENS_ADMITTED = 4_000_000
+DEFAULT_MAX_QUEUE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +31,17 @@ class RouterConfig:
     """Addresses "host:port" known from the start; others are learned from Redis and the supervisor."""
     policy: PolicyName = "prefix"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    max_requests: int = 1024
+    max_requests: int = DEFAULT_MAX_REQUESTS
     """Admitted at once, queued and running together; beyond it RESOURCE_EXHAUSTED. One with several outputs or beams
     counts as so many."""
-    max_tokens_admitted: int = 4_000_000
-    """Estimated prompt tokens admitted at once."""
-    max_queue_seconds: float = 120.0
+    max_tokens_admitted: int = DEFAULT_MAX_TOKENS_ADMITTED
+    """Prompt tokens admitted at once, estimated from bytes until they are counted."""
+    max_queue_seconds: float = DEFAULT_MAX_QUEUE_SECONDS
     """A request that found no worker for so long is refused, with advice when to come back."""
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    """Shares of the waiting line by tenant; 1 for who is not named."""
+    """Shares of the waiting line and of the limits by tenant; 1 for who is not named."""
+    tokenizer_processes: int = 1
+    """Prompts that are tokenised at once. With one, a long prompt holds up those behind it."""
     reuse_port: bool = False
     """Several router processes of one machine listen on the one port; the kernel deals connections out."""
     max_outputs: int = DEFAULT_MAX_OUTPUTS
@@ -45,8 +51,6 @@ class RouterConfig:
     """For a call without a deadline."""
     slow_reader_seconds: float = 30.0
     """A client that takes nothing for so long while output is being written to it is cut off."""
-    output_queue_messages: int = 256
-    """Deltas that wait for one client at most; beyond it they are merged."""
     no_worker_seconds: float = 30.0
     """How long requests wait, within their deadlines, while no worker is ready: longer than the restart of one
     takes, so that a worker's death fails nothing that has not started. Health says NOT_SERVING at once."""
@@ -58,13 +62,16 @@ class RouterConfig:
     """Silence after which a worker is given up and its requests are placed elsewhere."""
 
     def __post_init__(self) -> None:
-        if self.max_requests < 1 or self.max_tokens_admitted < 1 or self.output_queue_messages < 1:
+        if self.max_requests < 1 or self.max_tokens_admitted < 1:
             raise ValueError("limits must be at least 1")
+        if self.tokenizer_processes < 1:
+            raise ValueError(f"tokenizer_processes must be at least 1, not {self.tokenizer_processes}")
         if self.max_outputs < 1 or self.max_beam_width < 1:
             raise ValueError("max_outputs and max_beam_width must be at least 1")
         if self.no_worker_seconds < 0 or self.priority_ageing_seconds < 0:
             raise ValueError("no_worker_seconds and priority_ageing_seconds must not be negative")
-        if self.max_queue_seconds <= 0 or any(weight <= 0 for weight in self.tenant_weights.values()):
-            raise ValueError("max_queue_seconds and tenant_weights must be above 0")
+        if not self.max_queue_seconds > 0:
+            raise ValueError("max_queue_seconds must be above 0")
+        checked_weights(self.tenant_weights)
         if not 0 < self.suspect_seconds < self.lost_seconds:
             raise ValueError("need 0 < suspect_seconds < lost_seconds")

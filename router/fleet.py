@@ -14,6 +14,7 @@ from blockyard.proto.block_hash import root_name
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster_view import ClusterView
 from blockyard.router.engine_link import EngineLink, LinkEvents
+from blockyard.router.placement_config import PlacementConfig
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ class ModelIdentity:
     kv_dtype: str
     max_model_len: int
     vocab_size: int
+    index_stride_blocks: int = 1
+    """The prefix index knows every so manieth block of a prefix."""
 
     @classmethod
     def of(cls, hello: session_pb2.Hello) -> "ModelIdentity":
@@ -36,6 +39,7 @@ class ModelIdentity:
             kv_dtype=hello.kv_dtype,
             max_model_len=hello.max_model_len,
             vocab_size=hello.vocab_size,
+            index_stride_blocks=max(1, hello.index_stride_blocks),
         )
 
     def root(self, *, cluster_secret: str, salt: str) -> bytes:
@@ -54,6 +58,9 @@ class ModelIdentity:
             return "another model than the first worker's"
         if hello.block_size != self.block_size:
             return f"block size {hello.block_size}, the first worker's is {self.block_size}"
+        stride_blocks = max(1, hello.index_stride_blocks)
+        if stride_blocks != self.index_stride_blocks:
+            return f"index stride of {stride_blocks} blocks, the first worker's is {self.index_stride_blocks}"
         if hello.kv_dtype != self.kv_dtype:
             return f"KV dtype {hello.kv_dtype}, the first worker's is {self.kv_dtype}"
         if hello.max_model_len < self.max_model_len:
@@ -72,8 +79,11 @@ class Fleet(LinkEvents):
         suspect_seconds: float,
         lost_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        placement: PlacementConfig | None = None,
     ) -> None:
-        self.view = ClusterView(suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock)
+        self.view = ClusterView(
+            suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock, config=placement
+        )
         self.identity: ModelIdentity | None = None
         self.links: dict[str, EngineLink] = {}
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -125,6 +135,11 @@ class Fleet(LinkEvents):
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
         self.view.heard(address, load)
         self._changed()
+
+    def index_reported(self, address: str, index: cluster_pb2.WorkerIndex) -> None:
+        worker = self.view.at(address)
+        if worker is not None:
+            worker.index = index
 
     def disconnected(self, address: str, reason: str) -> None:
         self.view.disconnected(address, reason)

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.admission import AdmissionLedger
+from blockyard.router.admission import AdmissionLedger, Charge
 from blockyard.router.assembly import Assembly
 from blockyard.router.errors import DeadlinePassed, InternalError, InvalidRequest
 from blockyard.router.fleet import Fleet, ModelIdentity
@@ -62,17 +62,24 @@ class RouterParts:
 
 
 async def tokenise(
-    tokenizing: TokenizerService, prompt: PromptInput, *, root: bytes | None, block_size: int
+    tokenizing: TokenizerService,
+    prompt: PromptInput,
+    charge: Charge,
+    *,
+    root: bytes | None,
+    block_size: int,
 ) -> Prepared:
-    """Token ids and names, with the tokeniser's failures as answers to the client."""
+    """Token ids and names, with the tokeniser's failures as answers to the client. From then on the charge is exact."""
     try:
-        return await tokenizing.prepare(prompt, root=root, block_size=block_size)
+        prepared = await tokenizing.prepare(prompt, root=root, block_size=block_size)
     except PromptError as error:
         raise InvalidRequest.of("input", str(error)) from None
     except TokenizingTimeout:
         raise DeadlinePassed("input: tokenising takes too long") from None
     except TokenizingError:
         raise InternalError("the tokeniser failed") from None
+    charge.correct(prepared.num_tokens)
+    return prepared
 
 
 def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGeneration:
@@ -81,7 +88,7 @@ def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGe
 
 
 async def generate(
-    parts: RouterParts, valid: ValidGeneration, record: RequestRecord, *, deadline: float
+    parts: RouterParts, valid: ValidGeneration, record: RequestRecord, charge: Charge, *, deadline: float
 ) -> AsyncGenerator[Delta, None]:
     """The outputs in pieces; `deadline` is on the parts' clock. Closing it ends the request everywhere.
 
@@ -91,6 +98,7 @@ async def generate(
     prepared = await tokenise(
         parts.tokenizing,
         valid.prompt,
+        charge,
         root=parts.root(identity, valid.cache_salt),
         block_size=identity.block_size,
     )
@@ -106,6 +114,8 @@ async def generate(
         sampling=valid.sampling.for_engine(room_tokens=room_tokens, facts=parts.facts),
         deadline=deadline,
         priority=valid.priority,
+        tenant=record.tenant,
+        session_id=valid.session_id,
     )
     assembly = Assembly(parts.tokenizing.tokenizer, valid.sampling, record, clock=parts.clock)
     stopped: set[int] = set()

@@ -1,11 +1,12 @@
 """From tokens to what the client reads: text without split characters, cut exactly at a stop string, bounded.
 
-`TextOutput` is pure. `Outbox` holds what one client has not read yet: at most so many deltas, merged beyond
-it, so that the engine never waits for a reader; `deliver` writes them out and cuts off who takes nothing.
+`TextOutput` is pure. `Outbox` holds what one client has not read yet, merged to one piece for each output, so that
+the engine never waits for a reader and a busy router writes fewer, larger messages; `deliver` writes them out and
+cuts off who takes nothing.
 """
 
 import asyncio
-from collections import deque
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from blockyard.proto.text import IncrementalDetokenizer, StopChecker
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import RouterError, SlowReader
+from blockyard.router.turn_share import TurnShare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,28 +108,22 @@ class TextOutput:
 
 @dataclass(slots=True)
 class Outbox:
-    """What waits for one client: the pieces of each output in order, then the end. At most `max_deltas` pieces and
-    one more for each output."""
+    """What waits for one client, at most one piece for each output, then the end."""
 
-    max_deltas: int
-    _deltas: deque[Delta] = field(default_factory=deque)
-    _newest: dict[int, Delta] = field(default_factory=dict)
-    """Of what waits, each output's last piece."""
+    _waiting: dict[int, Delta] = field(default_factory=dict)
+    """By output, in order of who has waited longest."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
     _error: RouterError | None = None
 
     def __len__(self) -> int:
-        return len(self._deltas)
+        return len(self._waiting)
 
     def put(self, delta: Delta) -> None:
-        """Never waits: a full outbox merges the newest pieces of an output."""
-        newest = self._newest.get(delta.index)
-        if newest is not None and len(self._deltas) >= self.max_deltas:
-            newest.merge(delta)
-        else:
-            self._deltas.append(delta)
-            self._newest[delta.index] = delta
+        """Never waits: what an output brings while its last piece still waits becomes a part of that."""
+        waiting = self._waiting.setdefault(delta.index, delta)
+        if waiting is not delta:
+            waiting.merge(delta)
         self._changed.set()
 
     async def fill(self, deltas: AsyncIterator[Delta]) -> None:
@@ -142,33 +138,47 @@ class Outbox:
 
     async def take(self) -> Delta | None:
         """The next piece; None at the end. Raises what ended the output early."""
-        while not self._deltas:
+        while not self._waiting:
             if self._error is not None:
                 raise self._error
             if self._ended:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        delta = self._deltas.popleft()
-        if self._newest[delta.index] is delta:
-            del self._newest[delta.index]
-        return delta
+        return self._waiting.pop(next(iter(self._waiting)))
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Since when one write has waited for its client. A timer for each write would cost more than making its text."""
+
+    limit_seconds: float
+    writing_since: float | None = None
+
+    async def watch(self) -> None:
+        """Until cancelled. Raises SlowReader; a quarter of the limit late at most."""
+        while True:
+            await asyncio.sleep(self.limit_seconds / 4)
+            since = self.writing_since
+            if since is not None and time.monotonic() - since >= self.limit_seconds:
+                raise SlowReader("the client reads too slowly")
 
 
 async def deliver(
     deltas: AsyncIterator[Delta],
     write: Callable[[Delta], Awaitable[None]],
     *,
-    max_deltas: int,
     slow_reader_seconds: float,
+    share: TurnShare,
 ) -> None:
     """Writes every piece. Raises SlowReader, in a group, where one write takes longer than the client may."""
-    outbox = Outbox(max_deltas)
+    outbox, pace = Outbox(), _Pace(slow_reader_seconds)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.fill(deltas))
+        watch = tasks.create_task(pace.watch())
         while (delta := await outbox.take()) is not None:
-            try:
-                async with asyncio.timeout(slow_reader_seconds):
-                    await write(delta)
-            except TimeoutError:
-                raise SlowReader("the client reads too slowly") from None
+            await share.take()
+            pace.writing_since = time.monotonic()
+            await write(delta)
+            pace.writing_since = None
+        watch.cancel()

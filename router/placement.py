@@ -1,51 +1,29 @@
 """Which worker gets a request: a pure function of a snapshot.
 
-    cost(worker) = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms        least wins
+- `prefix`: the least total_ms. A worker that holds the prefix but is busy loses to an idle one as soon as recomputing
+  is faster than waiting: hot prefixes replicate by themselves. Among near-equals the one that served the session last
+  wins, else chance. Without the index, rendezvous hashing of the session or the prefix between two workers.
+- `round_robin`: in turn.
+- `least_loaded`: the least load_ms, whatever is cached.
+- `two_choices`: of two at random the one with less load_ms (Mitzenmacher 1996).
+- `session`: rendezvous hashing of the session over all workers, past those that are loaded; without a session by load.
+- `dynamo`: the published cost of NVIDIA Dynamo's KV router, as a yardstick.
 
-Everything is an estimate of the time to the first token in milliseconds, so that terms add up and an operator
-can argue with each (ExplainPlacement shows them). A worker that holds the prefix but is busy loses to an idle
-one as soon as recomputing is faster than waiting: hot prefixes replicate by themselves.
-
-Owns the arithmetic and the policies. Does not own what is known of workers (cluster_view.py).
+Owns the policies. Does not own the arithmetic of the terms (scoring.py) nor what is known of workers (cluster_view.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from math import isfinite
+from math import exp
 from random import Random
-from statistics import median
 
 from blockyard.proto.prefix_index import WorkerId
 from blockyard.router.placement_config import PlacementConfig, PolicyName
+from blockyard.router.scoring import Candidate, Score, score_all
 
-LEAST_TOKENS_PER_SECOND = 1e-3
-"""A lower rate is no measurement."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What is believed of one worker that may take the request."""
-
-    address: str
-    """Where it listens; unique, which a worker id is not while an old life of it lingers."""
-    worker_id: WorkerId
-    cached_tokens: int = 0
-    """Leading prompt tokens whose KV is on its GPU."""
-    host_cached_tokens: int = 0
-    """Those that follow them and are in its host memory."""
-    queued_prefill_tokens: int = 0
-    sequences: int = 0
-    """Running and waiting."""
-    used_blocks: int = 0
-    total_blocks: int = 0
-    block_size: int = 16
-    prefill_tokens_per_second: float = 0.0
-    """Measured; 0 until something was."""
-    decode_tokens_per_second: float = 0.0
-    """Of all its sequences together, in steps that only decode. Measured; 0 until something was."""
-    host_tokens_per_second: float = 0.0
-    """From host memory to the GPU. Measured; without it host memory is worth nothing."""
+PREFIX_HOMES = 2
+"""Workers that serve a prefix without the index: one alone could not take what comes while it is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,49 +34,24 @@ class PlacementRequest:
     index_available: bool = True
     turn: int = 0
     """Counts placements up; what round_robin goes by."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """The terms of one candidate, in estimated milliseconds to the first token."""
-
-    address: str
-    worker_id: WorkerId
-    cached_tokens: int
-    host_cached_tokens: int
-    """That would come from host memory; 0 where nobody knows how fast."""
-    uncached_tokens: int
-    """That would be computed."""
-    queue_ms: float
-    """Prefill of others that comes first."""
-    prefill_ms: float
-    """The part of this prompt that is not cached there."""
-    host_load_ms: float
-    """The part that comes from host memory, however slow: a worker loads what it finds there."""
-    decode_ms: float
-    """The decode steps of the sequences that are there, in part."""
-    memory_ms: float
-
-    @property
-    def load_ms(self) -> float:
-        """What the worker's load alone costs, whatever the prompt."""
-        return self.queue_ms + self.decode_ms + self.memory_ms
-
-    @property
-    def total_ms(self) -> float:
-        return self.load_ms + self.prefill_ms + self.host_load_ms
-
-    @property
-    def needed_tokens(self) -> int:
-        """Of this prompt, that need new room in the pool."""
-        return self.host_cached_tokens + self.uncached_tokens
+    session_key: bytes = b""
+    """The conversation that the request belongs to; empty: none."""
+    session_worker: WorkerId | None = None
+    """Who served the session last, as far as this router knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     chosen: Score
-    scores: tuple[Score, ...]
-    """Every candidate's, cheapest first."""
+    considered: Sequence[Score]
+    costs: Sequence[float]
+    """What the policy compared, for each of those."""
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Every candidate's, cheapest first. Made when asked for: to place a request takes none but the chosen."""
+        priced = (replace(score, cost=cost) for score, cost in zip(self.considered, self.costs, strict=True))
+        return tuple(sorted(priced, key=lambda score: score.cost))
 
 
 def place(
@@ -106,96 +59,119 @@ def place(
     candidates: Sequence[Candidate],
     policy: PolicyName,
     rng: Random,
-    weights: PlacementConfig | None = None,
+    config: PlacementConfig | None = None,
 ) -> Placement:
     """Choose among at least one candidate. Raises ValueError without any."""
     if not candidates:
         raise ValueError("nothing to place on: no candidates")
-    weights = weights or PlacementConfig()
-    typical_rate = _typical_rate(candidates, weights)
-    scores = [_score(request, candidate, typical_rate, weights) for candidate in candidates]
+    config = config or PlacementConfig()
+    scores = score_all(request.prompt_tokens, candidates, config)
     match policy:
-        case "round_robin":
-            chosen = sorted(scores, key=lambda score: (score.worker_id, score.address))[
-                request.turn % len(scores)
-            ]
-        case "least_loaded":
-            chosen = _near_least(scores, [score.load_ms for score in scores], rng, weights)
-        case "prefix" if request.index_available or not request.prefix_key:
-            chosen = _near_least(scores, [score.total_ms for score in scores], rng, weights)
         case "prefix":
-            chosen = _by_rendezvous(request.prefix_key, scores, rng, weights)
-    return Placement(chosen=chosen, scores=tuple(sorted(scores, key=lambda score: score.total_ms)))
+            chosen, costs = _prefix(request, scores, rng, config)
+        case "round_robin":
+            chosen, costs = _round_robin(request.turn, scores)
+        case "least_loaded":
+            chosen, costs = _least_loaded(scores, rng, config)
+        case "two_choices":
+            chosen, costs = _two_choices(scores, rng)
+        case "session":
+            chosen, costs = _session(request.session_key, scores, rng, config)
+        case "dynamo":
+            chosen, costs = _dynamo(scores, candidates, rng, config)
+    return Placement(chosen=replace(scores[chosen], cost=costs[chosen]), considered=scores, costs=costs)
 
 
-def _typical_rate(candidates: Sequence[Candidate], weights: PlacementConfig) -> float:
-    rates = (candidate.prefill_tokens_per_second for candidate in candidates)
-    measured = [rate for rate in rates if _is_measured(rate)]
-    return median(measured) if measured else weights.assumed_prefill_tokens_per_second
+Choice = tuple[int, list[float]]
+"""The number of the chosen score, and every score's cost."""
 
 
-def _is_measured(tokens_per_second: float) -> bool:
-    """Workers may say anything; what is no rate counts as none."""
-    return isfinite(tokens_per_second) and tokens_per_second >= LEAST_TOKENS_PER_SECOND
+def _prefix(
+    request: PlacementRequest, scores: Sequence[Score], rng: Random, config: PlacementConfig
+) -> Choice:
+    key = request.session_key or request.prefix_key
+    if key and not request.index_available:
+        by_hash = _by_rendezvous(key, scores, PREFIX_HOMES, config)
+        if by_hash is not None:
+            return by_hash
+    costs = [score.cost for score in scores]
+    near = _near_least(costs, config)
+    favourites = [number for number in near if scores[number].worker_id == request.session_worker]
+    return rng.choice(favourites or near), costs
 
 
-def _score(
-    request: PlacementRequest, candidate: Candidate, typical_rate: float, weights: PlacementConfig
-) -> Score:
-    own_rate = candidate.prefill_tokens_per_second
-    tokens_per_ms = (own_rate if _is_measured(own_rate) else typical_rate) / 1000
-    needed_tokens = max(request.prompt_tokens - candidate.cached_tokens, 0)
-    host_rate = candidate.host_tokens_per_second
-    host_tokens = min(candidate.host_cached_tokens, needed_tokens) if _is_measured(host_rate) else 0
-    uncached_tokens = needed_tokens - host_tokens
-    return Score(
-        address=candidate.address,
-        worker_id=candidate.worker_id,
-        cached_tokens=candidate.cached_tokens,
-        host_cached_tokens=host_tokens,
-        uncached_tokens=uncached_tokens,
-        queue_ms=candidate.queued_prefill_tokens / tokens_per_ms,
-        prefill_ms=uncached_tokens / tokens_per_ms,
-        host_load_ms=1000 * host_tokens / host_rate if host_tokens else 0.0,
-        decode_ms=candidate.sequences * _sequence_ms(candidate, weights),
-        memory_ms=_memory_ms(needed_tokens, candidate, weights),
-    )
+def _least_loaded(scores: Sequence[Score], rng: Random, config: PlacementConfig) -> Choice:
+    costs = [score.load_ms for score in scores]
+    return rng.choice(_near_least(costs, config)), costs
 
 
-def _sequence_ms(candidate: Candidate, weights: PlacementConfig) -> float:
-    if _is_measured(candidate.decode_tokens_per_second):
-        return weights.decode_step_fraction * 1000 / candidate.decode_tokens_per_second
-    return weights.decode_ms_per_sequence
+def _near_least(costs: Sequence[float], config: PlacementConfig) -> list[int]:
+    least = min(costs)
+    limit = least + max(config.near_equal_ms, config.near_equal_fraction * least)
+    return [number for number, cost in enumerate(costs) if cost <= limit]
 
 
-def _memory_ms(needed_tokens: int, candidate: Candidate, weights: PlacementConfig) -> float:
-    """Zero while the pool stays roomy, then rising linearly to the full price where the request no longer fits."""
-    if candidate.total_blocks == 0:
-        return 0.0
-    needed_blocks = -(-needed_tokens // candidate.block_size)
-    free_fraction = 1 - (candidate.used_blocks + needed_blocks) / candidate.total_blocks
-    shortage = (weights.memory_free_fraction - free_fraction) / weights.memory_free_fraction
-    return weights.memory_full_ms * min(max(shortage, 0.0), 1.0)
+def _two_choices(scores: Sequence[Score], rng: Random) -> Choice:
+    costs = [score.load_ms for score in scores]
+    return min(rng.sample(range(len(scores)), min(2, len(scores))), key=costs.__getitem__), costs
 
 
-def _near_least(
-    scores: Sequence[Score], costs_ms: Sequence[float], rng: Random, weights: PlacementConfig
-) -> Score:
-    least = min(costs_ms)
-    limit = least + max(weights.near_equal_ms, weights.near_equal_fraction * least)
-    return rng.choice([score for score, cost in zip(scores, costs_ms, strict=True) if cost <= limit])
+def _round_robin(turn: int, scores: Sequence[Score]) -> Choice:
+    """The cost is how many turns away a worker is."""
+    order = sorted(range(len(scores)), key=lambda number: (scores[number].worker_id, scores[number].address))
+    costs = [0.0] * len(scores)
+    for place, number in enumerate(order):
+        costs[number] = float((place - turn) % len(order))
+    return costs.index(0.0), costs
+
+
+def _session(key: bytes, scores: Sequence[Score], rng: Random, config: PlacementConfig) -> Choice:
+    by_hash = _by_rendezvous(key, scores, len(scores), config) if key else None
+    return by_hash or _least_loaded(scores, rng, config)
 
 
 def _by_rendezvous(
-    prefix_key: bytes, scores: Sequence[Score], rng: Random, weights: PlacementConfig
-) -> Score:
-    """Without the index, equal prefixes still meet: each key has its own order of the workers, and the first
-    two of it serve the key. Once both are loaded anyone may, by cost."""
+    key: bytes, scores: Sequence[Score], num_homes: int, config: PlacementConfig
+) -> Choice | None:
+    """Equal keys meet without anybody's memory: each key has its own order of the workers, and the first of it serve
+    the key. What they cost is their place in that order, loaded ones and the rest after all others. None if every home
+    is loaded: then anyone may, by cost.
 
-    def rank(score: Score) -> bytes:
-        return sha256(prefix_key + score.worker_id.encode()).digest()
+    Losing a worker moves only its own keys (Thaler and Ravishankar 1998).
+    """
+    order = sorted(
+        range(len(scores)), key=lambda number: sha256(key + scores[number].worker_id.encode()).digest()
+    )
+    costs = [0.0] * len(scores)
+    for place, number in enumerate(order):
+        is_home = place < num_homes and scores[number].load_ms <= config.loaded_ms
+        costs[number] = float(place if is_home else place + len(order))
+    least = min(costs)
+    return (costs.index(least), costs) if least < len(order) else None
 
-    for score in sorted(scores, key=rank)[:2]:
-        if score.load_ms <= weights.loaded_ms:
-            return score
-    return _near_least(scores, [score.total_ms for score in scores], rng, weights)
+
+def _dynamo(
+    scores: Sequence[Score], candidates: Sequence[Candidate], rng: Random, config: PlacementConfig
+) -> Choice:
+    """`cost = overlap_score_weight * prefill_blocks + decode_blocks` of Dynamo's documentation, "Router Design: Cost
+    Calculation" (docs/design_docs/router_design.md, 0.8 to 1.1). In ai-dynamo-runtime 1.6.1 the weight is called
+    `prefill_load_scale`, and with the other defaults of its KvRouterConfig the cost is the same.
+
+    Prefill: what is queued there and this prompt's uncached tokens, in blocks. Decode: blocks in use there and those
+    that this request adds; Dynamo also counts the cached ones that it takes into use again, which a load report does
+    not tell apart. With a temperature, costs are rescaled to 0..1 and drawn from by softmax; of equal ones chance
+    decides, where Dynamo first looks for the smaller tree.
+    """
+    costs = [
+        config.dynamo_overlap_score_weight
+        * (candidate.queued_prefill_tokens + score.uncached_tokens)
+        / candidate.block_size
+        + candidate.used_blocks
+        + -(-score.needed_tokens // candidate.block_size)
+        for score, candidate in zip(scores, candidates, strict=True)
+    ]
+    least, most = min(costs), max(costs)
+    if config.dynamo_temperature == 0 or least == most:
+        return rng.choice([number for number, cost in enumerate(costs) if cost == least]), costs
+    chances = [exp((least - cost) / (most - least) / config.dynamo_temperature) for cost in costs]
+    return rng.choices(range(len(costs)), chances)[0], costs

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from blockyard.proto.block_hash import split_names
 from blockyard.proto.v1 import session_pb2
-from blockyard.router.cluster_view import Placed
+from blockyard.router.bookings import Placed
 from blockyard.router.engine_events import Event, Lost, Refused, Tokens
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import (
@@ -52,6 +52,15 @@ class Generation:
     """On the relay's clock."""
     priority: int = 0
     """Lower is served earlier."""
+    tenant: str = ""
+    session_id: str = ""
+    """The conversation that it belongs to; empty: none."""
+
+    @property
+    def cost_tokens(self) -> int:
+        """What its tenant pays for it: all that it may compute or generate."""
+        num_sequences = max(self.sampling.n, self.sampling.beam_width, 1)
+        return self.prompt_tokens + self.sampling.max_tokens * num_sequences
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,11 +96,19 @@ class Relay:
         """
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
-        ticket = self._placer.ticket(generation.priority)
+        ticket = self._placer.ticket(
+            generation.priority, tenant=generation.tenant, cost_tokens=generation.cost_tokens
+        )
         while outputs.running:
             # A prompt whose log-probabilities are wanted is computed whole: no cache serves it.
             reusable = [] if outputs.wants_prompt_logprobs else names
-            placed = await self._placer.place(reusable, generation.prompt_tokens, ticket)
+            placed = await self._placer.place(
+                reusable,
+                generation.prompt_tokens,
+                ticket,
+                session_id=generation.session_id,
+                deadline=generation.deadline,
+            )
             with self._submitted(generation, outputs, placed, progress) as attempt:
                 while outputs.running and (tokens := await attempt.next_tokens(outputs)) is not None:
                     chunk = outputs.take(tokens)
@@ -175,7 +192,7 @@ class _Attempt:
         return None
 
     def _note(self, tokens: Tokens) -> None:
-        self._fleet.view.started(self._placed)
+        self._fleet.view.started(self._placed, cached_tokens=tokens.cached_tokens)
         if self._progress.cached_tokens is None:
             self._progress.cached_tokens = tokens.cached_tokens
 

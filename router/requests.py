@@ -29,6 +29,7 @@ class RequestRecord:
     arrival: float
     """On the registry's clock."""
     task: asyncio.Task[object]
+    tenant: str = ""
     prompt_tokens: int = 0
     """0 until the prompt is tokenised."""
     progress: Progress = field(default_factory=Progress)
@@ -55,7 +56,7 @@ class RequestRegistry:
         return list(self._records.values())
 
     @contextmanager
-    def hold(self, request_id: str) -> Iterator[RequestRecord]:
+    def hold(self, request_id: str, *, tenant: str = "") -> Iterator[RequestRecord]:
         """The calling task runs this request for the life of the context.
 
         Raises DuplicateRequest, RouterDraining, and RequestAborted if `abort` ended it.
@@ -66,7 +67,7 @@ class RequestRegistry:
             raise DuplicateRequest("request_id: a request of this id is running")
         task = asyncio.current_task()
         assert task is not None
-        record = RequestRecord(request_id=request_id, arrival=self._clock(), task=task)
+        record = RequestRecord(request_id=request_id, arrival=self._clock(), task=task, tenant=tenant)
         self._records[request_id] = record
         self._idle.clear()
         try:

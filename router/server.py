@@ -24,13 +24,14 @@ from blockyard.router.config import RouterConfig
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
 from blockyard.router.interceptor import BoundaryInterceptor
+from blockyard.router.loop_watch import LoopWatch, spared_by_garbage_collection
 from blockyard.router.model_facts import model_name, read_facts, resolve_model
 from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
 from blockyard.router.relay import Relay
 from blockyard.router.requests import RequestRegistry
 from blockyard.router.sampling_checks import SamplingLimits
-from blockyard.router.service import InferenceService, OutputLimits
+from blockyard.router.service import InferenceService
 from blockyard.router.tokenizing import TokenizerService
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -56,8 +57,6 @@ SERVER_OPTIONS = (
     # Between a soft and a hard limit gRPC rejects at random: they are one.
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
-    # A taken port is an error, not a share of its traffic.
-    ("grpc.so_reuseport", 0),
     # A client that vanished without a word is noticed after 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -69,10 +68,13 @@ SERVER_OPTIONS = (
 class RouterServer:
     """`start`, serve, `stop`; each once. A background task that fails ends the server, is logged and sets `failed`."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, *, owns_process: bool = False) -> None:
+        """`owns_process`: nothing but this server lives in it, so that the garbage collector may be set for it."""
         self._config = config
+        self._owns_process = owns_process
         self.failed = asyncio.Event()
         """Nothing is served any more, and nothing here will cure it."""
+        self.loop_watch = LoopWatch()
         self._supervised: tuple[str, ...] = ()
         self._listed: tuple[str, ...] = ()
         self._fleet: Fleet | None = None
@@ -102,6 +104,10 @@ class RouterServer:
             if error is not None and not self.failed.is_set():
                 raise error
 
+    @property
+    def num_ready_workers(self) -> int:
+        return len(self._fleet.view.ready()) if self._fleet is not None else 0
+
     def set_workers(self, addresses: Sequence[str]) -> None:
         """The supervisor's list, "host:port" each; adds to the config's and to the index's directory."""
         self._supervised = tuple(addresses)
@@ -110,11 +116,13 @@ class RouterServer:
     async def _serve(self, started: "asyncio.Future[str]") -> None:
         async with AsyncExitStack() as stack:
             parts, index = await self._build(stack)
+            if self._owns_process:
+                stack.enter_context(spared_by_garbage_collection())
             self._fleet = parts.fleet
             self._tell_fleet()
             # The group inside: what `_listen` raises is for the caller of `start` and must not come in a group.
             async with self._listen(parts) as (address, health_service), asyncio.TaskGroup() as tasks:
-                duties = [parts.fleet.run(), self._keep_health(parts, health_service)]
+                duties = [parts.fleet.run(), self._keep_health(parts, health_service), self.loop_watch.run()]
                 if index is not None:
                     duties.append(self._follow_directory(index))
                 background = [tasks.create_task(self._background(duty)) for duty in duties]
@@ -124,7 +132,7 @@ class RouterServer:
                 await self._drain(parts, health_service)
                 for task in background:
                     task.cancel()
-        logger.info("router stopped")
+        logger.info("router stopped; event loop: %s", self.loop_watch.seen)
 
     async def _background(self, duty: Coroutine[None, None, None]) -> None:
         try:
@@ -137,7 +145,9 @@ class RouterServer:
     async def _build(self, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
         config = self._config
         folder = await asyncio.to_thread(resolve_model, config.model)
-        tokenizing = await stack.enter_async_context(TokenizerService(folder))
+        tokenizing = await stack.enter_async_context(
+            TokenizerService(folder, num_processes=config.tokenizer_processes)
+        )
         facts = read_facts(
             folder,
             name=model_name(config.model, config.model_name),
@@ -148,6 +158,7 @@ class RouterServer:
             secret=config.cluster_secret,
             suspect_seconds=config.suspect_seconds,
             lost_seconds=config.lost_seconds,
+            placement=config.placement,
         )
         lookup_index = await self._index(stack, PrefixLookupConfig().timeout_seconds)
         lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
@@ -155,8 +166,11 @@ class RouterServer:
             fleet,
             lookup,
             policy=config.policy,
+            config=config.placement,
             no_worker_seconds=config.no_worker_seconds,
             priority_ageing_seconds=config.priority_ageing_seconds,
+            max_queue_seconds=config.max_queue_seconds,
+            tenant_weights=config.tenant_weights,
         )
         parts = RouterParts(
             facts=facts,
@@ -165,7 +179,11 @@ class RouterServer:
             fleet=fleet,
             placer=placer,
             relay=Relay(fleet, placer),
-            ledger=AdmissionLedger(max_requests=config.max_requests, max_tokens=config.max_tokens_admitted),
+            ledger=AdmissionLedger(
+                max_requests=config.max_requests,
+                max_tokens=config.max_tokens_admitted,
+                tenant_weights=config.tenant_weights,
+            ),
             registry=RequestRegistry(),
             limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
         )
@@ -182,13 +200,11 @@ class RouterServer:
     @asynccontextmanager
     async def _listen(self, parts: RouterParts) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
         config = self._config
-        server = grpc.aio.server(interceptors=(BoundaryInterceptor(),), options=SERVER_OPTIONS)
+        # Unless it is shared on purpose, a taken port is an error, not a share of its traffic.
+        options = (*SERVER_OPTIONS, ("grpc.so_reuseport", int(config.reuse_port)))
+        server = grpc.aio.server(interceptors=(BoundaryInterceptor(),), options=options)
         bounds = CallBounds(ledger=parts.ledger, default_timeout_seconds=config.default_timeout_seconds)
-        limits = OutputLimits(
-            output_queue_messages=config.output_queue_messages,
-            slow_reader_seconds=config.slow_reader_seconds,
-        )
-        inference = InferenceService(parts, bounds, limits)
+        inference = InferenceService(parts, bounds, slow_reader_seconds=config.slow_reader_seconds)
         cluster = ClusterService(
             parts, bounds, cluster=config.cluster, version=_version(), policy=config.policy
         )

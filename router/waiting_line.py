@@ -1,78 +1,108 @@
-"""Where admitted requests that found no worker wait, in order of arrival and priority.
+"""Where admitted requests that found no worker wait: in order of arrival and priority, tenants in turn.
 
 A request takes its ticket once and keeps it: one that a worker bounced, or whose worker died, stands again
-where it stood. Does not own whether a worker has room (admission.py) nor which one is taken (placement.py).
+where it stood. Nobody stands longer than the line allows, all his times together. Does not own the order
+(tenants.py), whether a worker has room (worker_gate.py) nor which one is taken (placement.py).
 """
 
 import asyncio
-import heapq
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from dataclasses import dataclass, field
+
+from blockyard.router.errors import Overloaded
+from blockyard.router.retry_delay import CompletionRate, retry_delay_seconds
+from blockyard.router.tenants import TenantQueues, Ticket
 
 RECHECK_SECONDS = 0.05
 """The head of the line looks again after so long, even if nothing happened: probes come due by time."""
 
 
-class Ticket(NamedTuple):
-    """Lower ones go first."""
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Of one who stands in line."""
 
-    rank: float
-    """The time of arrival, later by some seconds for each step of priority: nobody who waits is passed for ever."""
-    number: int
-    """Decides between equals: the order of arrival."""
+    leave_at: float
+    """On the loop's clock."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WaitingLine:
-    """Only the one with the lowest ticket looks for a worker."""
+    """Only the one whose turn it is, the head, looks for a worker."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        max_wait_seconds: float = float("inf"),
+        tenant_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self._max_wait_seconds = max_wait_seconds
         self._next_ticket = 0
-        self._changed: dict[Ticket, asyncio.Event] = {}
-        """Of those who stand in line."""
-        self._order: list[Ticket] = []
-        """A heap; those who left are dropped when they come to its top."""
+        self._queues = TenantQueues(tenant_weights)
+        self._places: dict[Ticket, _Place] = {}
+        self._rate = CompletionRate()
 
-    def ticket(self, rank: float = 0.0) -> Ticket:
+    def ticket(self, rank: float = 0.0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
         self._next_ticket += 1
-        return Ticket(rank, self._next_ticket)
+        return Ticket(rank=rank, number=self._next_ticket, tenant=tenant, cost_tokens=cost_tokens)
 
     def notify(self) -> None:
         """Something changed that may let the head of the line go on."""
-        head = self._head()
+        head = self._queues.first()
         if head is not None:
-            self._changed[head].set()
+            self._places[head].changed.set()
 
     @contextmanager
     def standing(self, ticket: Ticket) -> Iterator[None]:
-        """In line for the life of the context; whoever leaves lets the next one look."""
-        assert ticket not in self._changed, "a request stands in line once"
-        self._changed[ticket] = asyncio.Event()
-        heapq.heappush(self._order, ticket)
+        """In line for the life of the context; whoever leaves lets the next one look. Who leaves by an error, or is
+        cancelled, has not had his turn."""
+        begun_at = asyncio.get_running_loop().time()
+        self._queues.add(ticket)
+        self._places[ticket] = _Place(begun_at + self._max_wait_seconds - ticket.waited_seconds)
+        self._rate.begin(1)
+        # Somebody who comes can change whose turn it is among the others.
+        self.notify()
+        had_turn = False
         try:
             yield
+            had_turn = True
         finally:
-            del self._changed[ticket]
+            ticket.waited_seconds += asyncio.get_running_loop().time() - begun_at
+            self._queues.remove(ticket, had_turn=had_turn)
+            del self._places[ticket]
+            self._rate.end(1)
             self.notify()
 
     async def turn(self, ticket: Ticket) -> None:
-        """Waits for everybody who came before."""
-        changed = self._changed[ticket]
-        while self._head() != ticket:
-            changed.clear()
-            await changed.wait()
+        """Waits for everybody who goes before. Raises Overloaded after the longest wait."""
+        if self._queues.first() is ticket:
+            return
+        place = self._places[ticket]
+        try:
+            async with asyncio.timeout_at(place.leave_at):
+                while self._queues.first() is not ticket:
+                    place.changed.clear()
+                    await place.changed.wait()
+        except TimeoutError:
+            raise self._waited_too_long() from None
 
     async def change(self, ticket: Ticket) -> None:
-        """For the head: returns at the next `notify`, or when it is worth another look anyway; if somebody with
-        an older ticket came back meanwhile, only after him."""
-        changed = self._changed[ticket]
-        changed.clear()
+        """For the head: returns at the next `notify`, or when it is worth another look anyway; if it is somebody
+        else's turn by then, only after him. Raises Overloaded after the longest wait."""
+        place = self._places[ticket]
+        place.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(RECHECK_SECONDS):
-                await changed.wait()
+                await place.changed.wait()
+        if asyncio.get_running_loop().time() >= place.leave_at:
+            raise self._waited_too_long()
         await self.turn(ticket)
 
-    def _head(self) -> Ticket | None:
-        while self._order and self._order[0] not in self._changed:
-            heapq.heappop(self._order)
-        return self._order[0] if self._order else None
+    def _waited_too_long(self) -> Overloaded:
+        """With the time that the line takes now to serve as many as stand in it."""
+        expected_seconds = self._rate.seconds_to_free(self._rate.held)
+        return Overloaded(
+            f"no worker had room within {self._max_wait_seconds:g} s",
+            retry_after_seconds=retry_delay_seconds(expected_seconds, random.random()),
+        )

@@ -30,6 +30,9 @@ GAUGES = {
     "preemptions": "Sequences that gave their blocks to others since the worker's start.",
     "swaps": "Preemptions that moved blocks to host memory since the worker's start.",
     "host_cached_blocks": "Evicted blocks that host memory keeps.",
+    "index_lag_seconds": "Age of the oldest change of the cache that the prefix index has not confirmed.",
+    "index_entries": "Names that the prefix index should hold of this worker.",
+    "index_state": "What the prefix index knows of this worker: 1 no index, 2 exact, 3 degraded.",
 }
 
 

@@ -52,12 +52,16 @@ class BlockTables:
         block_size: int,
         swap: SwapSpace,
         host_cache: HostCache | None,
+        *,
+        index_stride_blocks: int = 1,
     ) -> None:
+        """The prefix index is told of every `index_stride_blocks`-th block of a prefix."""
         self.pool = pool
         self.cache = cache
         self.block_size = block_size
         self.swap = swap
         self.host_cache = host_cache
+        self._index_stride_blocks = index_stride_blocks
         self._moves = Moves()
         self._copied = Counter[BlockId]()
         """References held by copies under way, for each source."""
@@ -161,7 +165,8 @@ class BlockTables:
             tail = sequence.tokens[known * size : full * size]
             sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
         for index in range(sequence.num_named, full):
-            self.cache.assign(sequence.block_table[index], sequence.names[index + 1])
+            is_told = (index + 1) % self._index_stride_blocks == 0
+            self.cache.assign(sequence.block_table[index], sequence.names[index + 1], is_told=is_told)
         sequence.num_named = full
 
     def confirm(self, sequence: Sequence, computed_from: int) -> None:

@@ -26,6 +26,9 @@ class EngineConfig:
     """Of random weights."""
     block_size: Literal[16, 32, 64, 128] = 16
     """Tokens in a block of KV cache."""
+    index_stride_tokens: int | None = None
+    """The prefix index knows prefixes in steps of so many tokens, a multiple of the block size: fewer entries, coarser
+    hints. None: of one block, which is exact."""
     max_num_seqs: int = 256
     """Sequences that run at once."""
     max_model_len: int | None = None
@@ -62,6 +65,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64, 128):
             raise ValueError(f"block size must be 16, 32, 64 or 128, not {self.block_size}")
+        stride_tokens = self.index_stride_tokens
+        if stride_tokens is not None and (stride_tokens < 1 or stride_tokens % self.block_size):
+            raise ValueError(
+                f"index_stride_tokens must be a positive multiple of the block size {self.block_size}, "
+                f"not {stride_tokens}"
+            )
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -82,6 +91,10 @@ class EngineConfig:
             raise ValueError("preempt swap needs swap space (--swap-space-gib)")
         if self.simulated_prefill_tokens_per_second <= 0 or self.simulated_step_seconds < 0:
             raise ValueError("the simulated engine's rates must be positive")
+
+    @property
+    def index_stride_blocks(self) -> int:
+        return 1 if self.index_stride_tokens is None else self.index_stride_tokens // self.block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +138,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "block_size": (16, 32, 64, 128),
         "preempt": get_args(PreemptionMode),
     }
-    kinds: dict[str, type] = {"max_model_len": int, "kv_cache_memory": int, "swap_space_gib": float}
+    kinds: dict[str, type] = {
+        "index_stride_tokens": int,
+        "max_model_len": int,
+        "kv_cache_memory": int,
+        "swap_space_gib": float,
+    }
     for setting in fields(EngineConfig):
         option = "--" + setting.name.replace("_", "-")
         if setting.name == "model":

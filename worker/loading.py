@@ -112,6 +112,7 @@ def _scheduling(config: EngineConfig, max_model_len: int, host_size: HostSize) -
         max_preemptions=config.max_preemptions,
         swap_blocks=host_size.swap_blocks,
         host_cache_blocks=host_size.cache_blocks,
+        index_stride_blocks=config.index_stride_blocks,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
+from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Pong, Rejected, RejectReason, RowDetails, StepOutput, ToRouter
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.pool_view import load_message
@@ -86,9 +87,9 @@ class Outbox:
         detail = detail[:MAX_DETAIL_CHARACTERS]
         self._rejected.append(Rejected(handle=handle, reason=reason, detail=detail))
 
-    def answer_ping(self, nonce: int, load: EngineLoad) -> None:
+    def answer_ping(self, nonce: int, load: EngineLoad, index: WorkerIndex | None = None) -> None:
         """Only the newest ping is answered: it says all that older answers would."""
-        self._pong = Pong(nonce=nonce, load=load_message(load))
+        self._pong = Pong(nonce=nonce, load=load_message(load), index=index)
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
         """Everything that waits, as messages, and the load if it has changed; nothing waits afterwards."""

@@ -6,6 +6,9 @@ the step failed; gone when its block is evicted. Several blocks may hold the sam
 recomputes its last block into one of its own): the name is published at its first copy and removed with its last.
 
 Blocks are evicted leaf first (see BlockPool.release), so what is published is always closed under prefixes.
+
+With an index stride of S the news tell of every S-th name of a chain alone: each stands for itself and the S - 1 before
+it. Those are held whenever it is, and of any two that are told the parent still comes first and goes last.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +51,8 @@ class PrefixCache:
         """Blocks of each name, and whether the step that filled them has run."""
         self._names: dict[BlockId, BlockName] = {}
         self._unconfirmed: set[BlockId] = set()
+        self._untold: set[BlockId] = set()
+        """Blocks whose names the index is not to know."""
         self._num_published = 0
         self._changes = NetChanges()
 
@@ -72,8 +77,9 @@ class PrefixCache:
             blocks.append(next(iter(copies)))
         return blocks
 
-    def assign(self, block: BlockId, name: BlockName) -> None:
-        """Names a used block whose last token has just been scheduled."""
+    def assign(self, block: BlockId, name: BlockName, *, is_told: bool = True) -> None:
+        """Names a used block whose last token has just been scheduled. `is_told` says whether the index is to know the
+        name; it is the same for every copy."""
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
         copies = self._copies.get(name)
@@ -82,6 +88,8 @@ class PrefixCache:
         else:
             copies[block] = False
         self._unconfirmed.add(block)
+        if not is_told:
+            self._untold.add(block)
         self._pool.keep(block)
 
     def confirm(self, block: BlockId) -> None:
@@ -100,7 +108,7 @@ class PrefixCache:
                 copies[block] = True
                 if is_first:
                     self._num_published += 1
-                    self._record(name, stored=True)
+                    self._record(name, stored=True, is_told=block not in self._untold)
 
     def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
         """Retracts those of the blocks that one sequence alone holds, which is about to release them."""
@@ -118,6 +126,8 @@ class PrefixCache:
         name = self._names.pop(block)
         copies = self._copies[name]
         was_confirmed = copies.pop(block)
+        is_told = block not in self._untold
+        self._untold.discard(block)
         if not copies:
             del self._copies[name]
         if not was_confirmed:
@@ -126,12 +136,15 @@ class PrefixCache:
             self._num_published -= 1
             if self.on_lost is not None:
                 self.on_lost(block, name)
-            self._record(name, stored=False)
+            self._record(name, stored=False, is_told=is_told)
 
-    def _record(self, name: BlockName, *, stored: bool) -> None:
-        if self._anywhere is not None:
-            (self._anywhere.add if stored else self._anywhere.remove)(name)
-        self._changes.record(name, stored=stored)
+    def _record(self, name: BlockName, *, stored: bool, is_told: bool) -> None:
+        if self._anywhere is not None and stored:
+            self._anywhere.add(name, is_told=is_told)
+        elif self._anywhere is not None:
+            self._anywhere.remove(name)
+        if is_told:
+            self._changes.record(name, stored=stored)
 
     def take_changes(self) -> CacheChanges:
         """What was published and removed since the last call."""
@@ -147,3 +160,4 @@ class PrefixCache:
             assert self._copies[name][block] is (block not in self._unconfirmed)
         assert sum(any(copies.values()) for copies in self._copies.values()) == self._num_published
         assert self._unconfirmed <= self._names.keys()
+        assert self._untold <= self._names.keys()

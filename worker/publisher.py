@@ -9,6 +9,9 @@ or make it wait: without the index the worker serves on, and the difference is k
                                     GAP, UNKNOWN: a new berth, and everything again, root first
 
 A worker with a host cache has a berth of two numbers, and each batch tells of both tiers.
+
+Every publisher is a janitor too. When the last worker dies nobody strikes out its entries until one comes: without
+workers nobody adds entries either, so what is left is bounded by what the last of them held, and no look-up counts it.
 """
 
 import asyncio
@@ -69,6 +72,8 @@ class PublisherState:
     """Names that the GPU's cache or host memory holds; 0 without a host cache."""
     lag_seconds: float
     """Age of the oldest change that the index has not confirmed; 0 when it knows everything."""
+    is_resyncing: bool
+    """The index does not know yet all that the caches held when the berth was taken."""
     last_error: ErrorKind | None
     """None once a call has succeeded again."""
     num_errors: int
@@ -97,8 +102,10 @@ class IndexPublisher:
         self._on_its_way: Batch | None = None
         self._applied_sequence = 0
         self._renew_at = self._purge_at = 0.0
-        self._taken_at = 0.0
+        self._will_know_until: float | None = None
+        """Up to here the index knows all changes once the batch on its way is confirmed; None where some are left."""
         self._changed_at: float | None = None
+        self._is_resyncing = False
         self._last_error: ErrorKind | None = None
         self._num_errors = self._num_registrations = 0
         self._changed, self._closing = asyncio.Event(), asyncio.Event()
@@ -128,6 +135,7 @@ class IndexPublisher:
             num_entries=len(self._difference.on_gpu.held),
             num_anywhere=len(self._difference.anywhere.held),
             lag_seconds=self._clock() - self._changed_at if self._changed_at is not None else 0.0,
+            is_resyncing=self._is_resyncing,
             last_error=self._last_error,
             num_errors=self._num_errors,
             num_resyncs=max(0, self._num_registrations - 1),
@@ -185,6 +193,7 @@ class IndexPublisher:
         )
         self._berth, self._on_its_way, self._applied_sequence = berth, None, FIRST_SEQUENCE - 1
         self._difference.restart(tells_anywhere=berth.anywhere is not None)
+        self._is_resyncing = bool(self._difference)
         self._note_age()
         self._num_registrations += 1
         self._renew_at = self._clock() + lease_seconds / 3
@@ -206,7 +215,7 @@ class IndexPublisher:
         """One batch. It stays on its way until the index has answered, whatever is recorded meanwhile."""
         if self._on_its_way is None:
             self._on_its_way = self._difference.take(MAX_BATCH_NAMES, sequence=self._applied_sequence + 1)
-            self._taken_at = self._clock()
+            self._will_know_until = None if self._difference else self._clock()
         match await self._call(self._index.apply(berth, self._on_its_way)):
             case ApplyResult.OK | ApplyResult.DUPLICATE:
                 self._applied_sequence = self._on_its_way.sequence
@@ -217,10 +226,10 @@ class IndexPublisher:
 
     async def _after_a_batch(self) -> None:
         """What changed while the batch was on its way is gathered like any other change."""
-        if not self._difference:
-            self._changed_at = None
-        elif len(self._difference) < MAX_BATCH_NAMES:
-            self._changed_at = self._taken_at
+        if self._will_know_until is not None:
+            self._is_resyncing = False
+            self._changed_at = self._will_know_until if self._difference else None
+        if 0 < len(self._difference) < MAX_BATCH_NAMES:
             await self._pause(self._config.flush_seconds)
 
     async def _purge(self) -> None:

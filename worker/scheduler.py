@@ -59,6 +59,8 @@ class SchedulerConfig:
     """Blocks of host memory for preempted sequences."""
     host_cache_blocks: int = 0
     """Blocks of host memory for named blocks that the pool has evicted."""
+    index_stride_blocks: int = 1
+    """The prefix index is told of every so manieth block of a prefix."""
 
 
 class CapacityError(ValueError):
@@ -79,7 +81,12 @@ class Scheduler:
             else None
         )
         self.tables = BlockTables(
-            self.pool, self.cache, config.block_size, SwapSpace(config.swap_blocks), self.host_cache
+            self.pool,
+            self.cache,
+            config.block_size,
+            SwapSpace(config.swap_blocks),
+            self.host_cache,
+            index_stride_blocks=config.index_stride_blocks,
         )
         self._queues = Queues(self.tables)
         self._outcome = Outcome(self._queues, self.tables, max_model_len=config.max_model_len)

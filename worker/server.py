@@ -15,12 +15,14 @@ from typing import Any
 import grpc.aio
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
 from blockyard.worker.compiling import CompileGrammar
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, StepResult
 from blockyard.worker.grammar.compiler import GrammarCompiler
+from blockyard.worker.index_report import index_message
 from blockyard.worker.loading import LoadedEngine, load_engine
 from blockyard.worker.pool_map import map_text
 from blockyard.worker.pool_view import load_message
@@ -118,12 +120,15 @@ class WorkerServer:
             engine=self.config.engine.engine,
             version=version("blockyard"),
             load=load_message(loaded.engine.load()),
+            max_waiting=self.config.max_waiting,
+            index_stride_blocks=self.config.engine.index_stride_blocks,
         )
 
     def _start_tasks(self) -> None:
         if self.config.redis_url is not None:
             self._publisher = self._make_publisher(self.config.redis_url)
             self._service.on_changes = self._publish
+            self._service.index_part = self._index_part
             self._run(self._publisher.run(), "index publisher")
         if self.config.pool_map_path is not None:
             self._run(self._write_pool_map(Path(self.config.pool_map_path)), "pool map")
@@ -147,6 +152,9 @@ class WorkerServer:
             self._publisher.record(
                 changes.stored, changes.removed, changes.anywhere_stored, changes.anywhere_removed
             )
+
+    def _index_part(self) -> WorkerIndex | None:
+        return index_message(self._publisher.state()) if self._publisher is not None else None
 
     def _make_publisher(self, redis_url: str) -> IndexPublisher:
         index = RedisPrefixIndex(
@@ -184,7 +192,8 @@ class WorkerServer:
     def stats(self) -> dict[str, float]:
         """Gauges and counters as of the last step, by name."""
         load = self._service.load
-        stats = {
+        index = self._index_part() or WorkerIndex(state=IndexState.INDEX_STATE_ABSENT)
+        return {
             "blocks_free": load.free_blocks,
             "blocks_cached": load.cached_blocks,
             "blocks_used": load.used_blocks,
@@ -196,11 +205,10 @@ class WorkerServer:
             "preemptions": load.preemptions,
             "swaps": load.swaps,
             "host_cached_blocks": load.host_cached_blocks,
-            "index_lag_seconds": 0.0,
+            "index_lag_seconds": index.lag_seconds,
+            "index_entries": index.entries,
+            "index_state": index.state,
         }
-        if self._publisher is not None:
-            stats["index_lag_seconds"] = self._publisher.state().lag_seconds
-        return stats
 
     async def _write_pool_map(self, path: Path) -> None:
         """Rewrites the file each second, whole or not at all; a folder that is gone fails no request."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 from blockyard.proto.v1 import session_pb2
+from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
     Cancel,
     Hello,
@@ -108,6 +109,8 @@ class SessionService:
             hello=hello, cluster_secret=cluster_secret, request_ids=self._client_request_ids
         )
         self.on_changes: Callable[[StepResult], None] = lambda result: None
+        self.index_part: Callable[[], WorkerIndex | None] = lambda: None
+        """What routers are told of this worker's part of the prefix index."""
         self.draining = False
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
@@ -210,7 +213,7 @@ class SessionService:
                 case "cancel":
                     self._take_cancel(link, message.cancel)
                 case "ping":
-                    link.outbox.answer_ping(message.ping.nonce, self._load)
+                    link.outbox.answer_ping(message.ping.nonce, self._load, self.index_part())
                     link.has_news.set()
                 case None:
                     raise _BadMessage("the message says nothing")

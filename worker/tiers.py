@@ -9,10 +9,12 @@ from blockyard.worker.sequence import BlockName
 
 
 class AnywhereNames:
-    """A name is added once by each place that holds it, and removed as often."""
+    """A name is added once by each place that holds it, and removed as often. It comes to the GPU first, which knows
+    whether the index is to be told of it."""
 
     def __init__(self) -> None:
         self._places: dict[BlockName, int] = {}
+        self._untold: set[BlockName] = set()
         self._changes = NetChanges()
 
     def __len__(self) -> int:
@@ -21,15 +23,24 @@ class AnywhereNames:
     def __contains__(self, name: BlockName) -> bool:
         return name in self._places
 
-    def add(self, name: BlockName) -> None:
+    def add(self, name: BlockName, *, is_told: bool = True) -> None:
+        """A place that does not know whether the name `is_told` never is its first."""
         self._places[name] = self._places.get(name, 0) + 1
-        if self._places[name] == 1:
+        if self._places[name] > 1:
+            return
+        if is_told:
             self._changes.record(name, stored=True)
+        else:
+            self._untold.add(name)
 
     def remove(self, name: BlockName) -> None:
         self._places[name] -= 1
-        if not self._places[name]:
-            del self._places[name]
+        if self._places[name]:
+            return
+        del self._places[name]
+        if name in self._untold:
+            self._untold.remove(name)
+        else:
             self._changes.record(name, stored=False)
 
     def take_changes(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:

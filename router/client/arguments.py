@@ -56,14 +56,21 @@ class GenerateArguments(TypedDict, total=False):
     request_id: str | None
     cache_salt: str | None
     priority: int | None
+    session_id: str | None
 
 
 class PromptArguments(TypedDict, total=False):
-    """The keyword arguments that name a prompt, of lookup_prefix() and explain_placement()."""
+    """The keyword arguments that name a prompt, of lookup_prefix()."""
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
     cache_salt: str | None
+
+
+class PlacementArguments(PromptArguments, total=False):
+    """The keyword arguments of explain_placement()."""
+
+    session_id: str | None
 
 
 def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
@@ -72,7 +79,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
     fields = prompt_fields(prompt, given.pop("messages", None), given.pop("prompt_token_ids", None))
     sampling = _sampling(given)
     request = inference_pb2.GenerateRequest(sampling=sampling, **fields)
-    for name in ("model", "request_id", "cache_salt", "priority"):
+    for name in ("model", "request_id", "cache_salt", "priority", "session_id"):
         if name in given:
             request.MergeFrom(_message(inference_pb2.GenerateRequest, name, given.pop(name)))
     if given:

@@ -21,6 +21,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+"""The same delay for gRPC's own retries; it stands in where something on the way took the details off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +113,12 @@ def from_rpc(error: grpc.RpcError) -> BlockyardError:
     """The exception for an RPC of grpc or grpc.aio that ended with an error status."""
     # Every error that a call raises is also a Call; the base class alone declares nothing.
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    for key, value in error.trailing_metadata() or ():
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            return from_status(error.code(), error.details() or "", value)
-    return from_status(error.code(), error.details() or "", b"")
+    trailing = dict(error.trailing_metadata() or ())
+    packed = trailing.get(DETAILS_KEY, b"")
+    failure = from_status(error.code(), error.details() or "", packed if isinstance(packed, bytes) else b"")
+    if failure.retry_delay_seconds is None:
+        failure.retry_delay_seconds = _pushback_seconds(trailing.get(PUSHBACK_KEY))
+    return failure
 
 
 def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> BlockyardError:
@@ -138,6 +142,12 @@ def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> Bl
         field_violations=tuple(violations),
         retry_delay_seconds=delay_seconds,
     )
+
+
+def _pushback_seconds(value: str | bytes | None) -> float | None:
+    """Below 0 would mean never to come back: no delay is known then."""
+    text = value if isinstance(value, str) else ""
+    return int(text) / 1000 if text.isascii() and text.isdigit() else None
 
 
 def _details(packed_status: bytes) -> list[Message]:

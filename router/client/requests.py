@@ -12,6 +12,7 @@ from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.client.arguments import (
     GenerateArguments,
     Messages,
+    PlacementArguments,
     PromptArguments,
     generate_request,
     prompt_fields,
@@ -78,6 +79,10 @@ def cluster_info() -> Call[cluster_pb2.ClusterInfo]:
     return _cluster("GetClusterInfo", cluster_pb2.GetClusterInfoRequest(), cluster_pb2.ClusterInfo)
 
 
+def index_info() -> Call[cluster_pb2.IndexInfo]:
+    return _cluster("GetIndexInfo", cluster_pb2.GetIndexInfoRequest(), cluster_pb2.IndexInfo)
+
+
 def list_workers() -> Call[cluster_pb2.ListWorkersResponse]:
     return _cluster("ListWorkers", cluster_pb2.ListWorkersRequest(), cluster_pb2.ListWorkersResponse)
 
@@ -105,9 +110,10 @@ def lookup_prefix(prompt: str | None, arguments: PromptArguments) -> Call[cluste
 
 
 def explain_placement(
-    prompt: str | None, arguments: PromptArguments
+    prompt: str | None, arguments: PlacementArguments
 ) -> Call[cluster_pb2.ExplainPlacementResponse]:
-    request = cluster_pb2.ExplainPlacementRequest(**salted_prompt_fields(prompt, arguments))
+    fields = salted_prompt_fields(prompt, arguments)
+    request = cluster_pb2.ExplainPlacementRequest(session_id=arguments.get("session_id"), **fields)
     return _cluster("ExplainPlacement", request, cluster_pb2.ExplainPlacementResponse)
 
 

@@ -29,6 +29,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A router that came back is found within 2 s; by default it may take 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # Each client is a connection of its own. Behind a port that routers share a connection is one of them: clients of
+    # one program that shared it, as they would by default, would all use the same router.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 
@@ -66,9 +69,14 @@ def check_timeout(timeout_seconds: float) -> float:
     return timeout_seconds
 
 
-def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
-    """A call's metadata."""
-    return () if token is None else (("authorization", f"Bearer {token}"),)
+def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
+    """Of each call. Raises ValueError for a tenant that metadata cannot carry; the rest is the server's to check."""
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    if tenant is None:
+        return metadata
+    if not (tenant.isascii() and tenant.isprintable()):
+        raise ValueError("tenant: must be printable ASCII")
+    return (*metadata, ("blockyard-tenant", tenant))
 
 
 def abort_failure(failures: Sequence[BlockyardError]) -> BlockyardError:

@@ -8,7 +8,12 @@ from typing import Self, Unpack
 import grpc
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.client import requests
-from blockyard.router.client.arguments import GenerateArguments, Messages, PromptArguments
+from blockyard.router.client.arguments import (
+    GenerateArguments,
+    Messages,
+    PlacementArguments,
+    PromptArguments,
+)
 from blockyard.router.client.errors import BlockyardError, from_rpc
 from blockyard.router.client.requests import Call, GenerateCall, Response
 from blockyard.router.client.results import Completion, Delta, completion
@@ -19,13 +24,16 @@ from blockyard.router.client.retry import (
     Attempts,
     ClientConfig,
     abort_failure,
-    bearer,
+    call_metadata,
 )
 from blockyard.router.client.stream_check import StreamCheck
 
 
 class Client:
     """Talks to one or more routers of a cluster. Safe to share among threads.
+
+    An address is one connection. Where routers share one it leads to one of them, the same until it fails: what only
+    that one knows (list_requests, abort) is said of it alone.
 
     Every call raises a BlockyardError of errors.py where the cluster fails it, ValueError or TypeError for
     arguments that cannot be sent.
@@ -38,10 +46,11 @@ class Client:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         retries: int = 3,
         token: str | None = None,
+        tenant: str | None = None,
     ) -> None:
         self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
         self._rotation = AddressRotation(self._config.addresses)
-        self._metadata = bearer(token)
+        self._metadata = call_metadata(token, tenant)
         self._channels = {
             address: grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
             for address in self._config.addresses
@@ -141,10 +150,14 @@ class Client:
         return self._unary(requests.lookup_prefix(prompt, arguments))
 
     def explain_placement(
-        self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
+        self, prompt: str | None = None, **arguments: Unpack[PlacementArguments]
     ) -> cluster_pb2.ExplainPlacementResponse:
         """Where a prompt would run, and what each worker would cost."""
         return self._unary(requests.explain_placement(prompt, arguments))
+
+    def index_info(self) -> cluster_pb2.IndexInfo:
+        """The prefix index as the answering router sees it. Counts all of it: for operators."""
+        return self._unary(requests.index_info())
 
     def list_requests(self) -> list[cluster_pb2.RequestInfo]:
         """The requests that the answering router holds now."""

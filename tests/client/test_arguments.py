@@ -32,7 +32,7 @@ TAKEN: dict[str, Any] = {
     "length_penalty": 0.5,
 }
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
-BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "priority"}
+BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "priority", "session_id"}
 
 
 def sampling(**arguments: Any) -> inference_pb2.SamplingParams:

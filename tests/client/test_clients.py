@@ -24,6 +24,7 @@ from blockyard.router.client import (
     TimedOutError,
     UnavailableError,
 )
+from blockyard.router.client.errors import from_rpc
 from blockyard.router.client.retry import AddressRotation
 
 from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, logprob, serve
@@ -114,7 +115,7 @@ async def test_generate_is_the_whole_stream(connect: Connect, address: str) -> N
 async def test_arguments_and_token_reach_the_server(
     connect: Connect, router: ScriptedRouter, address: str
 ) -> None:
-    driver = connect(address, token="secret")
+    driver = connect(address, token="secret", tenant="research")
     await driver.call(
         "generate",
         messages=[{"role": "user", "content": "hi"}],
@@ -135,6 +136,7 @@ async def test_arguments_and_token_reach_the_server(
     assert (sampling.seed, list(sampling.stop), list(sampling.stop_token_ids)) == (-5, ["end"], [9])
     assert (request.request_id, request.cache_salt, request.HasField("model")) == ("mine", "s", False)
     assert router.metadata["authorization"] == "Bearer secret"
+    assert router.metadata["blockyard-tenant"] == "research"
 
 
 async def test_the_other_calls_return_plain_values(connect: Connect, address: str) -> None:
@@ -182,6 +184,19 @@ async def test_retry_info_is_waited_for(connect: Connect, router: ScriptedRouter
     assert (await connect(address).call("generate", "x")).text == "Hello"
     first, second = router.arrived_at
     assert 0.3 <= second - first < 2
+
+
+@pytest.mark.parametrize(("pushback_ms", "seconds"), [("300", 0.3), ("-1", None), ("soon", None)])
+async def test_a_pushback_stands_in_for_a_lost_retry_info(pushback_ms: str, seconds: float | None) -> None:
+    trailing = grpc.aio.Metadata(("grpc-retry-pushback-ms", pushback_ms))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing)
+    assert from_rpc(error).retry_delay_seconds == seconds
+
+
+@pytest.mark.parametrize("tenant", ["tab\there", "naïve"])
+def test_a_tenant_that_metadata_cannot_carry_is_refused(tenant: str) -> None:
+    with pytest.raises(ValueError, match="tenant"):
+        Client("localhost:1", tenant=tenant)
 
 
 async def test_exhaustion_without_retry_info_is_final(

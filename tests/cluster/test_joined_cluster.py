@@ -42,7 +42,7 @@ def actors_of(head: RayHead) -> list[ProcessIdentity]:
 def test_up_joins_a_ray_cluster_and_down_leaves_it_as_it_was(head: RayHead, tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="guest")
     before = session_members(head.session)
-    placed = ("--workers", "3", "--routers", "2", "--address", head.address)
+    placed = ("--workers", "3", "--routers", "2", "--separate-ports", "--address", head.address)
     result = command.run("up", *SIMULATED, *placed)
     assert result.returncode == 0, result.stderr
     assert len(actors_of(head)) == 6

@@ -11,10 +11,12 @@ import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
 from blockyard.deploy.cluster import UpOptions, _spec, cpus_per_worker
+from blockyard.deploy.limits import router_limits
 from blockyard.deploy.options import ENGINE_HELP, engine_config, model_path
 from blockyard.deploy.processes import ProcessIdentity, identify
 from blockyard.deploy.size import parse_bytes
 from blockyard.router.config import RouterConfig
+from blockyard.router.placement_config import PlacementConfig
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
 
@@ -149,6 +151,10 @@ def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:
         ("--max-num-seqs", "0"),
         ("--max-outputs", "0"),
         ("--max-beam-width", "0"),
+        ("--max-requests", "0"),
+        ("--max-queue-seconds", "nan"),
+        ("--tenant-weight", "research"),
+        ("--tenant-weight", "research=0"),
         ("--gpu-memory-utilization", "1.5"),
         ("--cluster", "../../etc"),
         ("--model", "/no/such/folder"),
@@ -206,6 +212,41 @@ def test_limits_of_a_request_reach_the_routers_and_are_by_default_their_own() ->
         (3, 5),
         (own.max_outputs, own.max_beam_width),
     ]
+
+
+def test_what_routers_admit_is_set_by_options_of_up_and_is_by_default_their_own() -> None:
+    parameters = ("--max-requests", "5", "--max-tokens-admitted", "600", "--max-queue-seconds", "7.5")
+    weights = ("--tenant-weight", "research=2", "--tenant-weight", "batch=0.5")
+    own = RouterConfig(model="demo")
+    for arguments, expected in (
+        ((*parameters, *weights), (5, 600, 7.5, {"research": 2.0, "batch": 0.5})),
+        ((), (own.max_requests, own.max_tokens_admitted, own.max_queue_seconds, own.tenant_weights)),
+    ):
+        values = main.commands["up"].make_context("up", ["--model", "demo", *arguments]).params
+        options = UpOptions(engine=EngineConfig(model="demo"), limits=router_limits(values))
+        router = _spec(cluster_state(), options, 1, 0.0, 1.0).router
+        assert (
+            router.max_requests,
+            router.max_tokens_admitted,
+            router.max_queue_seconds,
+            router.tenant_weights,
+        ) == expected
+
+
+def test_policy_and_placement_settings_reach_the_routers() -> None:
+    arguments = ["--model", "demo", "--policy", "dynamo", "--placement", "dynamo_temperature=0.5"]
+    values = main.commands["up"].make_context("up", arguments).params
+    chosen = {name: values[name] for name in ("policy", "placement")}
+    options = UpOptions(engine=EngineConfig(model="demo"), **chosen)
+    router = _spec(cluster_state(), options, 1, 0.0, 1.0).router
+    assert (router.policy, router.placement) == ("dynamo", PlacementConfig(dynamo_temperature=0.5))
+
+
+def test_a_placement_setting_that_does_not_exist_is_named_before_anything_starts() -> None:
+    result = run("up", "--model", "demo", "--placement", "near_equal=1")
+    assert result.exit_code == 2
+    assert "'near_equal=1' sets none of" in result.output
+    assert state.known_clusters() == []
 
 
 def test_a_folder_for_pictures_is_refused_where_none_are_drawn(tmp_path: Path) -> None:

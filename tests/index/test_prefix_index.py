@@ -251,3 +251,20 @@ async def test_after_a_flush_old_berths_are_unknown_and_new_ones_start_empty(har
     assert new.number == old.number
     assert await harness.index.apply(old, Batch(sequence=2, added=chain(3))) is ApplyResult.UNKNOWN
     assert await depths(harness, chain(3)) == {"b": 1}
+
+
+async def test_info_counts_names_once_and_berths_by_whether_they_live(harness: IndexHarness) -> None:
+    empty = await harness.index.info()
+    assert (empty.names, empty.bytes, empty.live_berths, empty.dead_berths) == (0, 0, 0, 0)
+    await join(harness, "a", *chain(5))
+    await join(harness, "b", *chain(3))
+    gone = await join(harness, "gone", *chain(300, "gone"))
+    await harness.index.register(record("host"), lease_seconds=LEASE_SECONDS, has_host_cache=True)
+    await harness.index.retire(gone)
+    told = await harness.index.info()
+    assert (told.names, told.live_berths, told.dead_berths) == (305, 4, 1)
+    assert told.bytes > 305
+    await purge_all(harness.index)
+    purged = await harness.index.info()
+    assert (purged.names, purged.live_berths, purged.dead_berths) == (5, 4, 0)
+    assert purged.bytes < told.bytes

@@ -1,12 +1,11 @@
 """The index equals a brute force over the workers' true caches, whatever happens to workers and Redis.
 
 Many histories run against the twin, fewer against a real Redis. Time is the harness's: a lease of 60 s
-lapses when the machine says so.
+lapses when the machine says so. Each history has an index stride: workers tell of every so manieth block.
 """
 
 import asyncio
 import uuid
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,59 +24,10 @@ from hypothesis.stateful import (
 )
 
 from .harness import IndexHarness, RedisHarness, TwinHarness, free_of, purge_all, record
-from .truth import ALL_CHAINS, Path, Tiers, brute_force, name_of
+from .lives import Life, rounded_down, told
+from .truth import ALL_CHAINS, Tiers, brute_force, name_of
 
 LEASE_SECONDS = 60.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Life:
-    """One incarnation, its true caches, and what the index should believe of them."""
-
-    worker_id: str
-    incarnation: str
-    berth: Berth
-    tiers: Tiers
-    published: set[Path] = field(default_factory=set)
-    published_anywhere: set[Path] = field(default_factory=set)
-    last_batch: Batch = field(default_factory=lambda: Batch(sequence=0))
-    deadline: float = 0.0
-    is_running: bool = True
-    is_refused: bool = False
-    """Superseded, retired, flushed or purged: every later write must come back UNKNOWN."""
-
-    def next_batch(self) -> Batch:
-        """From what was published to the truth."""
-        removed, added = _difference(self.published, set(self.tiers.on_gpu.paths))
-        anywhere_removed, anywhere_added = _difference(
-            self.published_anywhere, set(self.tiers.anywhere.paths)
-        )
-        return Batch(
-            sequence=self.last_batch.sequence + 1,
-            removed=removed,
-            added=added,
-            anywhere_removed=anywhere_removed,
-            anywhere_added=anywhere_added,
-        )
-
-    def applied(self, batch: Batch) -> None:
-        self.last_batch = batch
-        self.published, self.published_anywhere = (
-            set(self.tiers.on_gpu.paths),
-            set(self.tiers.anywhere.paths),
-        )
-
-    def forgotten(self) -> None:
-        self.published, self.published_anywhere = set(), set()
-
-    def refused(self) -> None:
-        self.is_refused = True
-        self.forgotten()
-
-
-def _difference(before: set[Path], truth: set[Path]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    removed = tuple(name_of(path) for path in sorted(before - truth, key=len, reverse=True))
-    return removed, tuple(name_of(path) for path in sorted(truth - before, key=len))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -93,8 +43,9 @@ class IndexMachine(RuleBasedStateMachine):
     def make_harness(self) -> IndexHarness:
         raise NotImplementedError
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(stride_blocks=st.sampled_from([1, 1, 2, 4]))
+    def open(self, stride_blocks: int) -> None:
+        self.stride_blocks = stride_blocks
         self.harness = self.make_harness()
         self.index = self.harness.index
 
@@ -123,6 +74,7 @@ class IndexMachine(RuleBasedStateMachine):
             incarnation=str(self.num_started),
             berth=Berth(number=0, epoch=0),
             tiers=Tiers(has_host_cache=has_host_cache),
+            stride_blocks=self.stride_blocks,
         )
         self.lives.append(life)
         self.register(life)
@@ -260,24 +212,34 @@ class IndexMachine(RuleBasedStateMachine):
                 life.refused()
             assert life.is_refused or life.berth.anywhere not in freed
 
+    def living(self) -> list[Life]:
+        """Those in whose blocks the index believes."""
+        return [life for life in self.lives if self.now < life.deadline and not life.is_refused]
+
     @invariant()
     def lookups_equal_the_brute_force(self) -> None:
         if not hasattr(self, "index"):
             return
-        living = {
-            (life.worker_id, life.incarnation): life
-            for life in self.lives
-            if self.now < life.deadline and not life.is_refused
-        }
+        living = {(life.worker_id, life.incarnation): life for life in self.living()}
         on_gpu = {identity: life.published for identity, life in living.items()}
         anywhere = {identity: life.published | life.published_anywhere for identity, life in living.items()}
         for path in ALL_CHAINS[:: max(1, len(ALL_CHAINS) // 6)]:
             names = [name_of(path[: depth + 1]) for depth in range(len(path))]
-            found = self.run(self.index.lookup(names))
+            stride = self.stride_blocks
+            found = self.run(self.index.lookup(names[stride - 1 :: stride]))
             assert len({(holder.worker_id, holder.incarnation) for holder in found}) == len(found)
             depths = {(holder.worker_id, holder.incarnation): holder for holder in found}
-            assert {who: h.depth for who, h in depths.items() if h.depth} == brute_force(on_gpu, path)
-            assert {who: h.depth + h.host_blocks for who, h in depths.items()} == brute_force(anywhere, path)
+            on_gpu_depths = {who: h.depth * stride for who, h in depths.items() if h.depth}
+            assert on_gpu_depths == rounded_down(brute_force(on_gpu, path), stride)
+            anywhere_depths = {who: (h.depth + h.host_blocks) * stride for who, h in depths.items()}
+            assert anywhere_depths == rounded_down(brute_force(anywhere, path), stride)
+
+    @rule()
+    def info_counts_what_is_stored_and_who_lives(self) -> None:
+        info = self.run(self.index.info())
+        assert info.names == self.run(self.harness.num_entries())
+        assert (info.bytes > 0) == (info.names > 0)
+        assert info.live_berths == sum(1 + (life.berth.anywhere is not None) for life in self.living())
 
     @rule()
     def settle(self) -> None:
@@ -292,7 +254,10 @@ class IndexMachine(RuleBasedStateMachine):
             self.check_freed(free_of(self.run(purge_all(self.index))))
         if self.running():
             living = {path for life in self.running() for path in life.published | life.published_anywhere}
-            assert self.run(self.harness.num_entries()) == len(living)
+            info = self.run(self.index.info())
+            assert info.names == len(told(living, self.stride_blocks))
+            assert info.dead_berths == 0
+            self.info_counts_what_is_stored_and_who_lives()
 
 
 class TwinMachine(IndexMachine):

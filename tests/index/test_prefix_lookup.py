@@ -76,6 +76,49 @@ async def test_failures_that_are_not_in_a_row_leave_the_breaker_closed() -> None
     assert lookup.breaker_state is BreakerState.CLOSED
 
 
+async def test_who_asks_whether_it_answers_is_told_of_now_and_not_of_the_last_request() -> None:
+    index, now = await twin_with_blocks(), 0.0
+    lookup = PrefixLookup(index, clock=lambda: now)
+    await lookup.lookup(chain(9), KNOWN)
+    index.available = False
+    await lookup.refresh()
+    assert lookup.answers, "somebody asked less than a second ago"
+    now = 1.0
+    await lookup.refresh()
+    assert not lookup.answers
+    assert lookup.breaker_state is BreakerState.CLOSED
+    index.available, now = True, 2.0
+    await lookup.refresh()
+    assert lookup.answers
+    assert len(lookup.durations_seconds) == 1, "of requests alone"
+
+
+async def test_a_breaker_that_idle_questions_opened_they_also_close() -> None:
+    index, now = await twin_with_blocks(), 0.0
+    lookup = PrefixLookup(index, config=PrefixLookupConfig(open_seconds=1.5), clock=lambda: now)
+    index.available = False
+    for _ in range(3):
+        now += 1.0
+        await lookup.refresh()
+    assert lookup.breaker_state.name == "OPEN"
+    index.available, now = True, 4.0
+    await lookup.refresh()
+    assert not lookup.answers, "still open"
+    now = 5.0
+    await lookup.refresh()
+    assert (lookup.answers, lookup.breaker_state) == (True, BreakerState.CLOSED)
+
+
+async def test_an_index_that_does_not_answer_has_no_size() -> None:
+    index = await twin_with_blocks()
+    lookup = PrefixLookup(index)
+    size = await lookup.info()
+    assert size is not None
+    assert size.names == len({*chain(9), *chain(11)})
+    index.available = False
+    assert await lookup.info() is None
+
+
 class _StoppedIndex(TwinPrefixIndex):
     """Answers only once `resume` is set."""
 

@@ -50,6 +50,9 @@ async def test_bytes_a_block_stay_under_the_floor_also_after_a_purge(tmp_path: P
             empty_bytes = await used_bytes(client)
             await fill(index, "w0", names)
             before = (await used_bytes(client) - empty_bytes) / len(names)
+            await client.config_resetstat()
+            info = await index.info()
+            slice_us = (await client.info("commandstats"))["cmdstat_evalsha"]["usec_per_call"]
             berth = await index.register(record("w1"), lease_seconds=600)
             for sequence, start in enumerate(range(0, len(names), MAX_BATCH_NAMES), start=1):
                 added = tuple(names[start : start + MAX_BATCH_NAMES])
@@ -62,6 +65,10 @@ async def test_bytes_a_block_stay_under_the_floor_also_after_a_purge(tmp_path: P
     print(
         f"\n{len(names)} blocks, r=1: {before:.1f} B a block, {after:.1f} B after a purge of a second holder"
     )
+    print(f"info(): {info.bytes / info.names:.1f} B a block, {slice_us} us of Redis a slice")
+    assert info.names == len(names)
+    assert info.bytes / info.names == pytest.approx(before, rel=0.3)
+    assert slice_us < 10_000
     assert before <= MAX_BYTES_A_BLOCK
     assert after <= MAX_BYTES_A_BLOCK
 
@@ -127,11 +134,30 @@ async def test_keys_of_another_type_or_version_are_ignored(redis_harness: RedisH
 
 
 async def test_a_writer_replaces_garbage_in_its_way(redis_harness: RedisHarness) -> None:
-    client, prefix, names = redis_harness.client, redis_harness.prefix, chain(2)
-    await client.set(f"{prefix}b:{bucket_of(names[0]):03x}", "not a hash")
+    client, prefix, names = redis_harness.client, redis_harness.prefix, chain(3)
+    for name in (names[0], names[2]):
+        await client.set(f"{prefix}b:{bucket_of(name):03x}", "not a hash")
     await client.hset(f"{prefix}b:{bucket_of(names[1]):03x}", names[1][1:8], "odd")
     await fill(redis_harness.index, "a", list(names))
-    assert [holder.depth for holder in await redis_harness.index.lookup(names)] == [2]
+    assert [holder.depth for holder in await redis_harness.index.lookup(names)] == [3]
+
+
+async def test_info_counts_no_garbage_and_no_bytes_where_redis_refuses_to_tell(
+    redis_harness: RedisHarness,
+) -> None:
+    client, prefix = redis_harness.client, redis_harness.prefix
+    await fill(redis_harness.index, "a", list(chain(20)))
+    taken = {f"{bucket_of(name):03x}" for name in chain(20)}
+    free = next(f"{number:03x}" for number in range(4096) if f"{number:03x}" not in taken)
+    await client.set(f"{prefix}b:{free}", "not a hash")
+    assert (await redis_harness.index.info()).names == 20
+    await client.acl_setuser(
+        "frugal", enabled=True, nopass=True, keys="*", categories=["+@all"], commands=["-memory"]
+    )
+    port = client.connection_pool.connection_kwargs["port"]
+    async with connect(f"redis://frugal:any@127.0.0.1:{port}", timeout_seconds=2) as frugal:
+        info = await RedisPrefixIndex(frugal, redis_harness.cluster).info()
+    assert (info.names, info.bytes, info.live_berths) == (20, 0, 1)
 
 
 async def test_the_purge_strikes_out_garbage_and_berths_nobody_knows(redis_harness: RedisHarness) -> None:

@@ -44,7 +44,7 @@ class Rig:
         """Nothing runs on any worker and the router has nothing booked."""
         view = self.fleet.view
         await self.until(lambda: not any(worker.num_running for worker in self.workers))
-        await self.until(lambda: not any(worker.placed for worker in view.workers()))
+        await self.until(lambda: not any(worker.booked for worker in view.workers()))
         view.check_invariants()
 
 

@@ -2,27 +2,38 @@
 
 from random import Random
 
+import pytest
 from blockyard.proto.prefix_index import WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster_view import (
-    STORED_GRACE_SECONDS,
     CachedDepth,
     ClusterView,
     WorkerState,
     usable_cached_tokens,
 )
 from blockyard.router.placement import PlacementRequest, place
+from blockyard.router.placement_config import PlacementConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
 from .prompt import NAMES, PROMPT_TOKENS, Clock
 
+STORED_GRACE_SECONDS = PlacementConfig().stored_grace_seconds
 
-def view_of(*names: str) -> tuple[ClusterView, Clock]:
+
+def view_of(
+    *names: str, max_waiting: int = 0, config: PlacementConfig | None = None
+) -> tuple[ClusterView, Clock]:
     clock = Clock()
-    view = ClusterView(suspect_seconds=2.0, lost_seconds=6.0, clock=clock)
+    view = ClusterView(suspect_seconds=2.0, lost_seconds=6.0, clock=clock, config=config)
     for name in names:
-        hello = session_pb2.Hello(worker_id=name, incarnation=f"{name}1", block_size=16, total_blocks=1000)
+        hello = session_pb2.Hello(
+            worker_id=name,
+            incarnation=f"{name}1",
+            block_size=16,
+            total_blocks=1000,
+            max_waiting=max_waiting,
+        )
         view.accepted(name, hello)
     return view, clock
 
@@ -82,6 +93,74 @@ def test_another_routers_load_counts_beside_ours() -> None:
     view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
     worker = view.candidates([], 100, {})[0]
     assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (9, 700, 50)
+
+
+def test_what_was_placed_after_a_report_counts_beside_what_the_report_has() -> None:
+    view, _ = view_of("a")
+    view.placed("a", names=[], uncached_tokens=100, blocks=7)
+    view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
+    after = view.placed("a", names=[], uncached_tokens=30, blocks=2)
+    worker = view.candidates([], 100, {})[0]
+    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (10, 730, 52)
+    view.started(after)
+    worker = view.candidates([], 100, {})[0]
+    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (10, 700, 52)
+    view.heard("a", cluster_pb2.WorkerLoad(running=10, queued_prefill_tokens=700, used_blocks=52))
+    view.ended(after)
+    worker = view.candidates([], 100, {})[0]
+    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (10, 700, 52)
+    view.check_invariants()
+
+
+def test_a_burst_sends_a_worker_no_more_than_its_queue_takes() -> None:
+    view, clock = view_of("a", max_waiting=3)
+
+    def place_all() -> int:
+        num_placed = 0
+        while view.candidates([], 10, {}):
+            view.placed("a", names=[], uncached_tokens=1, blocks=1)
+            num_placed += 1
+        return num_placed
+
+    assert place_all() == 3
+    clock.now += 1.0
+    assert place_all() == 0, "nothing was heard: they may all wait there yet"
+    view.heard("a", cluster_pb2.WorkerLoad(running=2, waiting=1))
+    assert place_all() == 2
+    view.heard("a", cluster_pb2.WorkerLoad(running=5))
+    assert place_all() == 3
+    assert len(view.candidates([], 10, {}, respect_gates=False)) == 1
+
+
+def test_first_tokens_make_room_even_where_no_report_comes() -> None:
+    view, _ = view_of("a", max_waiting=2)
+    placed = [view.placed("a", names=[], uncached_tokens=1, blocks=1) for _ in range(2)]
+    assert view.candidates([], 10, {}) == []
+    view.started(placed[0])
+    assert len(view.candidates([], 10, {})) == 1
+
+
+@pytest.mark.parametrize("max_waiting", [0, 64])
+def test_unstarted_requests_of_one_router_are_bounded_whatever_a_worker_would_queue(max_waiting: int) -> None:
+    view, _ = view_of("a", max_waiting=max_waiting, config=PlacementConfig(max_unstarted=5))
+    placed = [view.placed("a", names=[], uncached_tokens=1, blocks=1) for _ in range(5)]
+    view.heard("a", cluster_pb2.WorkerLoad())
+    assert view.candidates([], 10, {}) == []
+    view.started(placed[0])
+    assert len(view.candidates([], 10, {})) == 1
+
+
+def test_what_the_index_promised_and_was_not_reused_is_stale() -> None:
+    view, _ = view_of("a")
+    promises = [(10, 10), (10, 4), (10, 0), (0, 5)]
+    for promised, reused in promises:
+        placed = view.placed("a", names=[], uncached_tokens=1, blocks=1, promised_blocks=promised)
+        for _ in range(2):
+            view.started(placed, cached_tokens=reused * 16)
+    assert (view.promised_blocks, view.stale_blocks) == (30, 16)
+    rejected = view.placed("a", names=[], uncached_tokens=1, blocks=1, promised_blocks=10)
+    view.ended(rejected, busy=True)
+    assert (view.promised_blocks, view.stale_blocks) == (30, 16), "who never ran tells nothing"
 
 
 def test_24_simultaneous_requests_of_4_groups_do_not_scatter() -> None:
@@ -178,10 +257,14 @@ def test_a_request_frees_its_place_in_the_queue_once() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["place", "start", "end", "busy", "tick"]), st.integers(0, 30)), max_size=60
+        st.tuples(
+            st.sampled_from(["place", "start", "end", "busy", "tick", "report", "reconnect"]),
+            st.integers(0, 30),
+        ),
+        max_size=60,
     )
 )
-def test_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
+def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
     view, clock = view_of("a")
     open_requests = []
     for kind, number in events:
@@ -192,6 +275,11 @@ def test_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
                 clock.now += number / 20
                 view.heard("a")
                 view.candidates(NAMES, PROMPT_TOKENS, {})
+            case "report":
+                view.heard("a", cluster_pb2.WorkerLoad())
+            case "reconnect":
+                view.disconnected("a", "stream ended")
+                view.accepted("a", session_pb2.Hello(worker_id="a", block_size=16, total_blocks=1000))
             case _ if not open_requests:
                 continue
             case "start":
@@ -203,4 +291,6 @@ def test_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
         view.ended(placed)
     clock.now += 10
     view.heard("a")
-    assert view.candidates(NAMES, PROMPT_TOKENS, {})[0].cached_tokens == 0
+    worker = view.candidates(NAMES, PROMPT_TOKENS, {}, respect_gates=False)[0]
+    assert (worker.cached_tokens, worker.sequences, worker.queued_prefill_tokens) == (0, 0, 0)
+    view.check_invariants()

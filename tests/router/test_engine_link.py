@@ -1,13 +1,19 @@
-"""What a link's channel promises the worker at the other end."""
+"""What a link promises the worker at its other end, and everybody else on its event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from blockyard.router.engine_link import CHANNEL_OPTIONS
+from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.router.engine_events import Event, Tokens
+from blockyard.router.engine_link import CHANNEL_OPTIONS, ROWS_A_TURN, EngineLink, LinkEvents
+
+from .fake_worker import SECRET, FakeWorker
+from .rig import until
 
 MESSAGE_BYTES = 1024
+NUM_ROWS = 20 * ROWS_A_TURN
 
 
 async def test_a_router_that_reads_nothing_holds_the_workers_writes_back_soon() -> None:
@@ -43,3 +49,63 @@ async def test_a_router_that_reads_nothing_holds_the_workers_writes_back_soon() 
             call.cancel()
     finally:
         await server.stop(None)
+
+
+class OneLargeStep(FakeWorker):
+    """Answers all requests at once."""
+
+    def _submit(self, stream: Any, submit: session_pb2.Submit) -> None:
+        self.submits.append(submit)
+        if len(self.submits) == NUM_ROWS:
+            zeros = [0] * NUM_ROWS
+            step = session_pb2.StepOutput(
+                handles=[submit.handle for submit in self.submits],
+                token_offsets=zeros,
+                token_counts=[1] * NUM_ROWS,
+                token_ids=range(NUM_ROWS),
+                finish_reasons=[1] * NUM_ROWS,
+                stop_tokens=zeros,
+                cached_tokens=zeros,
+            )
+            stream.send(step=step)
+
+
+class Accepting(LinkEvents):
+    def accept(self, address: str, hello: session_pb2.Hello) -> None:
+        return None
+
+    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+        pass
+
+    def disconnected(self, address: str, reason: str) -> None:
+        pass
+
+
+async def test_a_large_step_is_dealt_out_in_order_over_many_turns_of_the_loop() -> None:
+    turns = 0
+    dealt: list[tuple[int, int]] = []
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def sink(event: Event) -> None:
+        assert isinstance(event, Tokens)
+        dealt.append((turns, event.token_ids[0]))
+
+    async with OneLargeStep("a") as worker, asyncio.TaskGroup() as tasks:
+        link = EngineLink(worker.address, Accepting(), secret=SECRET, lost_seconds=5.0)
+        running = [tasks.create_task(link.run())]
+        await until(lambda: link.is_up)
+        for _ in range(NUM_ROWS):
+            link.submit(session_pb2.Submit(), sink)
+        running.append(tasks.create_task(count_turns()))
+        await until(lambda: len(dealt) == NUM_ROWS)
+        link.stop()
+        for task in running:
+            task.cancel()
+    assert [token for _, token in dealt] == list(range(NUM_ROWS))
+    most_in_a_turn = max(sum(turn == other for other, _ in dealt) for turn, _ in dealt)
+    assert most_in_a_turn <= ROWS_A_TURN

@@ -1,6 +1,7 @@
 """`python -m blockyard.router` as an operator runs it."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from blockyard.router.server import RouterServer
 
 from .fake_worker import SECRET, expected_tokens
 from .rig import MODEL, config, request, worker_of_model
@@ -82,12 +84,65 @@ async def test_a_folder_that_is_no_model_is_one_line_and_exit_1(tmp_path: Path) 
 
 
 async def test_a_taken_port_is_one_line_and_exit_1() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    # Whoever shares a port on purpose must not get a part of one that does not, nor the other way round.
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
         code, log = await run("--model", str(MODEL), "--port", str(port))
     assert code == 1
     assert "Traceback" not in log
     assert log.splitlines()[-1] == f"blockyard.router: cannot listen on 127.0.0.1:{port}: is the port taken?"
+
+
+async def test_a_limit_that_makes_no_sense_is_one_line_and_exit_1() -> None:
+    code, log = await run("--model", str(MODEL), "--tenant-weight", "research=0")
+    assert code == 1
+    assert log.splitlines() == [
+        "blockyard.router: a tenant's weight must be from 0.001 to 1000, not 0 for 'research'"
+    ]
+
+
+async def test_two_routers_share_a_port_and_tell_how_late_their_loops_were() -> None:
+    async with worker_of_model("a") as worker:
+        command = (*ROUTER, "--model", str(MODEL), "--worker", worker.address, "--reuse-port")
+        environment = {**os.environ, "BLOCKYARD_CLUSTER_SECRET": SECRET}
+        processes: list[asyncio.subprocess.Process] = []
+        try:
+            port = "0"
+            for _ in range(2):
+                process = await asyncio.create_subprocess_exec(
+                    *command, "--port", port, env=environment, stderr=asyncio.subprocess.PIPE
+                )
+                processes.append(process)
+                port = (await read_address(process)).rpartition(":")[2]
+            for process in processes:
+                process.send_signal(signal.SIGUSR1)
+                assert process.stderr is not None
+                async with asyncio.timeout(10):
+                    while b"ticks late" not in (line := await process.stderr.readline()):
+                        assert line, "it ended"
+                process.terminate()
+                async with asyncio.timeout(10):
+                    _, rest = await process.communicate()
+                assert process.returncode == 0
+                assert b"router stopped; event loop: " in rest
+                assert b"leaked" not in rest
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+
+async def test_only_a_server_that_owns_its_process_sets_the_garbage_collector() -> None:
+    for owns_process in (False, True):
+        before = gc.get_threshold()
+        server = RouterServer(config(), owns_process=owns_process)
+        try:
+            await server.start()
+            assert (gc.get_freeze_count() > 0, gc.get_threshold() != before) == (owns_process, owns_process)
+        finally:
+            await server.stop(0.0)
+        assert (gc.get_freeze_count(), gc.get_threshold()) == (0, before)
 
 
 async def test_a_router_whose_background_work_fails_exits_1() -> None:

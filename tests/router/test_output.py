@@ -8,6 +8,7 @@ import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import SlowReader, WorkerLost, as_router_error
 from blockyard.router.output import Delta, Outbox, TextOutput, deliver
+from blockyard.router.turn_share import TurnShare
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,21 +17,23 @@ def delta(number: int) -> Delta:
     return Delta(text=f"{number} ", token_ids=[number], token_offset=number)
 
 
-async def deltas(count: int) -> AsyncIterator[Delta]:
-    for number in range(count):
+async def deltas(count: int, start: int = 0) -> AsyncIterator[Delta]:
+    for number in range(start, count):
         yield delta(number)
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_pieces_and_everything() -> None:
-    outbox = Outbox(4)
-    await outbox.fill(deltas(100))
-    assert len(outbox) == 4
-    pieces = []
-    while (piece := await outbox.take()) is not None:
-        assert piece.token_offset == sum(len(earlier.token_ids) for earlier in pieces)
-        pieces.append(piece)
-    assert [token for piece in pieces for token in piece.token_ids] == list(range(100))
-    assert "".join(piece.text for piece in pieces) == "".join(f"{number} " for number in range(100))
+    outbox = Outbox()
+    outbox.put(delta(0))
+    first = await outbox.take()
+    await outbox.fill(deltas(100, start=1))
+    rest = await outbox.take()
+    assert first is not None
+    assert rest is not None
+    assert (first.token_ids, first.text) == ([0], "0 ")
+    assert (rest.token_offset, rest.token_ids) == (1, list(range(1, 100)))
+    assert rest.text == "".join(f"{number} " for number in range(1, 100))
+    assert await outbox.take() is None
 
 
 async def test_a_reader_who_takes_nothing_is_cut_off_and_the_source_is_closed() -> None:
@@ -48,7 +51,7 @@ async def test_a_reader_who_takes_nothing_is_cut_off_and_the_source_is_closed() 
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as group:
-        await deliver(endless(), never, max_deltas=8, slow_reader_seconds=0.05)
+        await deliver(endless(), never, slow_reader_seconds=0.05, share=TurnShare(1))
     assert isinstance(as_router_error(group.value), SlowReader)
     assert closed.is_set()
 
@@ -66,7 +69,7 @@ async def test_what_came_before_an_error_is_still_delivered() -> None:
         written.extend(piece.token_ids)
 
     with pytest.raises(ExceptionGroup) as group:
-        await deliver(failing(), write, max_deltas=8, slow_reader_seconds=1.0)
+        await deliver(failing(), write, slow_reader_seconds=1.0, share=TurnShare(1))
     assert isinstance(as_router_error(group.value), WorkerLost)
     assert written == [0, 1]
 
@@ -94,9 +97,9 @@ def test_the_text_ends_where_the_first_stop_string_begins(tokenizer: Any, data: 
 
 
 @given(data=st.data())
-def test_a_full_outbox_merges_each_output_by_itself_and_loses_nothing(data: st.DataObject) -> None:
-    num_outputs, max_deltas = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    outbox = Outbox(max_deltas)
+def test_an_outbox_merges_each_output_by_itself_and_loses_nothing(data: st.DataObject) -> None:
+    num_outputs = data.draw(st.integers(1, 5))
+    outbox = Outbox()
     put = [0] * num_outputs
     taken: list[list[int]] = [[] for _ in range(num_outputs)]
     shown = [""] * num_outputs
@@ -124,7 +127,7 @@ def test_a_full_outbox_merges_each_output_by_itself_and_loses_nothing(data: st.D
                     )
                 )
                 put[action] += 1
-                assert len(outbox) <= max_deltas + num_outputs
+                assert len(outbox) <= num_outputs
             elif len(outbox):
                 await take_one()
         while len(outbox):

@@ -8,25 +8,27 @@ from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.fleet import Fleet
-from blockyard.router.placer import STALE_LOOKUP_SECONDS, Placer
+from blockyard.router.placement_config import PlacementConfig
+from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup
 
 from .prompt import NAMES, PROMPT_TOKENS, Clock
 
 
-def fleet_of_one(clock: Clock) -> Fleet:
+def fleet_of(clock: Clock, names: str = "a") -> Fleet:
     fleet = Fleet(tokenizer_fingerprint="t", secret="", suspect_seconds=10.0, lost_seconds=20.0, clock=clock)
-    fleet.links["a"] = EngineLink("a", fleet, secret="", lost_seconds=20.0, clock=clock)
-    hello = session_pb2.Hello(
-        worker_id="a",
-        incarnation="a1",
-        tokenizer_fingerprint="t",
-        block_size=16,
-        total_blocks=1000,
-        max_model_len=1000,
-        vocab_size=1000,
-    )
-    assert fleet.accept("a", hello) is None
+    for name in names:
+        fleet.links[name] = EngineLink(name, fleet, secret="", lost_seconds=20.0, clock=clock)
+        hello = session_pb2.Hello(
+            worker_id=name,
+            incarnation=f"{name}1",
+            tokenizer_fingerprint="t",
+            block_size=16,
+            total_blocks=1000,
+            max_model_len=1000,
+            vocab_size=1000,
+        )
+        assert fleet.accept(name, hello) is None
     return fleet
 
 
@@ -43,7 +45,7 @@ async def register(index: TwinPrefixIndex) -> Berth:
 
 async def test_what_comes_from_host_memory_is_booked_as_blocks_and_not_as_prefill() -> None:
     clock = Clock()
-    fleet, index = fleet_of_one(clock), TwinPrefixIndex(clock)
+    fleet, index = fleet_of(clock), TwinPrefixIndex(clock)
     berth = await register(index)
     batch = Batch(sequence=1, added=tuple(NAMES[:8]), anywhere_added=tuple(NAMES[:20]))
     await index.apply(berth, batch)
@@ -58,9 +60,44 @@ async def test_what_comes_from_host_memory_is_booked_as_blocks_and_not_as_prefil
     assert (placed.uncached_tokens, placed.blocks) == (PROMPT_TOKENS - 20 * 16, 23)
 
 
+async def test_the_index_promises_and_speculation_does_not() -> None:
+    clock = Clock()
+    fleet, index = fleet_of(clock), TwinPrefixIndex(clock)
+    batch = Batch(sequence=1, added=tuple(NAMES[:8]), anywhere_added=tuple(NAMES[:20]))
+    await index.apply(await register(index), batch)
+    placer = Placer(fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0, clock=clock)
+    first, second = [await placer.place(NAMES, PROMPT_TOKENS, placer.ticket()) for _ in range(2)]
+    assert (first.promised_blocks, second.promised_blocks) == (20, 20)
+    assert second.uncached_tokens < first.uncached_tokens, "it was placed on what the first will store"
+    whole = await placer.place(NAMES[:20], 20 * 16, placer.ticket())
+    assert whole.promised_blocks == 19, "the last prompt token is computed whatever is cached"
+
+
+async def test_a_sessions_next_request_goes_where_its_last_one_went() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock, "abcdefgh")
+    lookup = PrefixLookup(TwinPrefixIndex(clock))
+    placer = Placer(fleet, lookup, policy="prefix", no_worker_seconds=5.0, clock=clock, rng=Random(0))
+
+    async def winners(session_id: str) -> list[str]:
+        addresses = []
+        for _ in range(10):
+            placed = await placer.place([], 100, placer.ticket(), session_id=session_id)
+            addresses.append(placed.address)
+            fleet.view.ended(placed)
+        return addresses
+
+    assert len(set(await winners(""))) > 3, "equals share"
+    first, second = set(await winners("first")), set(await winners("second"))
+    assert len(first) == len(second) == 1
+    explained, _ = await placer.explain([], 100, session_id="first")
+    assert explained is not None
+    assert {explained.chosen.address} == first
+
+
 async def test_what_the_index_said_before_a_long_wait_in_line_is_asked_again() -> None:
     clock = Clock()
-    fleet, index = fleet_of_one(clock), TwinPrefixIndex(clock)
+    fleet, index = fleet_of(clock), TwinPrefixIndex(clock)
     berth = await register(index)
     placer = Placer(
         fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0, clock=clock, rng=Random(0)
@@ -72,7 +109,7 @@ async def test_what_the_index_said_before_a_long_wait_in_line_is_asked_again() -
     await asyncio.sleep(0.02)
     assert not placing.done()
     await index.apply(berth, Batch(sequence=1, added=tuple(NAMES[:8])))
-    clock.now += STALE_LOOKUP_SECONDS * 1.1
+    clock.now += PlacementConfig().stale_lookup_seconds * 1.1
     worker.gate.freed_one()
     fleet.heard("a", None)
     assert (await placing).uncached_tokens == PROMPT_TOKENS - 8 * 16

@@ -212,8 +212,7 @@ async def service() -> AsyncIterator[TokenizerService]:
 
 
 def child_pid(service: TokenizerService) -> int:
-    assert service._child is not None
-    (pid,) = service._child._executor._processes
+    (pid,) = service.pids()
     return pid
 
 
@@ -276,13 +275,37 @@ async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Pat
         assert bomb.cancelled()
 
 
+async def test_with_two_processes_a_bomb_holds_nobody_up(bomb_checkpoint: Path) -> None:
+    async with TokenizerService(bomb_checkpoint, num_processes=2, timeout_seconds=30.0) as service:
+        assert len(set(service.pids())) == 2
+        bomb = asyncio.create_task(
+            service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
+        )
+        async with asyncio.timeout(10):
+            for _ in range(3):
+                served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+                assert served.num_tokens == 4
+        assert not bomb.done()
+        bomb.cancel()
+
+
+async def test_an_answer_of_megabytes_comes_whole_and_in_order(service: TokenizerService) -> None:
+    lengths = [600_000, 1, 300_000]
+    prompts = [TokenPrompt([5] * length) for length in lengths]
+    answers = await asyncio.gather(
+        *(service.prepare(prompt, root=ROOT, block_size=BLOCK_SIZE) for prompt in prompts)
+    )
+    assert [answer.num_tokens for answer in answers] == lengths
+    assert [len(answer.token_ids) for answer in answers] == [4 * length for length in lengths]
+
+
 ORPHANING_PROGRAM = """
 import asyncio, os, signal, sys
 from blockyard.router.tokenizing import TokenizerService
 
 async def main():
     async with TokenizerService(sys.argv[1]) as service:
-        print(*service._child._executor._processes, flush=True)
+        print(*service.pids(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":

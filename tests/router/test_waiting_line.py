@@ -1,8 +1,12 @@
-"""First come, first placed, and nobody loses his place by being sent back."""
+"""First come, first placed, tenants in turn; nobody loses his place by being sent back, nor stands there for ever."""
 
 import asyncio
+import time
 
-from blockyard.router.waiting_line import Ticket, WaitingLine
+import pytest
+from blockyard.router.errors import Overloaded
+from blockyard.router.tenants import QUANTUM_TOKENS, Ticket
+from blockyard.router.waiting_line import WaitingLine
 
 
 async def test_the_line_keeps_the_order_of_arrival() -> None:
@@ -71,3 +75,72 @@ async def test_a_more_urgent_one_passes_those_who_have_not_waited_long_enough() 
         for ticket in (waited_long, waited_little, urgent):
             tasks.create_task(stand(ticket))
     assert served == [waited_long, urgent, waited_little]
+
+
+async def test_somebody_who_comes_and_changes_the_turns_wakes_the_one_whose_turn_it_is_now() -> None:
+    line = WaitingLine()
+    small = line.ticket(rank=1.0, tenant="a", cost_tokens=QUANTUM_TOKENS)
+    other = line.ticket(rank=1.0, tenant="b", cost_tokens=QUANTUM_TOKENS)
+    urgent_and_large = line.ticket(rank=0.0, tenant="a", cost_tokens=5 * QUANTUM_TOKENS)
+    served: list[Ticket] = []
+    is_open = asyncio.Event()
+
+    async def stand(ticket: Ticket) -> None:
+        with line.standing(ticket):
+            await line.turn(ticket)
+            while not is_open.is_set():
+                await line.change(ticket)
+            served.append(ticket)
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        for ticket in (small, other):
+            tasks.create_task(stand(ticket))
+            await asyncio.sleep(0.01)
+        tasks.create_task(stand(urgent_and_large))
+        is_open.set()
+    assert served == [other, urgent_and_large, small]
+
+
+async def test_the_longest_wait_counts_all_the_times_in_line_and_holds_for_the_head_too() -> None:
+    line = WaitingLine(max_wait_seconds=0.4)
+    head, behind = line.ticket(), line.ticket()
+    left: list[Ticket] = []
+
+    async def stand(ticket: Ticket, seconds: float = 60.0) -> None:
+        until = time.monotonic() + seconds
+        try:
+            with line.standing(ticket):
+                await line.turn(ticket)
+                while time.monotonic() < until:
+                    await line.change(ticket)
+        finally:
+            left.append(ticket)
+
+    await stand(head, seconds=0.3)
+    begun = time.monotonic()
+    results = await asyncio.gather(stand(head), stand(behind), return_exceptions=True)
+    assert 0.38 <= time.monotonic() - begun < 4.0
+    assert left == [head, head, behind]
+    for result in results:
+        assert isinstance(result, Overloaded)
+        assert result.retry_after_seconds is not None
+
+
+async def test_the_longest_wait_holds_behind_a_head_that_stays() -> None:
+    line = WaitingLine(max_wait_seconds=0.1)
+    with line.standing(line.ticket()):
+        ticket = line.ticket()
+        async with asyncio.timeout(5):
+            with pytest.raises(Overloaded), line.standing(ticket):
+                await line.turn(ticket)
+
+
+async def test_who_leaves_by_an_error_has_not_had_his_turn() -> None:
+    line = WaitingLine()
+    ticket = line.ticket(cost_tokens=1)
+    with pytest.raises(KeyError), line.standing(ticket):
+        raise KeyError
+    assert not ticket.is_paid
+    with line.standing(ticket):
+        pass
+    assert ticket.is_paid

@@ -3,6 +3,7 @@
 from blockyard.worker.block_pool import BlockPool
 from blockyard.worker.prefix_cache import CacheChanges, PrefixCache
 from blockyard.worker.sequence import BlockName
+from blockyard.worker.tiers import AnywhereNames
 
 A, B, C = (BlockName(bytes([letter]) * 16) for letter in b"ABC")
 
@@ -69,3 +70,35 @@ def test_what_is_stored_and_removed_between_two_looks_is_no_news() -> None:
     pool.release(blocks)
     pool.allocate(1)
     assert cache.take_changes() == CacheChanges(stored=(), removed=())
+
+
+def test_a_name_that_the_index_is_not_to_know_is_found_and_never_in_the_news() -> None:
+    pool = BlockPool(2)
+    anywhere = AnywhereNames()
+    cache = PrefixCache(pool, anywhere=anywhere)
+    blocks = pool.allocate(2)
+    cache.assign(blocks[0], A, is_told=False)
+    cache.assign(blocks[1], B)
+    cache.confirm_all(blocks)
+    assert cache.match([A, B]) == blocks
+    assert len(cache) == len(anywhere) == 2
+    assert cache.take_changes() == CacheChanges(stored=(B,), removed=(), anywhere_stored=(B,))
+    pool.release(list(reversed(blocks)))
+    pool.allocate(2)
+    assert cache.take_changes() == CacheChanges(stored=(), removed=(B,), anywhere_removed=(B,))
+    assert cache.match([A]) == []
+    cache.check_invariants()
+
+
+def test_an_untold_name_stays_untold_in_its_second_place() -> None:
+    anywhere = AnywhereNames()
+    anywhere.add(A, is_told=False)
+    anywhere.add(A)
+    anywhere.remove(A)
+    assert A in anywhere
+    anywhere.remove(A)
+    assert anywhere.take_changes() == ((), ())
+    anywhere.add(A)
+    assert anywhere.take_changes() == ((A,), ())
+    anywhere.remove(A)
+    assert anywhere.take_changes() == ((), (A,))

@@ -1,0 +1,146 @@
+"""One setting of placement at a time, on the loads of the study: how each default was chosen.
+
+    python -m bench.placement_sweep
+
+Virtual time; about ten minutes on two cores. Every value of a setting meets the same arrivals; the others keep their
+defaults. A value is judged by its mean time to first token and its median latency over those of the default, as a
+geometric mean over the loads (below 1 is better), and by the worst balance.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+
+from blockyard.router.placement_config import PlacementConfig, PolicyName
+
+from bench.reporting import write_report
+from bench.simulation.simulator import Setup
+from bench.simulation.study import Job, Load, Table, run_jobs
+
+LOADS = (
+    Load(workload="shared-prefix", rate=10, seconds=25),
+    Load(workload="shared-prefix", rate=25, seconds=12),
+    Load(workload="shared-prefix", rate=60, seconds=10),
+    Load(workload="uniform-groups", rate=20, seconds=20, num_workers=4),
+    Load(workload="agents", rate=1.5, seconds=20),
+    Load(workload="one-group", rate=40, seconds=15),
+    Load(workload="nothing-shared", rate=30, seconds=12),
+)
+VALUES: dict[str, tuple[float, ...]] = {
+    "others_fraction": (0.0, 0.02, 0.05, 0.1, 0.3),
+    "occupied_fraction": (0.0, 0.03, 0.1, 0.3, 1.0),
+    "decode_step_fraction": (0.0, 0.5, 2.0, 8.0, 30.0),
+    "memory_free_fraction": (0.02, 0.1, 0.3),
+    "memory_full_ms": (0.0, 500.0, 2000.0, 8000.0),
+    "near_equal_ms": (0.0, 1.0, 5.0, 20.0),
+    "near_equal_fraction": (0.0, 0.02, 0.1),
+    "stored_grace_seconds": (0.0, 0.1, 1.0, 5.0),
+    "max_unstarted": (4, 32, 128),
+    "loaded_ms": (50.0, 250.0, 1000.0),
+    "dynamo_overlap_score_weight": (0.5, 1.0, 2.0, 5.0),
+    "dynamo_temperature": (0.0, 0.5),
+}
+"""By field of PlacementConfig."""
+POLICIES: dict[str, PolicyName] = {
+    "loaded_ms": "session",
+    "dynamo_overlap_score_weight": "dynamo",
+    "dynamo_temperature": "dynamo",
+}
+"""Of the fields that `prefix` does not read."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.placement_sweep")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--field", action="append", choices=VALUES, help="only these; writes no report")
+    options = parser.parse_args()
+    chosen = options.field or list(VALUES)
+    table, jobs = Table(), list(_jobs(chosen, options.seeds))
+    for done, (job, result) in enumerate(run_jobs(jobs, processes=options.processes), start=1):
+        table.add(job, result)
+        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
+    print()
+    text = _text(table, chosen, options.seeds)
+    print(text)
+    if not options.field:
+        write_report(
+            "placement-sweep",
+            title="Placement: how each default was chosen",
+            text=text,
+            figures={"cells": table.as_dict()},
+            floors=[],
+            versions={},
+        )
+
+
+def _jobs(chosen: Iterable[str], num_seeds: int) -> Iterable[Job]:
+    for name in chosen:
+        for value in _values(name):
+            placement = replace(PlacementConfig(), **{name: value})
+            for load in LOADS:
+                for seed in range(num_seeds):
+                    setup = Setup(policy=POLICIES.get(name, "prefix"), seed=seed, placement=placement)
+                    yield Job(load=load, setup=setup, tag=_tag(name, value))
+
+
+def _values(name: str) -> list[float]:
+    """With the default, whatever it is."""
+    return sorted({*VALUES[name], _default(name)})
+
+
+def _default(name: str) -> float:
+    value: float = getattr(PlacementConfig(), name)
+    return value
+
+
+def _tag(name: str, value: float) -> str:
+    return f"{name}={value:g}"
+
+
+def _text(table: Table, chosen: Iterable[str], num_seeds: int) -> str:
+    loads = ", ".join(load.label for load in LOADS)
+    parts = [
+        f"Command: `python -m bench.placement_sweep --seeds {num_seeds}`. Ratios to the default (bold): "
+        f"geometric means over {loads} workers; below 1 is better, but for reuse. Then the worst of the loads: the "
+        "largest share of the uniform groups on one worker, and the share of seconds with one idle beside crowded ones."
+    ]
+    for name in chosen:
+        policy = POLICIES.get(name, "prefix")
+        lines = [
+            f"## {name} ({policy})",
+            "",
+            "| value | mean TTFT | p99 TTFT | median latency | token gap | reuse | largest share | idle |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [_row(table, name, value) for value in _values(name)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _row(table: Table, name: str, value: float) -> str:
+    tag, base = _tag(name, value), _tag(name, _default(name))
+    ratios = [
+        _ratio(table, tag, base, figure)
+        for figure in ("ttft_mean", "ttft_p99", "latency_p50", "token_gap_mean")
+    ]
+    reuse = _ratio(table, tag, base, "reuse")
+    uniform = next(load.label for load in LOADS if load.workload == "uniform-groups")
+    share = table.mean(uniform, tag, "largest_share")
+    idle = max(table.mean(load.label, tag, "idle_beside_crowded") for load in LOADS)
+    shown = f"**{value:g}**" if value == _default(name) else f"{value:g}"
+    cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{reuse:.3f}", f"{share:.3f}", f"{idle:.3f}"]
+    return f"| {shown} | " + " | ".join(cells) + " |"
+
+
+def _ratio(table: Table, tag: str, base: str, figure: str) -> float:
+    """Geometric mean over the loads that have such a figure."""
+    pairs = [(table.mean(load.label, tag, figure), table.mean(load.label, base, figure)) for load in LOADS]
+    logs = [math.log(value / default) for value, default in pairs if value > 0 and default > 0]
+    return math.exp(sum(logs) / len(logs))
+
+
+if __name__ == "__main__":
+    main()

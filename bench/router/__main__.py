@@ -1,0 +1,235 @@
+"""The router by itself, and beside sglang-router: one run, in turns.
+
+    python -m bench.router --sglang-python PY --py-spy PATH
+
+1. the placement path in process: token ids -> names -> a real Redis -> a worker;
+2. one stream at a time through a real router process: what it adds to the first token and to each later one;
+3. many streams at once: tokens/s, and tokens/s for each core that the router takes; with 2 and 4 processes on one port;
+4. the same through sglang-router in front of equal HTTP workers, where `--sglang-python` names a Python that has it;
+5. a flame graph of our router under load, where `--py-spy` names that program.
+
+Linux. Takes four to five minutes; `--quick` takes half a minute, with too few repeats for a claim.
+"""
+
+import argparse
+import asyncio
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from blockyard.deploy.options import model_path
+from blockyard.deploy.redis_server import start_private_redis
+from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.text import load_tokenizer
+
+from bench.reporting import REPORTS
+from bench.router import flame, report
+from bench.router.figures import Results, Setting, figures_of
+from bench.router.placement import PlacementTimes, placement_bench, tokenizing_times
+from bench.router.plot import draw
+from bench.router.processes import Workers, cpu_clock, foreign_cores, running_workers
+from bench.router.systems import System, engine_session, http_worker, our_router, sglang_router
+from bench.router.trials import many_streams, one_stream
+
+MODEL = model_path("demo")
+STEP_SECONDS = 0.05
+"""Between two tokens of a stream. With 256 streams at 20 ms, two cores are full, of clients and workers too."""
+GROUPS = 8
+"""Of prompts that begin alike."""
+PROMPT_LINES = 60
+LONG_PROMPT_LINES = 1198
+"""Some 7,200 tokens."""
+MANY_STREAMS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much of everything."""
+
+    repeats: int = 5
+    placements: int = 300
+    tokenizings: int = 60
+    requests: int = 8
+    """One after another, in a trial of one stream."""
+    tokens: int = 6
+    """Of each of those."""
+    streams: tuple[int, ...] = (64, MANY_STREAMS)
+    seconds: float = 2.0
+    """Of counting, once all streams run."""
+    processes: tuple[int, ...] = (1, 2, 4)
+    flame_seconds: float = 5.0
+
+
+QUICK = Plan(
+    repeats=1,
+    placements=50,
+    tokenizings=5,
+    requests=3,
+    tokens=5,
+    streams=(16,),
+    seconds=1.0,
+    processes=(),
+    flame_seconds=2.0,
+)
+
+
+def prompt(number: int, lines: int = PROMPT_LINES) -> str:
+    """Of one of the groups; its last line is its own."""
+    return f"def group_{number % GROUPS}(value):\n" + "    value = value + 1\n" * lines + f"# {number}\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What every part of a run needs."""
+
+    plan: Plan
+    results: Results
+    stack: AsyncExitStack
+    folder: Path
+    redis_url: str
+    workers: Workers
+    prompt_ids: Sequence[int]
+
+
+@contextmanager
+def noting_foreign_cores(results: Results, part: str) -> Iterator[None]:
+    before = cpu_clock(())
+    yield
+    results.foreign_cores.setdefault(part, []).append(foreign_cores(before, cpu_clock(())))
+
+
+async def measure_placement(plan: Plan, results: Results) -> None:
+    async with placement_bench(seed=1) as bench:
+        for _ in range(plan.repeats):
+            results.placement.append(PlacementTimes())
+            with noting_foreign_cores(results, "placement"):
+                await bench.measure(results.placement[-1], plan.placements)
+    results.tokenizing, results.tokenizing_tokens = await tokenizing_times(
+        MODEL, lambda number: prompt(number, LONG_PROMPT_LINES), plan.tokenizings
+    )
+
+
+async def start_router(bench: Bench, num_processes: int = 1) -> System:
+    folder = bench.folder / f"router-{num_processes}"
+    folder.mkdir()
+    return await bench.stack.enter_async_context(
+        our_router(MODEL, bench.workers, prompt, folder, bench.redis_url, num_processes=num_processes)
+    )
+
+
+async def start_peers(bench: Bench, python: Path | None) -> tuple[System, ...]:
+    """sglang-router, and its worker alone; none without its Python."""
+    if python is None:
+        return ()
+    workers = await bench.stack.enter_async_context(running_workers("bench.router.peers", str(STEP_SECONDS)))
+    router = await bench.stack.enter_async_context(sglang_router(python, workers, prompt, bench.folder))
+    return router, http_worker(workers, prompt)
+
+
+async def measure_one_stream(bench: Bench, systems: Sequence[System]) -> None:
+    plan = bench.plan
+    for system in systems:
+        await one_stream(system, num_requests=2, num_tokens=plan.tokens)  # warms up
+    for _ in range(plan.repeats):
+        with noting_foreign_cores(bench.results, "one stream"):
+            for system in systems:
+                ways = await one_stream(system, plan.requests, plan.tokens)
+                bench.results.one_stream.setdefault(system.name, []).append(ways)
+
+
+async def measure_many_streams(bench: Bench, systems: Sequence[System]) -> None:
+    for streams in bench.plan.streams:
+        of_systems = bench.results.load.setdefault(streams, {system.name: [] for system in systems})
+        for _ in range(bench.plan.repeats):
+            for system in systems:
+                of_systems[system.name].append(await many_streams(system, streams, bench.plan.seconds))
+
+
+async def measure_processes(bench: Bench, ours: System) -> None:
+    systems = {
+        number: ours if number == 1 else await start_router(bench, number) for number in bench.plan.processes
+    }
+    for _ in range(bench.plan.repeats):
+        for number, system in systems.items():
+            trial = await many_streams(system, MANY_STREAMS, bench.plan.seconds)
+            bench.results.processes.setdefault(number, []).append(trial)
+
+
+async def record_flame(bench: Bench, ours: System, py_spy: Path, picture: Path) -> None:
+    folded = bench.folder / "folded"
+    seconds, streams = bench.plan.flame_seconds, bench.plan.streams[-1]
+    outputs: dict[flame.Form, Path] = {"flamegraph": picture, "raw": folded}
+    for form, output in outputs.items():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(many_streams(ours, streams, seconds))
+            tasks.create_task(flame.record(py_spy, ours.pids[0], seconds, form, output))
+    flame.entitle(picture, f"Blockyard's router, {streams} streams")
+    bench.results.flame = flame.shares(folded.read_text(encoding="utf-8").splitlines())
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    plan = QUICK if arguments.quick else Plan()
+    results = Results()
+    stem = f"{date.today().isoformat()}-router"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    await measure_placement(plan, results)
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        redis = start_private_redis(folder / "redis")
+        stack.callback(redis.stop)
+        fingerprint = tokenizer_fingerprint(Path(MODEL))
+        workers = await stack.enter_async_context(
+            running_workers("bench.router.workers", str(STEP_SECONDS), fingerprint)
+        )
+        bench = Bench(
+            plan=plan,
+            results=results,
+            stack=stack,
+            folder=folder,
+            redis_url=redis.url,
+            workers=workers,
+            prompt_ids=load_tokenizer(MODEL).encode(prompt(0)),
+        )
+        ours = await start_router(bench)
+        peers = await start_peers(bench, arguments.sglang_python)
+        await measure_one_stream(bench, (ours, engine_session(workers, bench.prompt_ids), *peers))
+        await measure_many_streams(bench, (ours, *peers[:1]))
+        if arguments.py_spy is not None:
+            await record_flame(bench, ours, arguments.py_spy, arguments.output / f"{stem}.svg")
+        await measure_processes(bench, ours)
+    setting = Setting(
+        repeats=plan.repeats,
+        step_seconds=STEP_SECONDS,
+        prompt_tokens=len(bench.prompt_ids),
+        sglang_version=sglang_version(arguments.sglang_python),
+        many_streams=plan.streams[-1],
+    )
+    path = report.write(results, setting, arguments.output)
+    draw(figures_of(results, setting), path.with_suffix(".png"))
+    print(path.read_text(encoding="utf-8"))
+
+
+def sglang_version(python: Path | None) -> str | None:
+    if python is None:
+        return None
+    command = "from importlib.metadata import version; print(version('sglang-router'))"
+    return subprocess.run([python, "-c", command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.router", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sglang-python", type=Path, help="of an environment with sglang-router 0.3.2")
+    parser.add_argument("--py-spy", type=Path, help="the program; needs the right to trace a child")
+    parser.add_argument("--quick", action="store_true", help="a smoke run")
+    parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

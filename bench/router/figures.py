@@ -1,0 +1,168 @@
+"""What the router benchmark found, as figures and floors. Pure. Does not own their text (report.py) or look (plot.py).
+
+A spread is from the lowest to the highest of the repeats' medians; a percentile is over the calls of all repeats.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from bench.reporting import Floor
+from bench.router.flame import Shares
+from bench.router.load import Delays, percentile
+from bench.router.placement import PlacementTimes
+from bench.router.systems import HTTP, OURS, SESSION, SGLANG
+from bench.router.trials import LoadTrial
+
+PLACEMENT_FLOOR_MS = 1.0
+STALL_FLOOR_MS = 5.0
+TOP_FRAMES = 8
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """Of each repeat, in turns."""
+
+    placement: list[PlacementTimes] = field(default_factory=list)
+    tokenizing: dict[str, list[float]] = field(default_factory=dict)
+    tokenizing_tokens: int = 0
+    one_stream: dict[str, list[Delays]] = field(default_factory=dict)
+    load: dict[int, dict[str, list[LoadTrial]]] = field(default_factory=dict)
+    """By number of streams and system."""
+    processes: dict[int, list[LoadTrial]] = field(default_factory=dict)
+    """By number of router processes."""
+    flame: Shares | None = None
+    foreign_cores: dict[str, list[float]] = field(default_factory=dict)
+    """That other programs kept busy in each repeat, by part of the run; a trial of many streams has its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What was run; what the text says of it."""
+
+    repeats: int
+    step_seconds: float
+    prompt_tokens: int
+    sglang_version: str | None
+    many_streams: int
+
+
+def spread(repeats: Sequence[Sequence[float]]) -> Figures:
+    """Of one quantity, its values repeat by repeat."""
+    pooled = [value for values in repeats for value in values]
+    medians = [median(values) for values in repeats]
+    return {
+        "p50": round(percentile(pooled, 0.5), 3),
+        "p99": round(percentile(pooled, 0.99), 3),
+        "p50_lowest": round(min(medians), 3),
+        "p50_highest": round(max(medians), 3),
+    }
+
+
+def middle(values: Iterable[float]) -> Figures:
+    """Of one number a repeat."""
+    known = sorted(values)
+    return {"median": round(median(known), 2), "lowest": round(known[0], 2), "highest": round(known[-1], 2)}
+
+
+def added(one_stream: Mapping[str, Figures]) -> Figures:
+    """What each router adds to its way without a router: percentile less percentile."""
+    return {
+        router: {
+            f"{way}_{share}": round(one_stream[router][way][share] - one_stream[direct][way][share], 3)
+            for way in ("first", "later")
+            for share in ("p50", "p99")
+        }
+        for router, direct in ((OURS, SESSION), (SGLANG, HTTP))
+        if router in one_stream
+    }
+
+
+def figures_of(results: Results, setting: Setting) -> Figures:
+    one_stream = {name: _ways(known) for name, known in results.one_stream.items()}
+    return {
+        "repeats": setting.repeats,
+        "step_seconds": setting.step_seconds,
+        "prompt_tokens": setting.prompt_tokens,
+        "placement_ms": _placement(results.placement),
+        "tokenizing_ms": {name: spread([times]) for name, times in results.tokenizing.items()},
+        "tokenizing_tokens": results.tokenizing_tokens,
+        "one_stream_ms": one_stream,
+        "added_ms": added(one_stream),
+        "streams": {
+            str(streams): {name: _load(trials) for name, trials in systems.items()}
+            for streams, systems in results.load.items()
+        },
+        "router_processes": {str(number): _load(trials) for number, trials in results.processes.items()},
+        "longest_stall_ms": {
+            str(streams): _stalls(trials)
+            for streams, systems in results.load.items()
+            for trials in systems.values()
+            if trials[0].stall is not None
+        },
+        "foreign_cores": {part: middle(cores) for part, cores in results.foreign_cores.items()},
+        "flame_own_share": _top(results.flame.own) if results.flame else {},
+        "flame_total_share": _top(_ours(results.flame.total)) if results.flame else {},
+    }
+
+
+def _placement(repeats: Sequence[PlacementTimes]) -> Figures:
+    calls = sum(len(times.whole) for times in repeats)
+    parts = {part: spread([times.parts[part] for times in repeats]) for part in repeats[0].parts}
+    hits = sum(times.hits for times in repeats) / calls
+    return {
+        "whole": spread([times.whole for times in repeats]),
+        **parts,
+        "calls": calls,
+        "hits": round(hits, 3),
+    }
+
+
+def _ways(repeats: Sequence[Delays]) -> Figures:
+    return {
+        "first": spread([ways.first for ways in repeats]),
+        "later": spread([ways.later for ways in repeats]),
+    }
+
+
+def _load(trials: Sequence[LoadTrial]) -> Figures:
+    names = ("tokens_per_second", "tokens_per_cpu_second", "cores", "tokens_per_message", "foreign_cores")
+    ways = _ways([trial.ways for trial in trials])
+    return ways | {name: middle(getattr(trial, name) for trial in trials) for name in names}
+
+
+def _stalls(trials: Sequence[LoadTrial]) -> Figures:
+    known = [trial.stall for trial in trials if trial.stall is not None]
+    return {
+        "late": middle(stall.late for stall in known),
+        "computing": middle(stall.computing for stall in known),
+    }
+
+
+def _top(shares: Mapping[str, float]) -> dict[str, float]:
+    return {frame: round(share, 3) for frame, share in list(shares.items())[:TOP_FRAMES]}
+
+
+def _ours(shares: Mapping[str, float]) -> dict[str, float]:
+    """What every stack goes through says nothing."""
+    return {
+        frame: share
+        for frame, share in shares.items()
+        if ("(router/" in frame or "(proto/" in frame) and "__main__" not in frame
+    }
+
+
+def floors_of(figures: Figures) -> list[Floor]:
+    whole = figures["placement_ms"]["whole"]
+    floors = [
+        Floor(name="placement path, median ms", value=whole["p50"], floor=PLACEMENT_FLOOR_MS, better="lower"),
+    ]
+    for streams, stalls in figures["longest_stall_ms"].items():
+        name = (
+            f"longest stall by the event loop's own computing, {streams} streams, median of the repeats, ms"
+        )
+        value = stalls["computing"]["median"]
+        floors.append(Floor(name=name, value=value, floor=STALL_FLOOR_MS, better="lower"))
+    return floors

@@ -1,0 +1,163 @@
+"""Clients of the router benchmark, and what their receipts and the workers' stamps say together.
+
+Every process reads the machine's one monotonic clock, so a delay is between two stamps: what a worker does is not in
+it. `delays` is pure; below it are a client for each way to a worker: through our router, straight to an engine session,
+and HTTP (through sglang-router or straight to its worker).
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import aiohttp
+import grpc
+from blockyard.proto.block_hash import pack_tokens
+from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
+
+NUM_CHANNELS = 16
+"""Connections of our client, dealt out among a router's processes."""
+REQUEST_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What one client sees of its request, on the machine's monotonic clock in nanoseconds."""
+
+    number: int
+    """Under which the worker keeps its stamps."""
+    sent: int = 0
+    messages: list[tuple[int, int]] = field(default_factory=list)
+    """When each came, and how many tokens were in it."""
+    num_tokens: int = 0
+
+    def add(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.messages.append((time.monotonic_ns(), num_tokens))
+            self.num_tokens += num_tokens
+
+
+Ask = Callable[[Receipt], Awaitable[None]]
+"""Sends a request and fills its receipt until the answer's end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delays:
+    """Milliseconds that the way took, there and back, the worker's own time apart."""
+
+    first: list[float]
+    """Of each request: from the client to the worker, plus its first token from the worker to the client."""
+    later: list[float]
+    """Of each later token: from the worker to the client."""
+
+
+def delays(receipts: Iterable[Receipt], stamps: Mapping[int, Mapping[str, Any]]) -> Delays:
+    """Of all tokens that came. Raises ValueError for more than were emitted."""
+    first, later = [], []
+    for receipt in receipts:
+        stamp = stamps[receipt.number]
+        came = [at for at, count in receipt.messages for _ in range(count)]
+        if len(came) > len(stamp["emitted"]):
+            raise ValueError(f"request {receipt.number}: {len(came)} of {len(stamp['emitted'])} tokens came")
+        ways = [(there - here) / 1e6 for here, there in zip(stamp["emitted"], came, strict=False)]
+        first.append((stamp["arrived"] - receipt.sent) / 1e6 + ways[0])
+        later += ways[1:]
+    return Delays(first=first, later=later)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of the values that so large a share of them does not pass."""
+    ordered = sorted(values)
+    return ordered[max(0, ceil(share * len(ordered)) - 1)]
+
+
+@asynccontextmanager
+async def router_client(
+    address: str, prompt: Callable[[int], str], num_tokens: int, *, num_channels: int = NUM_CHANNELS
+) -> AsyncIterator[Ask]:
+    async with AsyncExitStack() as stack:
+        # A pool for each channel: equal channels would share one connection, and so one router process.
+        own_pool = (("grpc.use_local_subchannel_pool", 1),)
+        stubs = [
+            InferenceServiceStub(  # type: ignore[no-untyped-call]
+                await stack.enter_async_context(grpc.aio.insecure_channel(address, options=own_pool))
+            )
+            for _ in range(num_channels)
+        ]
+
+        async def ask(receipt: Receipt) -> None:
+            number = receipt.number
+            sampling = inference_pb2.SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=number)
+            request = inference_pb2.GenerateRequest(prompt=prompt(number), sampling=sampling)
+            receipt.sent = time.monotonic_ns()
+            async for message in stubs[number % num_channels].GenerateStream(
+                request, timeout=REQUEST_SECONDS
+            ):
+                if message.delta.token_offset != receipt.num_tokens:
+                    raise ValueError(f"request {number}: a token was lost or doubled")
+                receipt.add(len(message.delta.token_ids))
+
+        yield ask
+
+
+@asynccontextmanager
+async def session_client(address: str, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[Ask]:
+    """Straight to a worker, without a secret; one request at a time."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = EngineServiceStub(channel).Session()  # type: ignore[no-untyped-call]
+        await call.read()
+        packed = pack_tokens(prompt_ids)
+
+        async def ask(receipt: Receipt) -> None:
+            number = receipt.number
+            sampling = session_pb2.EngineSampling(max_tokens=num_tokens, seed=number)
+            submit = session_pb2.Submit(
+                handle=number, token_ids=packed, prompt_tokens=len(prompt_ids), sampling=sampling
+            )
+            receipt.sent = time.monotonic_ns()
+            await call.write(session_pb2.ToWorker(submit=submit))
+            while receipt.num_tokens < num_tokens:
+                receipt.add(len((await call.read()).step.token_ids))
+
+        yield ask
+        call.cancel()
+
+
+@asynccontextmanager
+async def http_client(address: str, prompt: Callable[[int], str], num_tokens: int) -> AsyncIterator[Ask]:
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(f"http://{address}", connector=connector, timeout=timeout) as session:
+
+        async def ask(receipt: Receipt) -> None:
+            body = {
+                "text": prompt(receipt.number),
+                "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True},
+                "rid": str(receipt.number),
+                "stream": True,
+            }
+            receipt.sent = time.monotonic_ns()
+            async with session.post("/generate", json=body) as response:
+                response.raise_for_status()
+                async for events in _events(response.content):
+                    receipt.add(num_tokens_in(events))
+
+        yield ask
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:
+    """Whole events, as many as have come."""
+    rest = b""
+    async for part in content.iter_any():
+        *events, rest = (rest + part).split(b"\n\n")
+        yield events
+
+
+def num_tokens_in(events: Iterable[bytes]) -> int:
+    """Read out of the JSON, as a client must that wants the text."""
+    return sum(len(json.loads(event[6:])["output_ids"]) for event in events if event != b"data: [DONE]")

@@ -1,0 +1,161 @@
+"""The processes of the router benchmark: started, asked, measured, ended.
+
+Owns child processes and their CPU time (from /proc: Linux). Does not own what they do, nor what is made of the figures.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+POLL_SECONDS = 0.05
+MAX_ANSWER_BYTES = 2**28
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+class Workers:
+    """A process of scripted workers."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ports: Sequence[int]) -> None:
+        self._process = process
+        self.addresses = tuple(f"127.0.0.1:{port}" for port in ports)
+
+    async def take_stamps(self) -> dict[int, dict[str, Any]]:
+        """Of the requests since the last call: when each arrived and when each of its tokens was emitted."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"stamps\n")
+        return {int(number): stamps for number, stamps in (await _answer(self._process)).items()}
+
+
+@asynccontextmanager
+async def running_workers(module: str, *arguments: str) -> AsyncIterator[Workers]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=MAX_ANSWER_BYTES,
+    )
+    async with _ended(process):
+        yield Workers(process, await _answer(process))
+
+
+async def _answer(process: asyncio.subprocess.Process) -> Any:
+    assert process.stdout is not None
+    async with asyncio.timeout(START_SECONDS):
+        line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError("the process of scripted workers has ended")
+    return json.loads(line)
+
+
+@asynccontextmanager
+async def running_server(
+    command: Sequence[str], log: Path, is_ready: Callable[[], Awaitable[bool]], env: Mapping[str, str]
+) -> AsyncIterator[int]:
+    """Its pid, once it is ready. Raises RuntimeError with the end of its log where it does not come up."""
+    with log.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env={**os.environ, **env}, stdout=file, stderr=file
+        )
+    async with _ended(process):
+        deadline = time.monotonic() + START_SECONDS
+        while not await is_ready():
+            if process.returncode is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[2]} did not come up:\n{_tail(log)}")
+            await asyncio.sleep(POLL_SECONDS)
+        yield process.pid
+
+
+@asynccontextmanager
+async def _ended(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-2000:]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuClock:
+    """CPU seconds so far: of the processes measured with all that they started, and of the whole machine."""
+
+    now: float
+    """Seconds on the machine's monotonic clock."""
+    measured: float
+    ours: float
+    """Of this benchmark and all that it started, the measured ones among them."""
+    machine: float
+
+
+def foreign_cores(before: CpuClock, after: CpuClock) -> float:
+    """That other programs than this benchmark kept busy in between."""
+    foreign = (after.machine - after.ours) - (before.machine - before.ours)
+    return max(foreign, 0.0) / (after.now - before.now)
+
+
+def cpu_clock(measured: Iterable[int]) -> CpuClock:
+    return CpuClock(
+        now=time.monotonic(),
+        measured=sum(_tree_seconds(pid) for pid in measured),
+        ours=_tree_seconds(os.getpid()),
+        machine=_machine_seconds(),
+    )
+
+
+def _tree_seconds(pid: int) -> float:
+    return _seconds(pid) + sum(_tree_seconds(child) for child in _children(pid))
+
+
+def _seconds(pid: int) -> float:
+    """Of its threads. The kernel counts those in nanoseconds, where the usual figures are in ticks of 10 ms."""
+    nanoseconds = 0
+    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):
+            nanoseconds += int(task.read_text(encoding="ascii").split()[0])
+    return nanoseconds / 1e9
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            children += map(int, task.read_text(encoding="ascii").split())
+    return children
+
+
+def _machine_seconds() -> float:
+    """All but idle and waiting for a disk."""
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(
+        int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + irq + softirq) / _TICKS_A_SECOND

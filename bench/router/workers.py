@@ -1,0 +1,138 @@
+"""Four scripted workers behind real engine sessions, for the router benchmark.
+
+    python -m bench.router.workers STEP_SECONDS TOKENIZER_FINGERPRINT
+
+They compute nothing: each running request gets one token each step, all of a worker in one StepOutput, through the
+product's own Outbox, so that a router which lags gets merged steps as from a real worker.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import fields
+from typing import Any
+
+import grpc
+from blockyard.proto.v1 import session_pb2
+from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
+from blockyard.worker.engine_types import EngineLoad, SequenceOutput
+from blockyard.worker.outbox import Outbox
+from blockyard.worker.sequence import FinishReason, RequestId, SequenceState
+
+from bench.router.pace import NUM_WORKERS, Book, Running, Step, serve_workers
+
+BLOCK_SIZE = 16
+
+
+def hello(number: int, tokenizer_fingerprint: str) -> session_pb2.Hello:
+    return session_pb2.Hello(
+        worker_id=f"w{number}",
+        incarnation=f"w{number}-life-1",
+        model_fingerprint="model",
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        block_size=BLOCK_SIZE,
+        kv_dtype="float16",
+        total_blocks=30_000,
+        max_model_len=16_384,
+        vocab_size=4096,
+    )
+
+
+class _Stream:
+    """One router's session."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Running] = {}
+        self.outbox = Outbox()
+        self.has_news = asyncio.Event()
+
+    def step(self, now: int) -> None:
+        for handle, running in list(self.running.items()):
+            offset = len(running.stamps.emitted)
+            token = running.next_token(now)
+            self.outbox.add(
+                handle,
+                SequenceOutput(
+                    request_id=RequestId(handle),
+                    token_ids=(token,),
+                    token_offset=offset,
+                    cached_tokens=0,
+                    state=SequenceState.RUNNING,
+                    finish_reason=FinishReason.LENGTH if running.is_over else None,
+                ),
+            )
+            if running.is_over:
+                del self.running[handle]
+            self.has_news.set()
+
+    def load(self) -> EngineLoad:
+        nothing: dict[str, Any] = {setting.name: 0 for setting in fields(EngineLoad)}
+        return EngineLoad(**nothing | {"running": len(self.running)})
+
+
+class PacedWorker(EngineServiceServicer):
+    """EngineService as far as a router needs it to stream. A request's seed is its number in the book."""
+
+    def __init__(self, hello: session_pb2.Hello, book: Book) -> None:
+        self._hello = hello
+        self._book = book
+        self._streams: set[_Stream] = set()
+
+    async def step(self, now: int) -> None:
+        for stream in self._streams:
+            stream.step(now)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: Any
+    ) -> AsyncIterator[session_pb2.ToRouter]:
+        stream = _Stream()
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            yield session_pb2.ToRouter(hello=self._hello)
+            while await stream.has_news.wait():
+                stream.has_news.clear()
+                for message in stream.outbox.take(stream.load()):
+                    yield message
+        finally:
+            self._streams.discard(stream)
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[session_pb2.ToWorker], stream: _Stream) -> None:
+        async for message in requests:
+            match message.WhichOneof("message"):
+                case "submit":
+                    submit = message.submit
+                    stamps = self._book.arrived(submit.sampling.seed)
+                    stream.running[submit.handle] = Running(submit.handle, submit.sampling.max_tokens, stamps)
+                case "cancel":
+                    stream.running.pop(message.cancel.handle, None)
+                case "ping":
+                    stream.outbox.answer_ping(message.ping.nonce, stream.load())
+                    stream.has_news.set()
+
+
+@asynccontextmanager
+async def paced_worker(
+    number: int, tokenizer_fingerprint: str, book: Book
+) -> AsyncIterator[tuple[int, Step]]:
+    worker = PacedWorker(hello(number, tokenizer_fingerprint), book)
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    add_EngineServiceServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port, worker.step
+    finally:
+        await server.stop(None)
+
+
+async def main(step_seconds: float, tokenizer_fingerprint: str) -> None:
+    book = Book()
+    workers = [paced_worker(number, tokenizer_fingerprint, book) for number in range(NUM_WORKERS)]
+    await serve_workers(workers, book, step_seconds)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(float(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,122 @@
+"""How long a step takes on some hardware with some model: a roofline, as one value that a file can give.
+
+    step = overhead + (max(weights / bandwidth, 2 P T / matmul) / efficiency)
+                    + KV read by decodes / (bandwidth * efficiency) + attention FLOPs of prompts / attention rate
+
+P parameters, T tokens in the step. Owns the arithmetic and the runner that spends the time in virtual time.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Self
+
+from blockyard.worker.sequence import NO_TOKEN, StepPlan, StepTokens
+
+from bench.simulation.clock import VirtualClock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """One GPU with one model on it. The defaults: H200 and Qwen3-8B in bf16, rates as docs/architecture.md has them."""
+
+    name: str = "H200, Qwen3-8B"
+    parameters: float = 7.57e9
+    """That a token passes through: without the embedding table."""
+    parameter_bytes: float = 2.0
+    num_layers: int = 36
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    kv_element_bytes: float = 2.0
+    bandwidth_bytes_per_second: float = 4.3e12
+    """Of a copy, measured."""
+    matmul_flops_per_second: float = 788e12
+    """bf16, measured."""
+    attention_flops_per_second: float = 400e12
+    """Of prompts, causal."""
+    efficiency: float = 0.8
+    """What a good engine reaches of those two limits."""
+    step_overhead_seconds: float = 0.001
+    """Planning, launching, sampling."""
+    memory_bytes: float = 141e9
+    memory_utilization: float = 0.9
+    resident_bytes: float = 18e9
+    """Weights with the embedding table, and workspaces."""
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 131_072
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if isinstance(value, float | int) and not value > 0:
+                raise ValueError(f"{setting.name} must be above 0, not {value}")
+        if self.num_blocks * self.block_size < self.max_model_len:
+            raise ValueError(f"the memory holds fewer than max_model_len {self.max_model_len} tokens")
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """A JSON object of fields; the others keep their defaults. Raises ValueError, OSError."""
+        given = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError(f"{path.name}: not an object")
+        if unknown := given.keys() - {setting.name for setting in fields(cls)}:
+            raise ValueError(f"{path.name}: unknown fields: {', '.join(sorted(unknown))}")
+        return cls(**given)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_element_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        room = self.memory_bytes * self.memory_utilization - self.resident_bytes
+        return max(int(room / (self.kv_bytes_per_token * self.block_size)), 0)
+
+    def step_seconds(self, plan: StepPlan) -> float:
+        read_tokens = attended_pairs = 0
+        for row in plan.rows:
+            if row.num_tokens == 1:
+                read_tokens += row.end
+            else:
+                attended_pairs += row.num_tokens * (2 * row.start + row.num_tokens) // 2
+        weights = self.parameters * self.parameter_bytes / self.bandwidth_bytes_per_second
+        matmul = 2 * self.parameters * plan.num_tokens / self.matmul_flops_per_second
+        attention_flops = 4.0 * self.num_layers * self.num_heads * self.head_dim * attended_pairs
+        kv_seconds = read_tokens * self.kv_bytes_per_token / self.bandwidth_bytes_per_second
+        return (
+            self.step_overhead_seconds
+            + (max(weights, matmul) + kv_seconds) / self.efficiency
+            + attention_flops / self.attention_flops_per_second
+        )
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Of a prompt alone, as one number to compare with."""
+        pairs = tokens * tokens / 2
+        flops = 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
+        matmul = 2 * self.parameters * tokens / self.matmul_flops_per_second
+        return matmul / self.efficiency + flops / self.attention_flops_per_second
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "num_blocks": self.num_blocks}
+
+
+class RooflineRunner:
+    """Implements `Runner`: moves the clock by what the step takes. An output's tokens count up from a number that its
+    request brings as its seed, so that a next turn can repeat them without having seen them."""
+
+    def __init__(self, profile: HardwareProfile, clock: VirtualClock) -> None:
+        self._step_seconds: Callable[[StepPlan], float] = profile.step_seconds
+        self._clock = clock
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def execute(self, plan: StepPlan) -> StepTokens:
+        self._clock.now += self._step_seconds(plan)
+        return StepTokens(
+            tokens=[row.sequence.sampling.seed + row.end if row.samples else NO_TOKEN for row in plan.rows]
+        )

@@ -1,0 +1,92 @@
+"""What a cluster's routers admit, as a value and as options of `up`.
+
+Does not own what the limits mean (router/config.py, router/admission.py, router/tenants.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import click
+from blockyard.deploy.options import Command
+from blockyard.router.config import (
+    DEFAULT_MAX_QUEUE_SECONDS,
+    DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_TOKENS_ADMITTED,
+)
+from blockyard.router.tenants import checked_weights, parse_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLimits:
+    """Of each router. The names are RouterConfig's. Raises ValueError for bad values."""
+
+    max_requests: int = DEFAULT_MAX_REQUESTS
+    max_tokens_admitted: int = DEFAULT_MAX_TOKENS_ADMITTED
+    max_queue_seconds: float = DEFAULT_MAX_QUEUE_SECONDS
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens_admitted"):
+            # The routers refuse it too, but only once Ray runs.
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.max_queue_seconds > 0:
+            raise ValueError(f"max_queue_seconds must be above 0, not {self.max_queue_seconds:g}")
+        checked_weights(self.tenant_weights)
+
+    def as_settings(self) -> dict[str, Any]:
+        """For RouterConfig."""
+        return asdict(self)
+
+
+def limit_options(command: Command) -> Command:
+    """Adds an option for each limit; `router_limits` takes them back."""
+    for add in (
+        click.option(
+            "--tenant-weight",
+            "tenant_weights",
+            multiple=True,
+            callback=_tenant_weights,
+            metavar="NAME=WEIGHT",
+            help="A tenant's share of the waiting line and of the limits beside the others', who have 1; may be given "
+            "more than once.",
+        ),
+        click.option(
+            "--max-queue-seconds",
+            type=float,
+            default=DEFAULT_MAX_QUEUE_SECONDS,
+            show_default=True,
+            help="A request that found no worker for so long is refused.",
+        ),
+        click.option(
+            "--max-tokens-admitted",
+            type=int,
+            default=DEFAULT_MAX_TOKENS_ADMITTED,
+            show_default=True,
+            help="The most prompt tokens that each router holds at once.",
+        ),
+        click.option(
+            "--max-requests",
+            type=int,
+            default=DEFAULT_MAX_REQUESTS,
+            show_default=True,
+            help="The most requests that each router holds at once, waiting and running; more are refused.",
+        ),
+    ):
+        command = add(command)
+    return command
+
+
+def router_limits(values: dict[str, Any]) -> RouterLimits:
+    """Takes the limits out of a command's arguments. Raises ValueError."""
+    return RouterLimits(**{setting.name: values.pop(setting.name) for setting in fields(RouterLimits)})
+
+
+def _tenant_weights(
+    context: click.Context, option: click.Parameter, pairs: tuple[str, ...]
+) -> dict[str, float]:
+    try:
+        return parse_weights(pairs)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error

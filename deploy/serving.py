@@ -1,0 +1,68 @@
+"""Until a cluster that was started serves: who is up, who reaches whom, and what is said of it meanwhile.
+
+Owns how long that may take and what is an error. Does not own starting anything (cluster.py, supervisor.py).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blockyard.deploy import on_ray
+
+SERVE_SECONDS = 600.0
+"""Loading a large model from a slow disk takes minutes."""
+CONNECT_SECONDS = 30.0
+_POLL_SECONDS = 0.1
+
+
+class ClusterStartError(RuntimeError):
+    """The cluster did not come to serve; what had been started was stopped again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One look at a start under way."""
+
+    stage: str
+    done: int = 0
+    total: int | None = None
+    """None: it cannot be counted."""
+
+
+Report = Callable[[Progress], None]
+
+
+def wait_until_all_serve(report: Report) -> tuple[str, ...]:
+    """Returns the routers' addresses, one that several share once. Raises ClusterStartError when one keeps failing,
+    with its reason."""
+    deadline = time.monotonic() + SERVE_SECONDS
+    while time.monotonic() < deadline:
+        everyone = on_ray.supervisor_report().places
+        serving = [place for place in everyone if place.phase == "serving"]
+        report(Progress(stage="loading the model", done=len(serving), total=len(everyone)))
+        if len(serving) == len(everyone):
+            return tuple(dict.fromkeys(place.address for place in everyone if place.kind == "router"))
+        for place in everyone:
+            # The supervisor would go on trying; a command had better say at once what is wrong.
+            if place.error and not place.num_starts:
+                raise ClusterStartError(f"{place.name} does not start: {place.error}")
+        time.sleep(_POLL_SECONDS)
+    waiting = [place.name for place in on_ray.supervisor_report().places if place.phase != "serving"]
+    raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
+
+
+def wait_until_connected(num_workers: int, report: Report) -> None:
+    """Until every router has a session with every worker, by their own word: behind one port no client can choose
+    which of them answers."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        routers = [place for place in on_ray.supervisor_report().places if place.kind == "router"]
+        least = min(routers, key=lambda place: place.num_ready_workers)
+        if least.num_ready_workers >= num_workers:
+            return
+        report(Progress(stage="joining routers and workers", done=least.num_ready_workers, total=num_workers))
+        if time.monotonic() > deadline:
+            raise ClusterStartError(
+                f"{least.name} at {least.address} reaches {least.num_ready_workers} of {num_workers} workers"
+            )
+        time.sleep(_POLL_SECONDS)

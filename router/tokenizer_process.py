@@ -1,0 +1,198 @@
+"""One process that renders, encodes and names prompts, and the wire to it.
+
+Owns a life of the process: its start, questions and answers in order, its end with its parent's. Does not own deadlines
+nor what follows a death (tokenizing.py), nor what is computed (prompts.py).
+
+The wire is a socket on the event loop, each way a length and then a pickle. Python's own pool of processes has two
+threads between caller and process, which cost a request more than tokenising its prompt takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import IO, Any
+
+from blockyard.proto.block_hash import chain, pack_tokens
+from blockyard.proto.text import load_tokenizer
+from blockyard.router.prompts import PromptEncoder, PromptError, PromptInput
+
+_LENGTH = struct.Struct("<Q")
+
+
+class TokenizingError(RuntimeError):
+    """Our failure, not the client's. The message holds nothing of the prompt."""
+
+
+class ProcessDied(Exception):
+    """The process ended before it answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A prompt as the engine session's Submit carries it."""
+
+    token_ids: bytes
+    """Packed little-endian int32."""
+    num_tokens: int
+    block_names: bytes
+    """The root's name, then those of the prompt's full blocks, 16 bytes each; empty without a root."""
+
+
+class TokenizerProcess:
+    """Begins to load the tokenizer at once; `connect` before anything else is asked of it."""
+
+    def __init__(self, path: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        # Spawned: a fork of a process that runs gRPC threads may never come up.
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(target=_serve, args=(path, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._wire: _Wire | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    async def connect(self) -> asyncio.Future[Any]:
+        """Done once the tokenizer is loaded. It raises OSError or ValueError for one that cannot be, ProcessDied."""
+        if self._wire is None:
+            wire = self._wire = _Wire()
+            await asyncio.get_running_loop().create_connection(lambda: wire, sock=self._socket)
+        return self._wire.ready
+
+    def prepare(self, prompt: PromptInput, root: bytes | None, block_size: int) -> asyncio.Future[Prepared]:
+        """Its result raises PromptError, TokenizingError or ProcessDied."""
+        assert self._wire is not None
+        return self._wire.ask((prompt, root, block_size))
+
+    def end(self) -> None:
+        """Ends it whatever it is doing; calls in it end with ProcessDied."""
+        self._process.kill()
+        if self._wire is not None:
+            self._wire.close()
+        else:
+            self._socket.close()
+
+    def join(self) -> None:
+        """Waits for its end."""
+        self._process.join()
+
+
+class _Wire(asyncio.Protocol):
+    """The router's end. Answers come in the order of the questions, after the word that the tokenizer is loaded."""
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._awaited: deque[asyncio.Future[Any]] = deque((self.ready,))
+        self._received = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def ask(self, question: object) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._transport is None or self._transport.is_closing():
+            answer.set_exception(ProcessDied())
+        else:
+            self._awaited.append(answer)
+            self._transport.write(_framed(question))
+        return answer
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            answer = pickle.loads(bytes(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+            _settle(self._awaited.popleft(), answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for future in self._awaited:
+            _settle(future, ProcessDied())
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _settle(future: asyncio.Future[Any], answer: object) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+        # Nobody may be waiting any more.
+        future.exception()
+    else:
+        future.set_result(answer)
+
+
+def _framed(message: object) -> bytes:
+    content = pickle.dumps(message)
+    return _LENGTH.pack(len(content)) + content
+
+
+def _serve(path: str, connection: socket.socket) -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    # transformers imports torch where it can; it takes 2 s and 200 MB, and no tokenizer needs it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    with connection, connection.makefile("rb") as questions:
+        try:
+            encoder = PromptEncoder(load_tokenizer(path))
+        except Exception as error:
+            connection.sendall(_framed(error))
+            return
+        connection.sendall(_framed(None))
+        while (question := _read(questions)) is not None:
+            connection.sendall(_framed(_answer(encoder, *question)))
+
+
+def _end_with_parent() -> None:
+    """A long computation would not notice that the socket is closed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _read(stream: IO[bytes]) -> tuple[PromptInput, bytes | None, int] | None:
+    """None at the end of the stream."""
+    length = stream.read(_LENGTH.size)
+    if len(length) < _LENGTH.size:
+        return None
+    question: tuple[PromptInput, bytes | None, int] = pickle.loads(stream.read(_LENGTH.unpack(length)[0]))
+    return question
+
+
+def _answer(
+    encoder: PromptEncoder, prompt: PromptInput, root: bytes | None, block_size: int
+) -> Prepared | Exception:
+    try:
+        token_ids = encoder.encode(prompt)
+    except PromptError as error:
+        return error
+    except Exception as error:
+        # Only the type: the message may quote the prompt, and ends in a log.
+        return TokenizingError(f"tokenising failed with {type(error).__name__}")
+    packed = pack_tokens(token_ids)
+    names = [] if root is None else [root, *chain(root, packed, block_size)]
+    return Prepared(token_ids=packed, num_tokens=len(token_ids), block_names=b"".join(names))

@@ -1,0 +1,108 @@
+"""The bench of the prefix index: it runs on a real Redis, its peer answers as ours does, its figures are right."""
+
+import asyncio
+import json
+import random
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from blockyard.deploy.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.prefix_index import MAX_BATCH_NAMES
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from redis.asyncio import Redis
+
+from bench.index import QUICK, keep, measure
+from bench.index_llmd import LlmdIndex, pod_entry
+from bench.index_load import CLUSTER, die_and_purge, make_names, num_names, register_all
+from bench.index_server import measured, percentile, used_memory_bytes
+
+
+@pytest.fixture(scope="module")
+def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    process = start_private_redis(tmp_path_factory.mktemp("redis"))
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def client(redis_process: RedisProcess) -> AsyncIterator[Redis]:
+    async with connect(redis_process.url, timeout_seconds=10.0) as client:
+        await client.flushall()
+        yield client
+
+
+async def test_a_quick_run_measures_every_part_and_keeps_a_report_with_its_picture(
+    redis_process: RedisProcess, tmp_path: Path
+) -> None:
+    figures = await measure(redis_process.url, QUICK)
+    report = keep(figures, tmp_path)
+    picture = report.with_suffix(".png")
+    kept = json.loads(report.with_suffix(".json").read_text(encoding="utf-8"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"]({picture.name})" in report.read_text(encoding="utf-8")
+    assert len(kept["floors"]) == len(QUICK.sharing.sharers) + 3
+    assert kept["figures"]["sharing"].keys() == {str(number) for number in QUICK.sharing.sharers}
+    for case in kept["figures"]["sharing"].values():
+        assert 0 < case["blockyard_bytes_a_block"] < case["llmd_bytes_a_block"]
+        assert case["llmd_bytes_a_block_without_engine_keys"] < case["llmd_bytes_a_block"]
+    purge = kept["figures"]["writes"]["removal_and_purge"]
+    assert purge["purged_entries"] == QUICK.writes.entries // QUICK.writes.workers
+
+
+async def test_the_peer_answers_as_brute_force_does_after_additions_and_evictions(client: Redis) -> None:
+    peer, chance = LlmdIndex(client), random.Random(3)
+    chain = make_names(1, 40)
+    depths = {worker: chance.randint(1, 40) for worker in range(6)}
+    for worker, depth in depths.items():
+        await peer.add(chain[:depth], pod_entry(worker))
+        for name in chain[depth // 2 : depth]:
+            await peer.evict(name, pod_entry(worker))
+        depths[worker] = depth // 2
+    found = await peer.lookup(chain)
+    assert found == {
+        pod_entry(worker).partition("@")[0].encode(): depth for worker, depth in depths.items() if depth
+    }
+    num_left = max(depths.values())
+    assert len([key async for key in client.scan_iter("engine:*")]) == num_left
+
+
+async def test_a_death_and_a_purge_leave_what_the_living_hold(client: Redis) -> None:
+    index = RedisPrefixIndex(client, CLUSTER)
+    living, dying = await register_all(index, 2)
+    shared, others = make_names(1, 600), make_names(2, 700)
+    await living.add(shared)
+    await dying.add(shared + others)
+    changed, slices = await die_and_purge(index, [dying])
+    assert changed == 1300
+    assert slices > 1
+    assert await num_names(client) == 600
+    await living.remove(shared)
+    assert await num_names(client) == 0
+
+
+async def test_a_measured_stretch_counts_its_scripts_and_nothing_outside(client: Redis) -> None:
+    index = RedisPrefixIndex(client, f"test-{uuid.uuid4().hex}")
+    (writer,) = await register_all(index, 1)
+    await writer.add(make_names(1, MAX_BATCH_NAMES))
+    async with measured(client) as spent:
+        await writer.add(make_names(2, 3 * MAX_BATCH_NAMES))
+    assert len(spent.script_microseconds) == 3
+    assert sum(spent.script_microseconds) == pytest.approx(spent.microseconds_by_command["evalsha"], abs=3)
+    assert 0 < spent.server_cpu_seconds < 10 * spent.wall_seconds
+
+
+async def test_memory_is_that_of_the_data_not_of_connections(client: Redis) -> None:
+    before = await used_memory_bytes(client)
+    await client.set("data", b"x" * 100_000)
+    assert 100_000 <= await used_memory_bytes(client) - before < 200_000
+    await asyncio.gather(*(client.get("data") for _ in range(20)))
+    await client.delete("data")
+    assert abs(await used_memory_bytes(client) - before) < 20_000
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    assert percentile([3, 1, 2], 0.5) == 2
+    assert percentile([3, 1, 2], 1.0) == 3
+    assert percentile(list(range(100)), 0.99) == 99

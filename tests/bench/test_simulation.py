@@ -1,0 +1,173 @@
+"""The simulator in virtual time: what it says follows from its workload and its profile alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench.simulation.mocker import MockerProfile
+from bench.simulation.mooncake import read_trace, write_trace
+from bench.simulation.profile import HardwareProfile
+from bench.simulation.routers import LOOKUP_SECONDS
+from bench.simulation.simulator import Setup, ideal_reuse, simulate
+from bench.simulation.workers import NETWORK_SECONDS
+from bench.simulation.workloads import (
+    GENERATORS,
+    Run,
+    SimulatedRequest,
+    Tokens,
+    Workload,
+    poisson,
+    shared_prefix,
+    uniform_groups,
+)
+
+SMALL = HardwareProfile(max_model_len=4096, memory_bytes=23e9)
+"""A pool that evicts under a few dozen prompts."""
+
+
+def workload(*requests: SimulatedRequest) -> Workload:
+    return Workload(name="test", about="test", requests=requests)
+
+
+def request(number: int, at: float, *prompt: Run, output: int = 8, **more: int) -> SimulatedRequest:
+    return SimulatedRequest(
+        number=number, arrival_seconds=at, prompt=prompt, output=Run(10**6 * (number + 1), output), **more
+    )
+
+
+def test_a_lone_request_takes_what_the_profile_says():
+    profile = HardwareProfile(name="plain", step_overhead_seconds=0.25)
+    result = simulate(
+        workload(request(0, 1.0, Run(0, 2000), output=5)), Setup(num_workers=1, profile=profile)
+    )
+    weights = profile.parameters * profile.parameter_bytes / profile.bandwidth_bytes_per_second
+    prefill = 0.25 + profile.prefill_seconds(2000)
+    decode = 0.25 + weights / profile.efficiency
+    assert result.ttft_mean == pytest.approx(prefill + LOOKUP_SECONDS + 2 * NETWORK_SECONDS, rel=1e-6)
+    assert result.token_gap_mean == pytest.approx(decode, rel=0.01)
+
+
+def test_the_second_of_two_equal_prompts_reuses_all_but_its_last_block():
+    prompt = Run(0, 1600)
+    result = simulate(workload(request(0, 0.0, prompt), request(1, 5.0, prompt)), Setup(num_workers=4))
+    assert result.reuse == pytest.approx((1600 - 16) / 3200)
+    assert result.ideal_reuse == pytest.approx(result.reuse)
+    assert result.largest_share == 1.0
+
+
+def test_the_next_turn_finds_prompt_and_output_of_the_last_one():
+    first = request(0, 0.0, Run(0, 640), output=64)
+    second = replace(
+        request(1, 2.0, *first.prompt, first.output, Run(5 * 10**6, 40)), follows=0, session="chat"
+    )
+    result = simulate(workload(first, second), Setup(num_workers=2))
+    # The last token of an output is never computed, so the block that it fills is not cached.
+    assert result.reuse == pytest.approx((640 + 64 - 16) / (640 + 744))
+    assert result.ideal_reuse == pytest.approx(result.reuse)
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_every_request_of_every_workload_ends(name: str):
+    load = GENERATORS[name](1.5, 1.5, 7)
+    result = simulate(load, Setup(num_workers=3, num_routers=2))
+    assert result.num_requests == len(load.requests)
+    assert 0.0 <= result.reuse <= result.ideal_reuse + 1e-9
+
+
+def test_one_seed_is_one_result_and_another_is_not():
+    results = [
+        simulate(uniform_groups(30.0, 3.0, seed), Setup(num_workers=3, num_routers=2, seed=seed))
+        for seed in (1, 1, 2)
+    ]
+    assert results[0] == results[1] != results[2]
+
+
+def test_a_pool_that_is_too_small_for_all_groups_loses_reuse_and_no_request():
+    load = shared_prefix(20.0, 6.0, 3, groups=40, system_tokens=2000, question_tokens=100, output_tokens=20)
+    roomy = simulate(load, Setup(num_workers=2))
+    tight = simulate(load, Setup(num_workers=2, profile=SMALL))
+    assert tight.reuse < 0.8 * roomy.reuse
+    assert tight.num_requests == roomy.num_requests == len(load.requests)
+
+
+def test_the_ideal_is_what_brute_force_over_all_that_came_before_finds():
+    chance = Random(5)
+    runs = [Tokens().run(48), Run(1000, 48), Run(2000, 48)]
+    requests = [
+        request(number, number, *(chance.choice(runs) for _ in range(chance.randint(1, 4))), output=33)
+        for number in range(30)
+    ]
+    seen: list[list[int]] = []
+    cached = 0
+    for each in requests:
+        prompt = each.token_ids()
+        best = max((_common(prompt, other) for other in seen), default=0)
+        cached += min(best // 16 * 16, (len(prompt) - 1) // 16 * 16)
+        seen.append([*prompt, *range(each.output.base, each.output.base + each.output.length - 1)])
+    assert ideal_reuse(requests, 16) == pytest.approx(cached / sum(each.prompt_tokens for each in requests))
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    return next(
+        (at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+
+
+def test_a_trace_that_was_written_comes_back_with_the_same_prefixes(tmp_path: Path):
+    load = shared_prefix(5.0, 10.0, 1, groups=4, system_tokens=600, question_tokens=100, output_tokens=9)
+    write_trace(load, tmp_path / "trace.jsonl", block_tokens=100)
+    read = read_trace(tmp_path / "trace.jsonl", block_tokens=100)
+    assert [each.prompt_tokens for each in read.requests] == [each.prompt_tokens for each in load.requests]
+    assert ideal_reuse(read.requests, 4) == pytest.approx(ideal_reuse(load.requests, 4))
+
+
+def test_half_of_a_trace_at_double_speed(tmp_path: Path):
+    lines = [
+        {"timestamp": 1000 * n, "input_length": 5, "output_length": 1, "hash_ids": [n]} for n in range(10)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    read = read_trace(path, seconds=2.5, speed=2.0)
+    assert [each.arrival_seconds for each in read.requests] == [0.0, 0.5, 1.0, 1.5, 2.0]
+
+
+def test_what_is_no_trace_is_refused_by_line(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 1}\n'
+    )
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 2"):
+        read_trace(path)
+
+
+def test_a_profile_from_a_file_is_checked(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    path.write_text('{"name": "small", "num_layers": 16}')
+    assert HardwareProfile.from_file(path).num_layers == 16
+    for text, complaint in (
+        ('{"layers": 3}', "layers"),
+        ('{"num_layers": 0}', "num_layers must be above 0, not 0"),
+        ('{"memory_bytes": 1e10}', "max_model_len"),
+        ("[]", "not an object"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=complaint):
+            HardwareProfile.from_file(path)
+
+
+def test_the_mock_engine_takes_the_published_times():
+    setup = Setup(num_workers=1, profile=MockerProfile(speedup_ratio=1.0))
+    result = simulate(workload(request(0, 0.0, Run(0, 1024), output=2)), setup)
+    prefill = 4.209989e-07 * 1024**2 + 1.518344e-02 * 1024 + 16.50142
+    assert result.ttft_mean == pytest.approx(prefill / 1000 + LOOKUP_SECONDS + 2 * NETWORK_SECONDS, rel=1e-6)
+    active = 1025 / 400_000
+    assert result.token_gap_mean * 1000 == pytest.approx(-25.74 * active**2 + 54.01 * active + 5.74, rel=1e-3)
+
+
+def test_arrivals_by_chance_come_at_their_rate():
+    found = list(poisson(50.0, 100.0, Random(1)))
+    assert found == sorted(found)
+    assert 4700 < len(found) < 5300

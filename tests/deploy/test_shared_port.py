@@ -1,0 +1,56 @@
+"""The port that a cluster's routers share is nobody else's."""
+
+import socket
+
+import pytest
+from blockyard.deploy.shared_port import reserved_port
+from blockyard.deploy.supervisor import Place, router_port
+from blockyard.router.config import RouterConfig
+
+HOST = "127.0.0.1"
+
+
+def test_a_port_is_held_until_those_who_share_it_listen() -> None:
+    with reserved_port(HOST, 0) as port:
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind((HOST, port))
+        sharers = [socket.create_server((HOST, port), reuse_port=True) for _ in range(2)]
+    for sharer in sharers:
+        sharer.close()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_port_that_somebody_listens_on_is_refused_even_if_he_would_share_it(shares: bool) -> None:
+    with socket.create_server((HOST, 0), reuse_port=shares) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"share port {port}"), reserved_port(HOST, port):
+            pass
+
+
+def test_a_port_that_was_just_in_use_is_free() -> None:
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection((HOST, port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()
+            assert client.recv(1) == b""
+    with reserved_port(HOST, port) as reserved:
+        assert reserved == port
+
+
+@pytest.mark.parametrize(
+    ("port", "reuse_port", "address", "expected"),
+    [
+        (7000, True, "", 7000),
+        (7000, False, "", 7002),
+        (0, False, "", 0),
+        (7000, False, "127.0.0.1:7002", 7002),
+        (0, False, "127.0.0.1:4321", 4321),
+        (7000, True, "127.0.0.1:7000", 7000),
+    ],
+)
+def test_routers_share_a_port_or_stand_side_by_side_and_come_back_where_they_were(
+    port: int, reuse_port: bool, address: str, expected: int
+) -> None:
+    router = RouterConfig(model="m", port=port, reuse_port=reuse_port)
+    assert router_port(router, Place(name="router-2", kind="router", address=address)) == expected

@@ -1,0 +1,27 @@
+"""Workers to place on, said in few words: 1,000 blocks and 1,000 prompt tokens a second, one millisecond each."""
+
+from random import Random
+
+from blockyard.proto.prefix_index import WorkerId
+from blockyard.router.placement import PlacementRequest, place
+from blockyard.router.placement_config import PlacementConfig, PolicyName
+from blockyard.router.scoring import Candidate
+
+
+def candidate(name: str, **beliefs: float) -> Candidate:
+    return Candidate(
+        address=f"{name}:1",
+        worker_id=WorkerId(name),
+        total_blocks=1000,
+        **{"prefill_tokens_per_second": 1000.0, **beliefs},
+    )
+
+
+def chosen(
+    request: PlacementRequest,
+    *candidates: Candidate,
+    policy: PolicyName = "prefix",
+    seed: int = 0,
+    config: PlacementConfig | None = None,
+) -> str:
+    return place(request, candidates, policy, Random(seed), config).chosen.worker_id

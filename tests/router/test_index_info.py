@@ -1,0 +1,161 @@
+"""The state of the prefix index, from the publisher of a real worker to `blockyard index`, with Redis and without."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.deploy.cli import main
+from blockyard.deploy.redis_server import start_private_redis
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import AsyncClient
+from blockyard.worker.config import EngineConfig, WorkerConfig
+from blockyard.worker.server import WorkerServer
+from click.testing import CliRunner
+
+from .fake_worker import SECRET
+from .rig import MODEL, Router, is_ready, request, running_router, until, worker_of_model
+
+EXACT = cluster_pb2.INDEX_STATE_EXACT
+DEGRADED = cluster_pb2.INDEX_STATE_DEGRADED
+ABSENT = cluster_pb2.INDEX_STATE_ABSENT
+PROMPT = "import os\n" * 80
+STRIDE_BLOCKS = 2
+
+
+@asynccontextmanager
+async def real_worker(redis_url: str | None, worker_id: str = "w0", **engine: Any) -> AsyncIterator[str]:
+    settings = {
+        "model": str(MODEL),
+        "engine": "simulated",
+        "simulated_step_seconds": 0.001,
+        "index_stride_tokens": 16 * STRIDE_BLOCKS,
+        **engine,
+    }
+    worker = WorkerServer(
+        WorkerConfig(
+            engine=EngineConfig(**settings), worker_id=worker_id, cluster_secret=SECRET, redis_url=redis_url
+        )
+    )
+    address = await worker.start()
+    try:
+        yield address
+    finally:
+        await worker.stop(0)
+
+
+async def index_info(router: Router) -> cluster_pb2.IndexInfo:
+    info: cluster_pb2.IndexInfo = await router.cluster.GetIndexInfo(cluster_pb2.GetIndexInfoRequest())
+    return info
+
+
+async def cluster_info(router: Router) -> cluster_pb2.ClusterInfo:
+    info: cluster_pb2.ClusterInfo = await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
+    return info
+
+
+async def is_in_state(router: Router, state: cluster_pb2.IndexState) -> bool:
+    return (await index_info(router)).state == state
+
+
+async def all_is_told(router: Router) -> bool:
+    """By the pong after the last batch."""
+    info = await index_info(router)
+    return 0 < info.names == sum(worker.index.entries for worker in info.workers)
+
+
+async def command(router: Router, *options: str) -> str:
+    """What `blockyard index` prints; in a thread, because the router serves on this one."""
+    arguments = ["index", "--router", router.address, *options]
+    result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> None:
+    redis = start_private_redis(tmp_path)
+    try:
+        async with running_router(redis_url=redis.url) as router, real_worker(redis.url):
+            await until(lambda: is_ready(router))
+            await until(lambda: is_in_state(router, EXACT))
+            await router.inference.Generate(request(PROMPT))
+            await until(lambda: all_is_told(router))
+            found = await router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt=PROMPT))
+            (holder,) = found.holders
+            assert holder.cached_blocks > STRIDE_BLOCKS
+            assert holder.cached_blocks == found.prompt_blocks - found.prompt_blocks % STRIDE_BLOCKS
+            async with AsyncClient(router.address) as client:
+                info = await client.index_info()
+            assert (info.state, info.state_reason) == (EXACT, "")
+            assert info.stride_blocks == STRIDE_BLOCKS
+            assert holder.cached_blocks // STRIDE_BLOCKS <= info.names < found.prompt_blocks
+            assert info.bytes > info.names
+            assert (info.live_berths, info.dead_berths) == (1, 0)
+            assert info.lookups > 0
+            assert 0 < info.lookup_p50_seconds <= info.lookup_p99_seconds < 0.4
+            (worker,) = info.workers
+            assert (worker.worker_id, worker.index.state, worker.index.entries) == ("w0", EXACT, info.names)
+            shown = json.loads(await command(router, "--output", "json"))
+            assert shown["state"] == "INDEX_STATE_EXACT"
+            assert shown["bytes_per_name"] == pytest.approx(info.bytes / info.names)
+
+            await asyncio.to_thread(redis.stop)
+            await until(lambda: is_in_state(router, DEGRADED), seconds=50)
+            told = await cluster_info(router)
+            assert (told.index_state, told.index_available) == (DEGRADED, False)
+            text = await command(router)
+            assert "DEGRADED  Redis does not answer" in text
+            assert str(redis.port) not in text
+            assert (await router.inference.Generate(request(PROMPT))).outputs, "served all the same"
+            await until(lambda: worker_is(router, DEGRADED), seconds=50)
+
+            redis = await asyncio.to_thread(start_private_redis, tmp_path, port=redis.port)
+            await until(lambda: is_in_state(router, EXACT), seconds=50)
+            assert (await cluster_info(router)).index_available
+            assert (await index_info(router)).workers[0].index.resyncs == 1
+    finally:
+        redis.stop()
+
+
+async def worker_is(router: Router, state: cluster_pb2.IndexState) -> bool:
+    listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
+    return [worker.index.state for worker in listed.workers] == [state]
+
+
+async def test_without_redis_the_index_is_absent() -> None:
+    async with running_router() as router, real_worker(None) as address:
+        router.server.set_workers([address])
+        await until(lambda: is_ready(router))
+        assert await is_in_state(router, ABSENT)
+        told = await cluster_info(router)
+        assert (told.index_state, told.index_available) == (ABSENT, False)
+        listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
+        assert not listed.workers[0].HasField("index")
+        assert "ABSENT" in await command(router)
+
+
+async def test_a_worker_that_tells_nothing_degrades_the_index_and_one_of_another_stride_is_refused(
+    tmp_path: Path,
+) -> None:
+    redis = start_private_redis(tmp_path)
+    try:
+        silent = worker_of_model("silent", index_stride_blocks=STRIDE_BLOCKS)
+        async with running_router(redis_url=redis.url) as router, router.workers(silent):
+            info = await index_info(router)
+            assert (info.state, info.state_reason) == (DEGRADED, "silent tells the index nothing")
+            assert not info.workers[0].HasField("index")
+            async with worker_of_model("odd", index_stride_blocks=3) as odd:
+                router.server.set_workers([silent.address, odd.address])
+                await until(lambda: is_refused(router, odd.address))
+                listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
+                reasons = {worker.worker_id: worker.state_reason for worker in listed.workers}
+                assert reasons["odd"] == "index stride of 3 blocks, the first worker's is 2"
+    finally:
+        redis.stop()
+
+
+async def is_refused(router: Router, address: str) -> bool:
+    return (await router.states()).get(address) == cluster_pb2.WORKER_STATE_REFUSED

@@ -1,0 +1,222 @@
+"""What holds of every snapshot, however odd: reports are what workers and networks make of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import isfinite
+from random import Random
+from typing import Any, get_args
+
+import pytest
+from blockyard.proto.prefix_index import WorkerId
+from blockyard.router.placement import PlacementRequest, place
+from blockyard.router.placement_config import PlacementConfig, PolicyName
+from blockyard.router.scoring import Candidate, Score, score_all
+from hypothesis import given
+from hypothesis import strategies as st
+
+POLICIES = get_args(PolicyName)
+COUNTS = st.integers(0, 2**32)
+RATES = st.one_of(st.just(0.0), st.floats())
+CANDIDATE = st.builds(
+    Candidate,
+    address=st.uuids().map(str),
+    worker_id=st.sampled_from("abc").map(WorkerId),
+    cached_tokens=COUNTS,
+    host_cached_tokens=COUNTS,
+    queued_prefill_tokens=st.integers(0, 2**64),
+    sequences=COUNTS,
+    used_blocks=COUNTS,
+    total_blocks=COUNTS,
+    block_size=st.integers(1, 2**32),
+    prefill_tokens_per_second=RATES,
+    decode_tokens_per_second=RATES,
+    host_tokens_per_second=RATES,
+)
+CANDIDATES = st.lists(CANDIDATE, min_size=1, max_size=6, unique_by=lambda candidate: candidate.address)
+REQUESTS = st.builds(
+    PlacementRequest,
+    prompt_tokens=COUNTS,
+    prefix_key=st.binary(max_size=2),
+    index_available=st.booleans(),
+    turn=COUNTS,
+    session_key=st.binary(max_size=2),
+    session_worker=st.sampled_from([None, WorkerId("a")]),
+)
+CONFIGS = st.builds(
+    PlacementConfig,
+    decode_step_fraction=st.floats(0, 10),
+    others_fraction=st.floats(0, 10),
+    memory_free_fraction=st.floats(0.01, 1),
+    near_equal_ms=st.floats(0, 100),
+    near_equal_fraction=st.floats(0, 1),
+    loaded_ms=st.floats(0, 1000),
+    dynamo_overlap_score_weight=st.floats(0, 10),
+    dynamo_temperature=st.one_of(st.just(0.0), st.floats(0, 10)),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(REQUESTS, CANDIDATES, CONFIGS)
+def test_whatever_workers_report_one_is_chosen_and_every_cost_is_a_number(
+    policy: PolicyName, request_: PlacementRequest, candidates: list[Candidate], config: PlacementConfig
+) -> None:
+    placement = place(request_, candidates, policy, Random(0), config)
+    scores = placement.scores
+    assert sorted(score.address for score in scores) == sorted(c.address for c in candidates)
+    assert placement.chosen in scores
+    assert all(isfinite(score.cost) and isfinite(score.total_ms) and score.cost >= 0 for score in scores)
+    assert [score.cost for score in scores] == sorted(score.cost for score in scores)
+
+
+class Chooser(Random):
+    """Remembers among whom it was asked to choose."""
+
+    offered: list[Any]
+
+    def choice(self, options: Any) -> Any:
+        self.offered = list(options)
+        return super().choice(options)
+
+
+@given(CANDIDATES, COUNTS, CONFIGS, st.randoms(use_true_random=False))
+def test_a_winner_is_near_the_least_cost_and_the_order_of_candidates_is_nothing(
+    candidates: list[Candidate], prompt_tokens: int, config: PlacementConfig, shuffler: Random
+) -> None:
+    request = PlacementRequest(prompt_tokens=prompt_tokens)
+
+    def winners(given_order: list[Candidate]) -> set[str]:
+        chooser = Chooser()
+        placement = place(request, given_order, "prefix", chooser, config)
+        least = placement.scores[0].total_ms
+        limit = least + max(config.near_equal_ms, config.near_equal_fraction * least)
+        eligible = {score.address for score in placement.scores if score.total_ms <= limit}
+        assert placement.chosen.address in eligible
+        assert {given_order[number].address for number in chooser.offered} == eligible
+        return eligible
+
+    shuffled = list(candidates)
+    shuffler.shuffle(shuffled)
+    assert winners(candidates) == winners(shuffled)
+
+
+@given(REQUESTS, CANDIDATES, CONFIGS)
+def test_a_sessions_worker_never_wins_against_more_than_a_tie(
+    request_: PlacementRequest, candidates: list[Candidate], config: PlacementConfig
+) -> None:
+    placement = place(replace(request_, index_available=True), candidates, "prefix", Random(0), config)
+    least = placement.scores[0].cost
+    assert placement.chosen.cost <= least + max(config.near_equal_ms, config.near_equal_fraction * least)
+
+
+def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) -> Score:
+    return score_all(prompt_tokens, [candidate], config)[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sign", "term"),
+    [
+        ("queued_prefill_tokens", 1, lambda score: score.queue_ms),
+        ("sequences", 1, lambda score: score.decode_ms + score.others_ms),
+        ("used_blocks", 1, lambda score: score.memory_ms),
+        ("cached_tokens", -1, lambda score: score.prefill_ms + score.host_load_ms),
+        ("total_blocks", -1, lambda score: score.memory_ms),
+    ],
+)
+@given(COUNTS, CANDIDATE, COUNTS, CONFIGS)
+def test_more_load_never_costs_less_and_more_cache_never_more(
+    changed: str,
+    sign: int,
+    term: Callable[[Score], float],
+    prompt_tokens: int,
+    candidate: Candidate,
+    more: int,
+    config: PlacementConfig,
+) -> None:
+    """But for pools of no known size, which have no price."""
+    candidate = replace(candidate, total_blocks=max(candidate.total_blocks, 1))
+    after = replace(candidate, **{changed: getattr(candidate, changed) + more})
+    before_score, after_score = _score(prompt_tokens, candidate, config), _score(prompt_tokens, after, config)
+    tolerance = 1 + 1e-9  # sums of floats of very different size
+    if sign > 0:
+        assert term(before_score) <= term(after_score)
+        assert before_score.total_ms <= after_score.total_ms * tolerance
+    else:
+        assert term(after_score) <= term(before_score) * tolerance
+        assert after_score.total_ms <= before_score.total_ms * tolerance
+
+
+@given(CANDIDATE, COUNTS, st.integers(0, 2**20), CONFIGS)
+def test_a_longer_prompt_never_costs_less(
+    candidate: Candidate, prompt_tokens: int, more: int, config: PlacementConfig
+) -> None:
+    longer = _score(prompt_tokens + more, candidate, config).total_ms
+    assert _score(prompt_tokens, candidate, config).total_ms <= longer * (1 + 1e-9)
+
+
+@given(st.integers(1, 100_000), st.integers(0, 100_000), st.floats(1, 1e6))
+def test_a_hot_prefix_replicates_once_recomputing_is_faster_than_waiting(
+    prompt_tokens: int, queued_tokens: int, rate: float
+) -> None:
+    """Between equally fast workers: the holder wins while its queue is shorter than what it saves."""
+    config = PlacementConfig(near_equal_ms=0.0, near_equal_fraction=0.0)
+    saved_tokens = (prompt_tokens - 1) // 16 * 16
+    holder = Candidate(
+        address="holder",
+        worker_id=WorkerId("holder"),
+        cached_tokens=saved_tokens,
+        queued_prefill_tokens=queued_tokens,
+        prefill_tokens_per_second=rate,
+    )
+    idle = Candidate(address="idle", worker_id=WorkerId("idle"), prefill_tokens_per_second=rate)
+    winner = place(
+        PlacementRequest(prompt_tokens=prompt_tokens), [holder, idle], "prefix", Random(0), config
+    ).chosen.address
+    if queued_tokens != saved_tokens:
+        assert winner == ("holder" if queued_tokens < saved_tokens else "idle")
+
+
+@given(REQUESTS, CANDIDATES, st.integers(0, 2**32))
+def test_two_choices_never_picks_the_worse_of_its_two(
+    request_: PlacementRequest, candidates: list[Candidate], seed: int
+) -> None:
+    class Sampler(Random):
+        def sample(self, population: Any, k: int) -> Any:
+            self.drawn = super().sample(population, k)
+            return self.drawn
+
+    sampler = Sampler(seed)
+    placement = place(request_, candidates, "two_choices", sampler)
+    drawn = [placement.considered[number] for number in sampler.drawn]
+    assert len(drawn) == min(2, len(candidates))
+    assert placement.chosen.load_ms == min(score.load_ms for score in drawn)
+
+
+@given(REQUESTS, CANDIDATES, st.floats(0, 10))
+def test_dynamos_cost_is_its_formula(
+    request_: PlacementRequest, candidates: list[Candidate], weight: float
+) -> None:
+    config = PlacementConfig(dynamo_overlap_score_weight=weight)
+    placement = place(request_, candidates, "dynamo", Random(0), config)
+    by_address = {candidate.address: candidate for candidate in candidates}
+    for score in placement.scores:
+        worker = by_address[score.address]
+        prefill_blocks = (worker.queued_prefill_tokens + score.uncached_tokens) / worker.block_size
+        decode_blocks = worker.used_blocks + -(-score.needed_tokens // worker.block_size)
+        assert score.cost == pytest.approx(weight * prefill_blocks + decode_blocks)
+    assert placement.chosen.cost == placement.scores[0].cost
+
+
+@given(CANDIDATES, st.integers(0, 2**32), st.integers(1, 5))
+def test_round_robin_gives_every_worker_as_many_turns(
+    candidates: list[Candidate], first_turn: int, rounds: int
+) -> None:
+    turns = range(first_turn, first_turn + rounds * len(candidates))
+    taken = [
+        place(
+            PlacementRequest(prompt_tokens=1, turn=turn), candidates, "round_robin", Random(0)
+        ).chosen.address
+        for turn in turns
+    ]
+    assert {candidate.address: taken.count(candidate.address) for candidate in candidates} == {
+        candidate.address: rounds for candidate in candidates
+    }

@@ -1,0 +1,48 @@
+"""A busy worker is asked no more often than it has places."""
+
+from blockyard.router.worker_gate import OFFERED_PLACES, PROBE_SECONDS, WorkerGate
+
+
+def test_a_shut_gate_lets_one_through_for_each_place_and_opens_when_nobody_waits() -> None:
+    gate = WorkerGate()
+    gate.shut(0.0)
+    assert not gate.admits(0.0)
+    gate.freed_one()
+    gate.freed_one()
+    gate.took_one(0.0)
+    assert gate.admits(0.0)
+    gate.took_one(0.0)
+    assert not gate.admits(0.0)
+    assert gate.admits(PROBE_SECONDS), "a probe comes due by time"
+    gate.took_one(PROBE_SECONDS)
+    gate.nobody_waits(PROBE_SECONDS / 2)
+    assert not gate.admits(PROBE_SECONDS), "a report older than the BUSY opens nothing"
+    gate.nobody_waits(PROBE_SECONDS)
+    assert gate.admits(PROBE_SECONDS)
+
+
+def test_a_long_line_goes_a_few_at_a_time_until_nobody_takes_what_is_offered() -> None:
+    gate = WorkerGate()
+    gate.shut(0.0)
+    now = PROBE_SECONDS
+    for _ in range(3):
+        gate.nobody_waits(now)
+        for _ in range(OFFERED_PLACES):
+            assert gate.admits(now)
+            gate.took_one(now)
+        assert not gate.admits(now)
+    gate.nobody_waits(now)
+    gate.nobody_waits(now + PROBE_SECONDS)
+    assert not gate.is_shut
+
+
+def test_a_busy_takes_back_the_places_that_were_counted_before_it() -> None:
+    gate = WorkerGate()
+    gate.shut(0.0)
+    gate.freed_one()
+    gate.freed_one()
+    gate.took_one(0.01)
+    gate.shut(0.02)
+    assert not gate.admits(0.02), "it was full when it said so"
+    gate.freed_one()
+    assert gate.admits(0.02)
