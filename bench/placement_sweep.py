@@ -29,15 +29,17 @@ LOADS = (
     Load(workload="nothing-shared", rate=30, seconds=12),
 )
 VALUES: dict[str, tuple[float, ...]] = {
-    "others_fraction": (0.0, 0.02, 0.05, 0.1, 0.3),
-    "occupied_fraction": (0.0, 0.03, 0.1, 0.3, 1.0),
-    "decode_step_fraction": (0.0, 0.5, 2.0, 8.0, 30.0),
+    "others_fraction": (0.0, 0.03, 0.1, 0.3),
+    "occupied_fraction": (0.0, 0.03, 0.1, 0.3),
+    "decode_step_fraction": (0.0, 0.5, 4.0),
     "memory_free_fraction": (0.02, 0.1, 0.3),
     "memory_full_ms": (0.0, 500.0, 2000.0, 8000.0),
-    "near_equal_ms": (0.0, 1.0, 5.0, 20.0),
+    "near_equal_ms": (0.0, 1.0, 20.0),
     "near_equal_fraction": (0.0, 0.02, 0.1),
-    "stored_grace_seconds": (0.0, 0.1, 1.0, 5.0),
+    "stored_grace_seconds": (0.0, 1.0, 5.0),
     "max_unstarted": (4, 32, 128),
+    "assumed_prefill_tokens_per_second": (500.0, 2000.0, 20_000.0),
+    "decode_ms_per_sequence": (0.0, 4.0, 16.0),
     "loaded_ms": (50.0, 250.0, 1000.0),
     "dynamo_overlap_score_weight": (0.5, 1.0, 2.0, 5.0),
     "dynamo_temperature": (0.0, 0.5),
@@ -53,7 +55,7 @@ POLICIES: dict[str, PolicyName] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placement_sweep")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--field", action="append", choices=VALUES, help="only these; writes no report")
     options = parser.parse_args()

@@ -18,44 +18,48 @@ from typing import get_args
 from blockyard.router.placement_config import PolicyName, parse_placement
 
 from bench.simulation.mooncake import TRACE_BLOCK_TOKENS, read_trace, write_trace
-from bench.simulation.profile import HardwareProfile
+from bench.simulation.profile import BLOCK_SIZES, HardwareProfile
 from bench.simulation.simulator import Result, Setup, simulate
 from bench.simulation.workloads import GENERATORS, Workload
 
 COLUMNS = {
-    "reuse": "{:.3f}",
-    "ideal_reuse": "{:.3f}",
-    "ttft_mean": "{:.3f}",
-    "ttft_p99": "{:.3f}",
-    "token_gap_mean": "{:.4f}",
-    "latency_p50": "{:.2f}",
-    "largest_share": "{:.3f}",
-    "busy_min": "{:.2f}",
-    "busy_max": "{:.2f}",
-    "idle_beside_crowded": "{:.3f}",
+    "reuse": ("", "{:.3f}"),
+    "ideal_reuse": ("", "{:.3f}"),
+    "ttft_mean": ("s", "{:.3f}"),
+    "ttft_p99": ("s", "{:.3f}"),
+    "token_gap_mean": ("s", "{:.4f}"),
+    "latency_p50": ("s", "{:.2f}"),
+    "largest_share": ("", "{:.3f}"),
+    "busy_min": ("", "{:.2f}"),
+    "busy_max": ("", "{:.2f}"),
+    "idle_beside_crowded": ("", "{:.3f}"),
 }
+"""Of the text: figures of a Result, their units (shares, from 0 to 1, have none) and forms."""
+DEFAULT_SECONDS = 60.0
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
-        workload = _workload(options)
+        _check_options(options)
         setup = _setup(options)
+        workload = _workload(options, setup.profile)
         if options.export is not None:
             write_trace(workload, options.export, block_tokens=options.trace_block_tokens)
             print(f"{len(workload.requests)} requests to {options.export}")
             return
         _compare(workload, setup, options.policy or ["prefix"], options.output)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise SystemExit(f"error: {error.filename}: {error.strerror}") from error
+    except ValueError as error:
         raise SystemExit(f"error: {error}") from error
 
 
 def _compare(workload: Workload, setup: Setup, policies: list[PolicyName], output: str) -> None:
     if output == "text":
-        print(
-            f"{workload.about}; {setup.num_workers} workers, {setup.num_routers} routers, {setup.profile.name}"
-        )
-        print("  ".join(["policy".ljust(12), *COLUMNS]))
+        cluster = f"{_count(setup.num_workers, 'worker')}, {_count(setup.num_routers, 'router')}"
+        print(f"{workload.about}; {cluster}, {setup.profile.name}")
+        print("  ".join(["policy".ljust(12), *map(_heading, COLUMNS)]))
     results = {}
     for policy in policies:
         started = time.monotonic()
@@ -69,28 +73,43 @@ def _compare(workload: Workload, setup: Setup, policies: list[PolicyName], outpu
 
 def _row(policy: str, result: Result) -> str:
     values = result.as_dict()
-    cells = [form.format(values[name]).rjust(len(name)) for name, form in COLUMNS.items()]
+    cells = [form.format(values[name]).rjust(len(_heading(name))) for name, (_, form) in COLUMNS.items()]
     return "  ".join([policy.ljust(12), *cells])
 
 
-def _workload(options: argparse.Namespace) -> Workload:
+def _heading(name: str) -> str:
+    unit = COLUMNS[name][0]
+    return f"{name} [{unit}]" if unit else name
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _workload(options: argparse.Namespace, profile: HardwareProfile) -> Workload:
     if options.trace is not None:
         return read_trace(
             options.trace,
             block_tokens=options.trace_block_tokens,
             seconds=options.seconds,
             speed=options.speed,
+            max_request_tokens=profile.max_model_len,
         )
-    if options.seconds is not None and not 0 < options.seconds < 1e6:
-        raise ValueError(f"--seconds must be above 0, not {options.seconds}")
-    if not 0 < options.rate < 1e5:
-        raise ValueError(f"--rate must be above 0, not {options.rate}")
-    return GENERATORS[options.workload](options.rate, options.seconds or 60.0, options.seed)
+    return GENERATORS[options.workload](options.rate, options.seconds or DEFAULT_SECONDS, options.seed)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Also of what this run does not use: a wrong value is a mistake there too. Raises ValueError."""
+    for name, most in (("seconds", 1e6), ("rate", 1e5), ("speed", 1e6)):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"--{name} must be above 0 and at most {most:g}, not {value:g}")
+    for name in ("workers", "routers", "trace_block_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
 
 
 def _setup(options: argparse.Namespace) -> Setup:
-    if options.workers < 1 or options.routers < 1:
-        raise ValueError("--workers and --routers must be at least 1")
     profile = HardwareProfile.from_file(options.profile) if options.profile else HardwareProfile()
     if options.block_size is not None:
         profile = replace(profile, block_size=options.block_size)
@@ -106,21 +125,31 @@ def _setup(options: argparse.Namespace) -> Setup:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--workload", choices=GENERATORS, default="shared-prefix")
+    source.add_argument(
+        "--workload", choices=GENERATORS, default="shared-prefix", help="what arrives; default %(default)s"
+    )
     source.add_argument("--trace", type=Path, help="a file of Mooncake's format instead")
-    parser.add_argument("--trace-block-tokens", type=int, default=TRACE_BLOCK_TOKENS)
-    parser.add_argument("--speed", type=float, default=1.0, help="play a trace so many times as fast")
-    parser.add_argument("--rate", type=float, default=10.0, help="requests (or conversations) a second")
-    parser.add_argument("--seconds", type=float, help="of arrivals; default 60, or the whole trace")
-    parser.add_argument("--policy", action="append", choices=get_args(PolicyName), help="may be repeated")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--routers", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), help="instead of the profile's")
-    parser.add_argument("--profile", type=Path, help="a JSON object of fields of HardwareProfile")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of PlacementConfig")
-    parser.add_argument("--export", type=Path, help="write the workload as a trace and end")
-    parser.add_argument("--output", choices=("text", "json"), default="text")
+    add = parser.add_argument
+    add(
+        "--trace-block-tokens",
+        type=int,
+        default=TRACE_BLOCK_TOKENS,
+        help="tokens of a hash in a trace; default %(default)s",
+    )
+    add("--speed", type=float, default=1.0, help="play a trace so many times as fast; default %(default)g")
+    add("--rate", type=float, default=10.0, help="requests (or conversations) a second; default %(default)g")
+    add("--seconds", type=float, help=f"of arrivals; default {DEFAULT_SECONDS:g}, or the whole trace")
+    add("--policy", action="append", choices=get_args(PolicyName), help="may be repeated; default prefix")
+    add("--workers", type=int, default=8, help="default %(default)s")
+    add("--routers", type=int, default=1, help="default %(default)s")
+    add("--seed", type=int, default=0, help="of all chance; default %(default)s")
+    add("--block-size", type=int, choices=BLOCK_SIZES, help="in tokens; default: the profile's")
+    add("--profile", type=Path, help="a JSON object of fields of HardwareProfile; default: H200, Qwen3-8B")
+    add(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of PlacementConfig; may be repeated"
+    )
+    add("--export", type=Path, help="write the workload as a trace and end")
+    add("--output", choices=("text", "json"), default="text", help="default %(default)s")
     return parser
 
 

@@ -29,6 +29,7 @@ from blockyard.deploy.options import (
 )
 from blockyard.deploy.progress import StageProgress
 from blockyard.deploy.request_options import answer_options, sampling_options
+from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
@@ -70,7 +71,7 @@ def main() -> None:
 )
 @click.option(
     "--router-port",
-    type=click.IntRange(0, 65535),
+    type=click.IntRange(0, MAX_PORT),
     default=0,
     help="Where the routers serve; 0 takes a free one.",
 )

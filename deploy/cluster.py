@@ -30,7 +30,7 @@ from blockyard.deploy.serving import (
     wait_until_all_serve,
     wait_until_connected,
 )
-from blockyard.deploy.shared_port import reserved_port
+from blockyard.deploy.shared_port import MAX_PORT, reserved_port
 from blockyard.deploy.state import ClusterState, HeadState, RedisState
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
@@ -85,6 +85,12 @@ class UpOptions:
             raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
         if self.num_routers < 1:
             raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
+        last_port = self.router_port + self.num_routers - 1
+        if self.separate_ports and self.router_port and last_port > MAX_PORT:
+            raise ValueError(
+                f"{self.num_routers} routers with a port each from {self.router_port} on would need ports up to "
+                f"{last_port}: {MAX_PORT} is the last"
+            )
         for name in ("max_outputs", "max_beam_width"):
             # The routers refuse it too, but only once Ray runs.
             if getattr(self, name) < 1:

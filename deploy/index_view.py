@@ -7,6 +7,7 @@ from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+_ENTRIES = "entries: different names; `workers` counts a block that a worker has twice as cached twice"
 _STYLES = {"EXACT": "green", "DEGRADED": "yellow", "ABSENT": "red"}
 
 
@@ -26,7 +27,8 @@ def index_view(info: cluster_pb2.IndexInfo) -> RenderableType:
         heading.append(f"  {info.state_reason}")
     if info.state == cluster_pb2.INDEX_STATE_ABSENT:
         return heading
-    return Group(heading, plain_table(("what", "how much"), _totals(info)), _workers(info.workers))
+    totals = plain_table(("what", "how much"), _totals(info))
+    return Group(heading, totals, _workers(info.workers), Text(_ENTRIES, style="dim"))
 
 
 def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
@@ -46,8 +48,8 @@ def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
         ("lag", f"{ratios['lag_seconds']:.2f} s at most"),
         (
             "look-ups",
-            f"{info.lookups:,}, {info.failed_lookups:,} failed, {info.skipped_lookups:,} skipped; "
-            f"p50 {milliseconds[0]:.2f} ms, p99 {milliseconds[1]:.2f} ms",
+            f"{info.lookups:,}, {info.failed_lookups:,} failed, {info.skipped_lookups:,} skipped"
+            + (f"; p50 {milliseconds[0]:.2f} ms, p99 {milliseconds[1]:.2f} ms" if any(milliseconds) else ""),
         ),
         (
             "stale",

@@ -13,8 +13,9 @@ from blockyard.router.config import (
     DEFAULT_MAX_QUEUE_SECONDS,
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS_ADMITTED,
+    check_limits,
 )
-from blockyard.router.tenants import checked_weights, parse_weights
+from blockyard.router.tenants import parse_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,7 @@ class RouterLimits:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_tokens_admitted"):
-            # The routers refuse it too, but only once Ray runs.
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.max_queue_seconds > 0:
-            raise ValueError(f"max_queue_seconds must be above 0, not {self.max_queue_seconds:g}")
-        checked_weights(self.tenant_weights)
+        check_limits(**self.as_settings())
 
     def as_settings(self) -> dict[str, Any]:
         """For RouterConfig."""
@@ -49,8 +44,8 @@ def limit_options(command: Command) -> Command:
             multiple=True,
             callback=_tenant_weights,
             metavar="NAME=WEIGHT",
-            help="A tenant's share of the waiting line and of the limits beside the others', who have 1; may be given "
-            "more than once.",
+            help="A tenant's share of the waiting line and of the limits beside the others', who have 1; without a "
+            "NAME that of all calls that name no tenant. May be given more than once.",
         ),
         click.option(
             "--max-queue-seconds",
@@ -64,7 +59,7 @@ def limit_options(command: Command) -> Command:
             type=int,
             default=DEFAULT_MAX_TOKENS_ADMITTED,
             show_default=True,
-            help="The most prompt tokens that each router holds at once.",
+            help="The most prompt tokens that each router holds at once; a prompt above it is let in only alone.",
         ),
         click.option(
             "--max-requests",

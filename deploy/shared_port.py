@@ -8,6 +8,8 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+MAX_PORT = 65535
+
 
 @contextlib.contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:

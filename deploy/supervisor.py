@@ -34,7 +34,8 @@ START_SECONDS = 600.0
 PUSH_SECONDS = 2.0
 """Routers are told again this often, in case a call was lost."""
 JOINING_SECONDS = 0.1
-"""As long as one of them has not reached every worker, this often."""
+"""This soon while routers reach one worker after the other; less and less often where one of them never reaches all,
+as with a worker that they refuse."""
 CALL_SECONDS = 5.0
 
 Kind = Literal["worker", "router"]
@@ -107,6 +108,13 @@ def backoff_seconds(num_failures_in_a_row: int) -> float:
     return min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**doublings)
 
 
+def push_pause_seconds(last_seconds: float, *, are_joined: bool, has_news: bool) -> float:
+    """Until the routers are told again. `has_news`: the places changed, or routers reached more or fewer of them."""
+    if are_joined:
+        return PUSH_SECONDS
+    return JOINING_SECONDS if has_news else min(PUSH_SECONDS, 2 * last_seconds)
+
+
 class Supervisor:
     """The actor. Every loop of its life is a child of one task group that its constructor starts."""
 
@@ -151,7 +159,7 @@ class Supervisor:
             except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
                 place.error = _reason(error)
                 logger.warning("%s ended: %s", place.name, place.error)
-            place.phase = "waiting"
+            place.phase, place.num_ready_workers = "waiting", 0
             self._changed.set()
             since = place.serving_since
             steady = since is not None and time.monotonic() - since > STEADY_SECONDS
@@ -197,17 +205,26 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_seconds):
                     await self._changed.wait()
+            has_news = self._changed.is_set()
             self._changed.clear()
             serving = [place for place in self._places if place.phase == "serving"]
             addresses = [place.address for place in serving if place.kind == "worker"]
             routers = [place for place in serving if place.kind == "router"]
+            before = [place.num_ready_workers for place in routers]
             await _all(*(self._inform(place, addresses) for place in routers))
-            are_joined = all(place.num_ready_workers >= len(addresses) for place in routers)
-            pause_seconds = PUSH_SECONDS if are_joined else JOINING_SECONDS
+            after = [place.num_ready_workers for place in routers]
+            pause_seconds = push_pause_seconds(
+                pause_seconds,
+                are_joined=all(num_ready >= len(addresses) for num_ready in after),
+                has_news=has_news or after != before,
+            )
 
     async def _inform(self, router: Place, addresses: list[str]) -> None:
-        call = self._actors[router.name].set_workers.remote(addresses)
-        router.num_ready_workers = await _answer(call, PUSH_SECONDS)
+        actor = self._actors[router.name]
+        num_ready_workers = await _answer(actor.set_workers.remote(addresses), PUSH_SECONDS)
+        # It may have ended meanwhile: what it reached is lost, and says nothing of its successor.
+        if self._actors.get(router.name) is actor:
+            router.num_ready_workers = num_ready_workers
 
     def _actors_of(self, kind: Kind) -> list[Any]:
         return [

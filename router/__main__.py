@@ -4,6 +4,7 @@ that cannot start or fails exits 1. SIGUSR1 logs how late the event loop was sin
 import argparse
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 """The secret comes by environment: arguments can be read by anybody on the machine."""
 REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
 GRACE_SECONDS = 600.0
+MAX_PORT = 65535
 
 
 def main() -> int:
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens-admitted", type=int, default=DEFAULT_MAX_TOKENS_ADMITTED)
     parser.add_argument("--max-queue-seconds", type=float, default=DEFAULT_MAX_QUEUE_SECONDS)
     parser.add_argument("--tenant-weight", action="append", default=[], metavar="NAME=WEIGHT")
+    parser.add_argument("--loop-tick-seconds", type=float, default=0.005, help="of the event loop's watch")
     parser.add_argument("--cluster", default="default")
     parser.add_argument("--grace-seconds", type=float, default=GRACE_SECONDS, help="for streams at SIGTERM")
     return parser
@@ -84,6 +87,13 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
 
 
 def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
+    # The kernel would take the port's last 16 bits, and of the others no one would ever be told.
+    if not 0 <= arguments.port <= MAX_PORT:
+        raise ValueError(f"--port must be from 0 to {MAX_PORT}, not {arguments.port}")
+    for address in arguments.worker:
+        _check_address(address)
+    if not 0 <= arguments.grace_seconds < math.inf:
+        raise ValueError(f"--grace-seconds must be finite and not negative, not {arguments.grace_seconds:g}")
     return RouterConfig(
         model=arguments.model,
         model_name=arguments.model_name,
@@ -103,7 +113,15 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         max_tokens_admitted=arguments.max_tokens_admitted,
         max_queue_seconds=arguments.max_queue_seconds,
         tenant_weights=parse_weights(arguments.tenant_weight),
+        loop_tick_seconds=arguments.loop_tick_seconds,
     )
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT
+    if not host or not is_port:
+        raise ValueError(f"--worker must be HOST:PORT, such as 127.0.0.1:50061, not {address!r}")
 
 
 class StartError(Exception):

@@ -10,17 +10,25 @@ is left out, so that charging it would refuse requests for tokens that never com
 guarded where it lies: workers admit by blocks and preempt.
 
 While several tenants are active none holds more than its share of either limit, by weight. A tenant is active
-while it has something admitted, running or waiting, and for a while after it was refused; alone it may take all. What
-it held when another came is not taken from it, but nothing is added until it is within its share. A tenant that holds
-nothing is never above its share, however small that is.
+while it has something admitted, running or waiting, and, once refused, until it should have come back; alone it may
+take all. What it held when another came is not taken from it, but nothing is added until it is within its share. A
+tenant that holds nothing is never above its share, however small that is.
+
+Names cost nothing, so those that were refused and hold nothing weigh no more together than those that hold something:
+at most half of a limit stays free for them. That is enough for each to be let in when it comes back, and what it
+holds then counts in full.
+
+A request that is larger than a limit on its own is let in when nothing else is, and refused while anything runs: on a
+router that is never empty it never enters, and its refusal says so.
 """
 
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from typing import NoReturn
 
 from blockyard.router.errors import Overloaded
 from blockyard.router.retry_delay import MAX_DELAY_SECONDS, CompletionRate, retry_delay_seconds
@@ -28,10 +36,12 @@ from blockyard.router.tenants import checked_weights
 
 BYTES_PER_TOKEN = 4
 """Of text, for an estimate that costs nothing; real tokenizers take 3 to 5."""
-REFUSED_ACTIVE_SECONDS = 60.0
-"""A refused tenant's share stays reserved for so long: twice the longest delay that it is told."""
+RETURN_GRACE_SECONDS = 5.0
+"""A refused tenant is expected so long after the time at which it was told to come back, and then forgotten."""
 MAX_REFUSED_TENANTS = 1024
-"""Remembered at once; the longest refused are forgotten first."""
+"""Remembered at once; of more, those are forgotten first who were to come back first."""
+REQUESTS = "requests (max_requests)"
+TOKENS = "prompt tokens (max_tokens_admitted)"
 WEIGHT_UNITS = 1000
 """Weights are counted in whole units, so that shares are exact."""
 
@@ -48,7 +58,8 @@ class _Account:
     weight_units: int
     requests: int = 0
     tokens: int = 0
-    refused_at: float = 0.0
+    expected_until: float = 0.0
+    """It was refused and may come back until then."""
     returns_at: float = 0.0
     """When the last one that was refused has been told to come back: the next one comes after it."""
 
@@ -92,8 +103,12 @@ class AdmissionLedger:
         self._active: dict[str, _Account] = {}
         self._active_units = 0
         """The sum of their weights."""
-        self._refused: OrderedDict[str, _Account] = OrderedDict()
-        """Those of the active that were refused of late, the longest refused first."""
+        self._holding_units = 0
+        """Of those among them that hold something."""
+        self._refused: dict[str, _Account] = {}
+        """Those of the active that were refused and may come back."""
+        self._forgotten_next: list[tuple[float, str]] = []
+        """A heap with one entry for each of the refused: the time is right, or too early after another refusal."""
 
     @property
     def requests(self) -> int:
@@ -112,17 +127,17 @@ class AdmissionLedger:
     def charge(self, tokens: int, *, outputs: int = 1, tenant: str = "") -> Iterator[Charge]:
         """Holds a request's outputs and its tokens for the life of the context. Raises Overloaded beyond a limit.
 
-        A single request larger than a limit is let in when nothing else is: it could else never run.
+        A request larger than a limit is let in when nothing else is: it could else never run.
         """
         self._forget_refused()
         account = self._account(tenant)
-        self._check(
-            tenant, account, outputs, account.requests, self._requests, self._max_requests, "requests"
-        )
-        self._check(tenant, account, tokens, account.tokens, self._tokens, self._max_tokens, "prompt tokens")
+        self._check(tenant, account, outputs, account.requests, self._requests, self._max_requests, REQUESTS)
+        self._check(tenant, account, tokens, account.tokens, self._tokens, self._max_tokens, TOKENS)
         charge = Charge(outputs, tokens, account, self._tokens)
         self._requests.begin(outputs)
         self._tokens.begin(tokens)
+        if not account.requests:
+            self._holding_units += account.weight_units
         account.requests += outputs
         account.tokens += tokens
         try:
@@ -132,6 +147,8 @@ class AdmissionLedger:
             self._tokens.end(charge.tokens)
             account.requests -= outputs
             account.tokens -= charge.tokens
+            if not account.requests:
+                self._holding_units -= account.weight_units
             self._close_if_idle(tenant, account)
 
     def _check(
@@ -147,24 +164,36 @@ class AdmissionLedger:
         """One limit for one more request. Raises Overloaded."""
         if not self._requests.held:
             return
-        share = limit * account.weight_units // self._active_units
+        if amount > limit:
+            text = f"this one alone is above the limit of {limit} {told} and runs only when nothing else does"
+            self._refuse(tenant, account, of_all.seconds_to_free(of_all.held), text)
         if of_all.held + amount > limit:
-            self._refuse(tenant, account, of_all.seconds_to_free(amount), f"too many {told}")
+            self._refuse(
+                tenant, account, of_all.seconds_to_free(amount), f"the limit of {limit} {told} is reached"
+            )
+        share = limit * account.weight_units // self._shared_units
         if account.requests and of_tenant + amount > share:
-            expected_seconds = of_all.seconds_to_free(amount, held=of_tenant)
-            self._refuse(tenant, account, expected_seconds, f"too many {told} of this tenant")
+            text = f"this tenant's share of {share} of the limit of {limit} {told} is reached"
+            self._refuse(tenant, account, of_all.seconds_to_free(amount, held=of_tenant), text)
 
-    def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, told: str) -> None:
+    @property
+    def _shared_units(self) -> int:
+        """What a limit is divided by. Of an asker that holds something: at least its own."""
+        return min(self._active_units, 2 * self._holding_units)
+
+    def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, told: str) -> NoReturn:
         """The refused of a tenant are told to come back one after another, at the rate at which room is made."""
         now = self._clock()
         expected_seconds = max(account.returns_at - now, 0.0) + seconds_to_free
         account.returns_at = now + min(expected_seconds, MAX_DELAY_SECONDS)
-        account.refused_at = now
-        self._refused[tenant] = account
-        self._refused.move_to_end(tenant)
+        delay_seconds = retry_delay_seconds(expected_seconds, self._rng.random())
+        account.expected_until = max(account.expected_until, now + delay_seconds + RETURN_GRACE_SECONDS)
+        if tenant not in self._refused:
+            self._refused[tenant] = account
+            heappush(self._forgotten_next, (account.expected_until, tenant))
         raise Overloaded(
-            f"{told} are running or waiting",
-            retry_after_seconds=retry_delay_seconds(expected_seconds, self._rng.random()),
+            f"{told}: come back in {delay_seconds:.1f} s",
+            retry_after_seconds=delay_seconds,
         )
 
     def _account(self, tenant: str) -> _Account:
@@ -175,11 +204,16 @@ class AdmissionLedger:
         return self._active[tenant]
 
     def _forget_refused(self) -> None:
-        oldest = self._clock() - REFUSED_ACTIVE_SECONDS
-        while self._refused:
-            tenant, account = next(iter(self._refused.items()))
-            if account.refused_at > oldest and len(self._refused) <= MAX_REFUSED_TENANTS:
+        now = self._clock()
+        while self._forgotten_next:
+            until, tenant = self._forgotten_next[0]
+            if until > now and len(self._refused) <= MAX_REFUSED_TENANTS:
                 return
+            account = self._refused[tenant]
+            if account.expected_until > until:
+                heapreplace(self._forgotten_next, (account.expected_until, tenant))
+                continue
+            heappop(self._forgotten_next)
             del self._refused[tenant]
             self._close_if_idle(tenant, account)
 

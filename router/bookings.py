@@ -1,6 +1,8 @@
 """What this router has placed on one worker and has not seen the end of: the requests, sums over them, and the prefixes
 that they are about to store.
 
+    placed -> (waits here until the worker has room) -> sent -> started -> over
+
 Pure. Sums are kept as they change, because every placement looks at every worker. Does not own what the worker itself
 says of its load, nor the two together (cluster_view.py).
 """
@@ -23,9 +25,10 @@ class Placed:
     """That it was expected to take from its pool."""
     promised_blocks: int = 0
     """That the index, not speculation, said the worker had cached for it."""
+    sent: bool = False
     started: bool = False
     report: int = 0
-    """How many reports of the worker had been heard when it was placed."""
+    """How many reports of the worker had been heard when it was sent."""
 
 
 @dataclass(slots=True)
@@ -52,9 +55,11 @@ class Bookings:
     """Of one life of a worker."""
 
     def __init__(self) -> None:
-        self.all = Sums()
+        self.waiting = Sums()
+        """Of those that were not sent yet: no report counts them."""
+        self.sent = Sums()
         self.unreported = Sums()
-        """Of those placed since the worker's last report, which cannot count them."""
+        """Of those sent since the worker's last report, which cannot count them."""
         self.prefixes = Speculation()
         self._open: set[Placed] = set()
         self._num_reports = 0
@@ -66,11 +71,15 @@ class Bookings:
         return len(self._open)
 
     def add(self, placed: Placed) -> None:
-        placed.report = self._num_reports
         self._open.add(placed)
-        for sums in (self.all, self.unreported):
-            sums.count(placed, 1)
+        self.waiting.count(placed, 1)
         self.prefixes.expect(placed.names)
+
+    def send(self, placed: Placed) -> None:
+        self.waiting.count(placed, -1)
+        placed.sent, placed.report = True, self._num_reports
+        for sums in (self.sent, self.unreported):
+            sums.count(placed, 1)
 
     def start(self, placed: Placed, *, stored_at: float) -> None:
         """Its first output came. What it has stored counts as such without us from `stored_at` on."""
@@ -92,9 +101,11 @@ class Bookings:
         self._num_reports += 1
 
     def check_invariants(self) -> None:
+        sent = {placed for placed in self._open if placed.sent}
         for sums, requests in (
-            (self.all, self._open),
-            (self.unreported, {placed for placed in self._open if placed.report == self._num_reports}),
+            (self.waiting, self._open - sent),
+            (self.sent, sent),
+            (self.unreported, {placed for placed in sent if placed.report == self._num_reports}),
         ):
             expected = Sums()
             for placed in requests:
@@ -104,7 +115,9 @@ class Bookings:
 
     def _sums(self, placed: Placed) -> list[Sums]:
         """That count it."""
-        return [self.all, self.unreported] if placed.report == self._num_reports else [self.all]
+        if not placed.sent:
+            return [self.waiting]
+        return [self.sent, self.unreported] if placed.report == self._num_reports else [self.sent]
 
 
 class Speculation:

@@ -68,14 +68,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         view = self._parts.fleet.view
         records = self._parts.registry.records()
         num_waiting = sum(record.state is RequestState.QUEUED for record in records)
-        lookup = self._parts.placer.prefix_lookup
-        condition = await current_condition(lookup, view)
+        async with self._bounds.deadline(context):
+            condition = await current_condition(self._parts.placer.prefix_lookup, view)
         return cluster_pb2.ClusterInfo(
             cluster=self._cluster,
             version=self._version,
             model=model_message(self._parts),
             policy=self._policy,
-            index_available=lookup is not None and lookup.answers,
+            index_available=condition.is_available,
             index_state=condition.state,
             workers_ready=len(view.ready()),
             workers_known=len(view.workers()),
@@ -86,7 +86,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def GetIndexInfo(
         self, request: cluster_pb2.GetIndexInfoRequest, context: Context
     ) -> cluster_pb2.IndexInfo:
-        return await index_info(self._parts.placer.prefix_lookup, self._parts.fleet)
+        async with self._bounds.deadline(context):
+            return await index_info(self._parts.placer.prefix_lookup, self._parts.fleet)
 
     async def ListWorkers(
         self, request: cluster_pb2.ListWorkersRequest, context: Context

@@ -9,7 +9,8 @@ Does not own connections (engine_link.py), the sums over what was placed (bookin
 index (prefix_index.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -63,6 +64,8 @@ class WorkerView:
     index: cluster_pb2.WorkerIndex | None = None
     """What it last said of its part of the prefix index."""
     last_heard: float | None = None
+    is_draining: bool = False
+    """It said that it takes nothing new, until its next life."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
@@ -158,8 +161,32 @@ class ClusterView:
             promised_blocks=promised_blocks,
         )
         worker.booked.add(placed)
-        worker.gate.took_one(self._clock())
         return placed
+
+    @contextmanager
+    def without(self, placed: Placed) -> Iterator[None]:
+        """For one that was not sent yet, to choose again: as if it had not been placed."""
+        worker = self._workers.get(placed.address)
+        if worker is None or placed not in worker.booked:
+            yield
+            return
+        worker.booked.remove(placed)
+        try:
+            yield
+        finally:
+            worker.booked.add(placed)
+
+    def sent(self, placed: Placed) -> None:
+        """It goes to its worker now."""
+        worker = self._workers.get(placed.address)
+        if worker is not None and placed in worker.booked:
+            worker.booked.send(placed)
+            worker.gate.took_one(self._clock())
+
+    def has_room(self, address: str) -> bool:
+        """Whether one more request would find a place in the worker's own queue now, as far as can be known."""
+        worker = self._workers.get(address)
+        return worker is not None and self._has_room(worker, self._clock())
 
     def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
         """Its first output came: the prompt is stored, and soon the index says so. `cached_tokens` is what of the
@@ -174,6 +201,12 @@ class ClusterView:
             self.promised_blocks += placed.promised_blocks
             self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 
+    def draining(self, address: str) -> None:
+        """The worker refused a request because it takes nothing new."""
+        worker = self._workers.get(address)
+        if worker is not None:
+            worker.is_draining, worker.reason = True, "draining"
+
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """It finished, was cancelled or rejected; `busy` says that the worker's queue was full."""
         worker = self._workers.get(placed.address)
@@ -182,7 +215,7 @@ class ClusterView:
         worker.booked.remove(placed)
         if busy:
             worker.gate.shut(self._clock())
-        elif not placed.started:
+        elif placed.sent and not placed.started:
             # One that had started left its place in the worker's queue then.
             worker.gate.freed_one()
 
@@ -215,9 +248,14 @@ class ClusterView:
         now = self._clock()
         return [worker for worker in self._workers.values() if self._is_ready(worker, now)]
 
+    def is_ready(self, address: str) -> bool:
+        worker = self._workers.get(address)
+        return worker is not None and self._is_ready(worker, self._clock())
+
     def _is_ready(self, worker: WorkerView, now: float) -> bool:
         return (
             worker.link is LinkState.ACCEPTED
+            and not worker.is_draining
             and worker.last_heard is not None
             and now - worker.last_heard < self._suspect_seconds
         )
@@ -238,21 +276,18 @@ class ClusterView:
         names: Sequence[bytes],
         prompt_tokens: int,
         depths: Mapping[WorkerId, CachedDepth],
-        *,
-        respect_gates: bool = True,
     ) -> list[Candidate]:
-        """The workers that may take a prompt with these block names now; `depths` is what the index said."""
+        """The workers that may take a prompt with these block names, with room now or later; `depths` is what the
+        index said."""
         now = self._clock()
         return [
             self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), now)
             for worker in self.ready()
-            if not respect_gates or self._has_room(worker, now)
         ]
 
     def _has_room(self, worker: WorkerView, now: float) -> bool:
-        """Whether one more request would find a place there, as far as can be known."""
         booked, hello = worker.booked, worker.hello
-        if booked.all.unstarted >= self._config.max_unstarted or not worker.gate.admits(now):
+        if booked.sent.unstarted >= self._config.max_unstarted or not worker.gate.admits(now):
             return False
         # A shut gate counts places itself, and more exactly.
         if worker.gate.is_shut or hello is None or not hello.max_waiting:
@@ -263,23 +298,24 @@ class ClusterView:
         self, worker: WorkerView, names: Sequence[bytes], prompt_tokens: int, depth: CachedDepth, now: float
     ) -> Candidate:
         assert worker.hello is not None
-        load, booked, fresh = worker.load, worker.booked.all, worker.booked.unreported
+        load, sent, fresh = worker.load, worker.booked.sent, worker.booked.unreported
+        waiting = worker.booked.waiting
         block_size = worker.hello.block_size
         on_gpu = max(depth.blocks, worker.booked.prefixes.depth(names, now))
         anywhere = max(depth.blocks + depth.host_blocks, on_gpu)
         cached_tokens = usable_cached_tokens(on_gpu, prompt_tokens, block_size)
-        # A report has everybody's requests, but none that were placed after it; our books have ours, whether the worker
+        # A report has everybody's requests, but none that were sent after it; our books have ours, whether the worker
         # has seen them or not. Both are too low at worst, so the larger is the better, and counts no request twice.
+        # Those that wait here for the worker are in neither.
         return Candidate(
             address=worker.address,
             worker_id=worker.worker_id,
             cached_tokens=cached_tokens,
             host_cached_tokens=usable_cached_tokens(anywhere, prompt_tokens, block_size) - cached_tokens,
-            queued_prefill_tokens=max(
-                load.queued_prefill_tokens + fresh.unstarted_tokens, booked.unstarted_tokens
-            ),
-            sequences=max(load.running + load.waiting + fresh.requests, booked.requests),
-            used_blocks=max(load.used_blocks + fresh.blocks, booked.blocks),
+            queued_prefill_tokens=waiting.unstarted_tokens
+            + max(load.queued_prefill_tokens + fresh.unstarted_tokens, sent.unstarted_tokens),
+            sequences=waiting.requests + max(load.running + load.waiting + fresh.requests, sent.requests),
+            used_blocks=waiting.blocks + max(load.used_blocks + fresh.blocks, sent.blocks),
             total_blocks=worker.hello.total_blocks,
             block_size=block_size,
             prefill_tokens_per_second=load.prefill_tokens_per_second,

@@ -13,6 +13,23 @@ DEFAULT_MAX_TOKENS_ADMITTED = 4_000_000
 DEFAULT_MAX_QUEUE_SECONDS = 120.0
 
 
+def check_limits(
+    *,
+    max_requests: int,
+    max_tokens_admitted: int,
+    max_queue_seconds: float,
+    tenant_weights: Mapping[str, float],
+) -> None:
+    """Of a router's config and of what starts routers, which refuses bad ones before Ray runs. Raises ValueError."""
+    if max_requests < 1:
+        raise ValueError(f"max_requests must be at least 1, not {max_requests}")
+    if max_tokens_admitted < 1:
+        raise ValueError(f"max_tokens_admitted must be at least 1, not {max_tokens_admitted}")
+    if not max_queue_seconds > 0:
+        raise ValueError(f"max_queue_seconds must be above 0, not {max_queue_seconds:g}")
+    checked_weights(tenant_weights)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """One router process. Raises ValueError for bad values."""
@@ -35,13 +52,16 @@ class RouterConfig:
     """Admitted at once, queued and running together; beyond it RESOURCE_EXHAUSTED. One with several outputs or beams
     counts as so many."""
     max_tokens_admitted: int = DEFAULT_MAX_TOKENS_ADMITTED
-    """Prompt tokens admitted at once, estimated from bytes until they are counted."""
+    """Prompt tokens admitted at once, estimated from bytes until they are counted. A longer prompt is let in only when
+    nothing else is: set it well above the model's context."""
     max_queue_seconds: float = DEFAULT_MAX_QUEUE_SECONDS
     """A request that found no worker for so long is refused, with advice when to come back."""
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     """Shares of the waiting line and of the limits by tenant; 1 for who is not named."""
     tokenizer_processes: int = 1
     """Prompts that are tokenised at once. With one, a long prompt holds up those behind it."""
+    loop_tick_seconds: float = 0.005
+    """How often the event loop is watched: a pause is told too long by so much at most. 1 ms takes 3 % of a core."""
     reuse_port: bool = False
     """Several router processes of one machine listen on the one port; the kernel deals connections out."""
     max_outputs: int = DEFAULT_MAX_OUTPUTS
@@ -62,16 +82,19 @@ class RouterConfig:
     """Silence after which a worker is given up and its requests are placed elsewhere."""
 
     def __post_init__(self) -> None:
-        if self.max_requests < 1 or self.max_tokens_admitted < 1:
-            raise ValueError("limits must be at least 1")
+        check_limits(
+            max_requests=self.max_requests,
+            max_tokens_admitted=self.max_tokens_admitted,
+            max_queue_seconds=self.max_queue_seconds,
+            tenant_weights=self.tenant_weights,
+        )
+        if not 0 < self.loop_tick_seconds <= 1:
+            raise ValueError(f"loop_tick_seconds must be above 0 and at most 1, not {self.loop_tick_seconds}")
         if self.tokenizer_processes < 1:
             raise ValueError(f"tokenizer_processes must be at least 1, not {self.tokenizer_processes}")
         if self.max_outputs < 1 or self.max_beam_width < 1:
             raise ValueError("max_outputs and max_beam_width must be at least 1")
         if self.no_worker_seconds < 0 or self.priority_ageing_seconds < 0:
             raise ValueError("no_worker_seconds and priority_ageing_seconds must not be negative")
-        if not self.max_queue_seconds > 0:
-            raise ValueError("max_queue_seconds must be above 0")
-        checked_weights(self.tenant_weights)
         if not 0 < self.suspect_seconds < self.lost_seconds:
             raise ValueError("need 0 < suspect_seconds < lost_seconds")

@@ -5,17 +5,24 @@ Owns how the workers' own words and this router's look-ups become one state. Doe
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from blockyard.proto.prefix_index import IndexInfo
+from blockyard.proto.prefix_index import Incarnation, IndexInfo, WorkerId
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster_view import ClusterView
 from blockyard.router.fleet import Fleet
-from blockyard.router.prefix_index import PrefixLookup
+from blockyard.router.prefix_index import IndexHealth, PrefixLookup
 
-Parts = Mapping[str, cluster_pb2.WorkerIndex | None]
-"""By worker id, what each ready worker said of its part; None of one that said nothing."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is known of one ready life of a worker. Two lives of one worker have one each."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    index: cluster_pb2.WorkerIndex | None
+    """What it said of its part of the index; None of one that said nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,52 +30,65 @@ class IndexCondition:
     state: cluster_pb2.IndexState
     reason: str = ""
     """Why it is not EXACT."""
+    is_available: bool = False
+    """Placement has its look-ups answered."""
 
 
-def index_condition(answers: bool | None, parts: Parts) -> IndexCondition:
-    """`answers` says whether look-ups are answered; None: there is no index."""
-    if answers is None:
+def index_condition(
+    health: IndexHealth | None, parts: Sequence[Part], *, timeout_seconds: float
+) -> IndexCondition:
+    """`health` None: there is no index. `timeout_seconds` is what a look-up may take."""
+    if health is None:
         return IndexCondition(
             state=cluster_pb2.INDEX_STATE_ABSENT, reason="the routers were started without Redis"
         )
-    if not answers:
-        return IndexCondition(state=cluster_pb2.INDEX_STATE_DEGRADED, reason="Redis does not answer")
-    late = [
-        worker_id
-        for worker_id, part in sorted(parts.items())
-        if part is None or part.state != cluster_pb2.INDEX_STATE_EXACT
-    ]
-    if not late:
-        return IndexCondition(state=cluster_pb2.INDEX_STATE_EXACT)
-    others = f", and {len(late) - 1} more of {len(parts)} workers" if len(late) > 1 else ""
-    reason = f"{late[0]} {_shortcoming(parts[late[0]])}{others}"
-    return IndexCondition(state=cluster_pb2.INDEX_STATE_DEGRADED, reason=reason)
+    reason = _reason(health, parts, timeout_seconds)
+    return IndexCondition(
+        state=cluster_pb2.INDEX_STATE_DEGRADED if reason else cluster_pb2.INDEX_STATE_EXACT,
+        reason=reason,
+        is_available=health.answers and health.in_time,
+    )
 
 
-def _shortcoming(part: cluster_pb2.WorkerIndex | None) -> str:
-    if part is None:
+def _reason(health: IndexHealth, parts: Sequence[Part], timeout_seconds: float) -> str:
+    """Why the index is not to be relied on; empty if it is."""
+    if not health.answers:
+        return "Redis does not answer"
+    late = [(part.worker_id, shortcoming) for part in parts if (shortcoming := _shortcoming(part, health))]
+    if late:
+        others = f", and {len(late) - 1} more of {len(parts)} workers" if len(late) > 1 else ""
+        return " ".join(late[0]) + others
+    if not health.in_time:
+        return f"look-ups take longer than {1000 * timeout_seconds:g} ms, placement goes without for a moment"
+    return ""
+
+
+def _shortcoming(part: Part, health: IndexHealth) -> str:
+    """Why one worker's part is not exact; empty if it is. What it says itself it says of the Redis that it tells."""
+    if part.index is None:
         return "tells the index nothing"
-    if part.pending:
-        return f"has {part.pending} changes unconfirmed for {part.lag_seconds:.1f} s"
-    return "gets no answer from Redis"
+    if part.index.state != cluster_pb2.INDEX_STATE_EXACT:
+        return part.index.state_reason or "says that its part is not exact"
+    if (part.worker_id, part.incarnation) not in health.standing:
+        return "is not in this router's index, which lost its data, or has another Redis or cluster name"
+    return ""
 
 
 async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> IndexCondition:
-    """Asks the index whether it answers, unless somebody just did."""
-    if lookup is not None:
-        await lookup.refresh()
-    return index_condition(lookup.answers if lookup is not None else None, _parts(view))
+    """Asks the index how it is, unless somebody just did."""
+    if lookup is None:
+        return index_condition(None, (), timeout_seconds=0.0)
+    health = await lookup.health()
+    return index_condition(health, _parts(view), timeout_seconds=lookup.timeout_seconds)
 
 
 async def index_info(lookup: PrefixLookup | None, fleet: Fleet) -> cluster_pb2.IndexInfo:
     """Counts the whole index: for operators, not for each request."""
+    size = await lookup.info() if lookup is not None else None
+    condition = await current_condition(lookup, fleet.view)
     if lookup is None:
-        absent = index_condition(None, {})
-        return cluster_pb2.IndexInfo(state=absent.state, state_reason=absent.reason)
-    size = await lookup.info()
-    await lookup.refresh()
+        return cluster_pb2.IndexInfo(state=condition.state, state_reason=condition.reason)
     view = fleet.view
-    condition = index_condition(lookup.answers and size is not None, _parts(view))
     message = cluster_pb2.IndexInfo(
         state=condition.state,
         state_reason=condition.reason,
@@ -81,8 +101,7 @@ async def index_info(lookup: PrefixLookup | None, fleet: Fleet) -> cluster_pb2.I
         promised_blocks=view.promised_blocks,
         stale_blocks=view.stale_blocks,
         workers=[
-            cluster_pb2.IndexedWorker(worker_id=worker_id, index=part)
-            for worker_id, part in sorted(_parts(view).items())
+            cluster_pb2.IndexedWorker(worker_id=part.worker_id, index=part.index) for part in _parts(view)
         ],
     )
     if size is not None:
@@ -95,8 +114,12 @@ def _add_size(message: cluster_pb2.IndexInfo, size: IndexInfo) -> None:
     message.live_berths, message.dead_berths = size.live_berths, size.dead_berths
 
 
-def _parts(view: ClusterView) -> dict[str, cluster_pb2.WorkerIndex | None]:
-    return {worker.worker_id: worker.index for worker in view.ready()}
+def _parts(view: ClusterView) -> list[Part]:
+    parts = [
+        Part(worker_id=worker.worker_id, incarnation=worker.incarnation, index=worker.index)
+        for worker in view.ready()
+    ]
+    return sorted(parts, key=lambda part: (part.worker_id, part.incarnation))
 
 
 def quantile(values: Iterable[float], share: float) -> float:

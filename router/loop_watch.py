@@ -1,4 +1,4 @@
-"""How late the event loop turns, and what keeps it in time.
+"""How long the event loop stands still, and what keeps it turning.
 
 While a callback runs nobody else is served: every token of every stream waits for it. `LoopWatch` measures that;
 `spared_by_garbage_collection` takes the garbage collector's long walks out of it. Does not own what runs on the loop.
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.005
 LATE_SECONDS = 0.005
 ALARM_SECONDS = 0.05
 ALARM_PAUSE_SECONDS = 10.0
@@ -26,32 +25,37 @@ YOUNG_OBJECTS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """What was seen of a loop for a while."""
+    """What was seen of a loop for a while. Pauses are from tick to tick: nothing held the loop for longer than the
+    worst, and it may have been a tick less."""
 
     num_ticks: int = 0
     num_late: int = 0
     """By more than LATE_SECONDS."""
     worst_seconds: float = 0.0
     worst_computing_seconds: float = 0.0
-    """The longest that the loop's own thread was busy meanwhile. What a tick was later than that is the machine's fault
-    or another thread's: there was no processor to run on, or no interpreter lock."""
+    """The longest that the loop's own thread was busy in one pause. What a pause is longer than that is the machine's
+    fault or another thread's: there was no processor to run on, or no interpreter lock."""
 
     def __str__(self) -> str:
         return (
             f"{self.num_late} of {self.num_ticks} ticks late by over {LATE_SECONDS * 1000:g} ms, "
-            f"most {self.worst_seconds * 1000:.1f} ms, computing {self.worst_computing_seconds * 1000:.1f} ms of it"
+            f"longest pause {self.worst_seconds * 1000:.1f} ms, "
+            f"computing {self.worst_computing_seconds * 1000:.1f} ms of it"
         )
 
 
 class LoopWatch:
-    """Sleeps for a moment, again and again, and notes by how much it wakes too late."""
+    """Sleeps for a moment, again and again, and notes how long it was away. Counted from the tick before and not from
+    when it should have woken: a callback that begins with the sleep would seem shorter by all of it."""
 
     def __init__(
         self,
+        tick_seconds: float,
         *,
         clock: Callable[[], float] = time.monotonic,
         thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        self._tick_seconds = tick_seconds
         self._clock = clock
         self._thread_clock = thread_clock
         self._seen = Lateness()
@@ -68,25 +72,27 @@ class LoopWatch:
 
     async def run(self) -> None:
         """Until cancelled."""
+        last, last_computing = self._clock(), self._thread_clock()
         while True:
-            began, computed = self._clock(), self._thread_clock()
-            await asyncio.sleep(TICK_SECONDS)
-            self.note(self._clock() - began - TICK_SECONDS, self._thread_clock() - computed)
+            await asyncio.sleep(self._tick_seconds)
+            now, computing = self._clock(), self._thread_clock()
+            self.note(now - last, computing - last_computing)
+            last, last_computing = now, computing
 
-    def note(self, late_seconds: float, computing_seconds: float) -> None:
-        """One tick: how late it was, and for how long the loop's thread computed since the one before."""
+    def note(self, pause_seconds: float, computing_seconds: float) -> None:
+        """One tick: how long after the one before, and for how long the loop's thread computed meanwhile."""
         seen = self._seen
         self._seen = Lateness(
             num_ticks=seen.num_ticks + 1,
-            num_late=seen.num_late + (late_seconds > LATE_SECONDS),
-            worst_seconds=max(seen.worst_seconds, late_seconds),
-            worst_computing_seconds=max(seen.worst_computing_seconds, min(computing_seconds, late_seconds)),
+            num_late=seen.num_late + (pause_seconds > self._tick_seconds + LATE_SECONDS),
+            worst_seconds=max(seen.worst_seconds, pause_seconds),
+            worst_computing_seconds=max(seen.worst_computing_seconds, min(computing_seconds, pause_seconds)),
         )
-        if late_seconds > ALARM_SECONDS and self._clock() - self._alarm_at >= ALARM_PAUSE_SECONDS:
+        if pause_seconds > ALARM_SECONDS and self._clock() - self._alarm_at >= ALARM_PAUSE_SECONDS:
             self._alarm_at = self._clock()
             logger.warning(
                 "the event loop stood still for %.0f ms and computed for %.0f ms of it",
-                late_seconds * 1000,
+                pause_seconds * 1000,
                 computing_seconds * 1000,
             )
 

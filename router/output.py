@@ -42,6 +42,8 @@ class Delta:
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        # They come once, with whichever piece is the first.
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish = later.finish
 
 

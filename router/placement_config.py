@@ -23,7 +23,7 @@ class PlacementConfig:
     occupied_fraction: float = 0.1
     """Price of the KV in use on a worker, which every decode step there reads, as a part of the time that computing it
     would take."""
-    others_fraction: float = 0.05
+    others_fraction: float = 0.1
     """Price of the time that this prompt's prefill takes from each sequence that is there, as a part of that time. 0
     counts the request's own time alone, 1 everybody's alike."""
     memory_free_fraction: float = 0.1
@@ -77,7 +77,9 @@ def parse_placement(pairs: Sequence[str]) -> PlacementConfig:
     }
     values: dict[str, float] = {}
     for pair in pairs:
-        name, _, text = pair.partition("=")
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"placement: {pair!r} is not NAME=VALUE, such as near_equal_ms=2")
         if name not in kinds:
             raise ValueError(f"placement: {pair!r} sets none of {', '.join(kinds)}")
         if name in values:

@@ -1,14 +1,16 @@
 """The placement path's look at the prefix index: soon, or not at all.
 
 Owns the time-out, the circuit breaker, the counting of failures, and what it means that the index knows only every
-S-th block of a prefix. Does not own the index nor the fall-back: with `available=False` placement decides without
-prefixes. Nothing here raises.
+S-th block of a prefix. For operators it also owns two slower questions, each asked at most once a second however many
+want to know: who stands in the index, and how large it is. Does not own the index nor the fall-back: with
+`available=False` placement decides without prefixes. Nothing here raises.
 """
 
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,8 +38,10 @@ class PrefixLookupConfig:
     failures_to_open: int = 3
     """In a row. While the breaker is open, requests do not even wait the time-out."""
     open_seconds: float = 1.0
+    check_timeout_seconds: float = 1.0
+    """For the question whether the index answers at all: a busy machine is late, and late is not away."""
     refresh_seconds: float = 1.0
-    """Whoever asks whether the index answers is told of no older look-up than this."""
+    """Whoever asks how the index is, or how large, is told of nothing older than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,18 @@ class LookupResult:
     depth_by_worker: dict[WorkerId, CachedDepth] = field(default_factory=dict)
     """What each worker holds; who holds nothing is not in it."""
     available: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexHealth:
+    """What this router itself saw of the index."""
+
+    answers: bool
+    """Within a second, to somebody who is in no hurry."""
+    in_time: bool
+    """Look-ups are answered as soon as placement needs them; if not, it goes without."""
+    standing: frozenset[tuple[WorkerId, Incarnation]]
+    """Whose lease runs there; nobody's where it does not answer."""
 
 
 class BreakerState(Enum):
@@ -106,14 +122,21 @@ class PrefixLookup:
             failures_to_open=self._config.failures_to_open, open_seconds=self._config.open_seconds
         )
         self.errors: Counter[ErrorKind] = Counter()
+        """Of the look-ups that are counted; probes are not."""
         self.num_lookups = 0
         self.num_skipped = 0
         """Requests that went without because the breaker was open."""
-        self.answers = True
-        """Whether the last question was answered."""
         self.durations_seconds = deque[float](maxlen=REMEMBERED_LOOKUPS)
         """Of the last look-ups that were answered."""
-        self._asked_at = float("-inf")
+        self._standing: frozenset[tuple[WorkerId, Incarnation]] | None = None
+        """None where the last check was not answered."""
+        self._size: IndexInfo | None = None
+        self._checked_at = self._counted_at = float("-inf")
+        self._checking, self._counting = asyncio.Lock(), asyncio.Lock()
+
+    @property
+    def timeout_seconds(self) -> float:
+        return self._config.timeout_seconds
 
     @property
     def breaker_state(self) -> BreakerState:
@@ -130,57 +153,93 @@ class PrefixLookup:
         incarnations that the router knows count: a dead life's blocks are lost, and a zombie is not to be fed."""
         known = names[stride_blocks - 1 :: stride_blocks]
         if not known or not incarnations:
-            return LookupResult(available=self._breaker.state is BreakerState.CLOSED)
+            return LookupResult(available=await self._is_available())
         begin = self._clock()
         if not self._breaker.admits(begin):
             self.num_skipped += 1
             return LookupResult(available=False)
-        holders = await self._ask(known)
-        if holders is None:
+        self.num_lookups += 1
+        reply = await self._ask(known)
+        if isinstance(reply, ErrorKind):
+            self.errors[reply] += 1
             return LookupResult(available=False)
         self.durations_seconds.append(self._clock() - begin)
-        return LookupResult(depth_by_worker=_depths(holders, incarnations, stride_blocks), available=True)
+        return LookupResult(depth_by_worker=_depths(reply, incarnations, stride_blocks), available=True)
 
-    async def refresh(self) -> None:
-        """Makes `answers` true of now: looks up a name that nobody has, unless somebody just got an answer."""
-        now = self._clock()
-        is_recent = now - self._asked_at < self._config.refresh_seconds
-        if not (self.answers and is_recent) and self._breaker.admits(now):
-            await self._ask((_NOBODYS_NAME,))
+    async def health(self) -> IndexHealth:
+        """For operators, not for the placement path. All who ask within a second are told the same."""
+        async with self._checking:
+            if self._clock() - self._checked_at >= self._config.refresh_seconds:
+                self._standing = await self._who_stands()
+                self._checked_at = self._clock()
+        answers = self._standing is not None
+        # Without requests nobody else would close the breaker again.
+        in_time = answers and await self._is_available()
+        return IndexHealth(answers=answers, in_time=in_time, standing=self._standing or frozenset())
 
     async def info(self) -> IndexInfo | None:
-        """How large the index is; None where it does not say. Not for the placement path."""
+        """How large the index is; None where it does not say. Not for the placement path. One count at a time is under
+        way, and all who ask within a second share it."""
+        async with self._counting:
+            if self._clock() - self._counted_at >= self._config.refresh_seconds:
+                self._size = await self._count()
+                self._counted_at = self._clock()
+                # A size and a state that are told together must be of the same moment.
+                self._checked_at = float("-inf")
+        return self._size
+
+    async def _who_stands(self) -> frozenset[tuple[WorkerId, Incarnation]] | None:
+        try:
+            async with asyncio.timeout(self._config.check_timeout_seconds):
+                records = await self._index.directory()
+        except (PrefixIndexError, TimeoutError):
+            return None
+        return frozenset((record.worker_id, record.incarnation) for record in records)
+
+    async def _count(self) -> IndexInfo | None:
         try:
             async with asyncio.timeout(INFO_SECONDS):
                 return await self._index.info()
         except (PrefixIndexError, TimeoutError):
-            self.answers = False
             return None
 
-    async def _ask(self, names: Sequence[bytes]) -> list[Holder] | None:
-        """None where the index does not answer. The breaker has admitted it."""
-        self.num_lookups += 1
-        self._asked_at = self._clock()
+    async def _is_available(self) -> bool:
+        """For who has no name to look up: where the breaker wants a probe, a name that nobody has is one."""
+        if self._breaker.state is BreakerState.CLOSED:
+            return True
+        return self._breaker.admits(self._clock()) and not isinstance(
+            await self._ask((_NOBODYS_NAME,)), ErrorKind
+        )
+
+    async def _ask(self, names: Sequence[bytes]) -> list[Holder] | ErrorKind:
+        """The breaker has admitted it."""
         try:
-            async with asyncio.timeout(self._config.timeout_seconds):
+            async with _patient_timeout(self._config.timeout_seconds):
                 holders = await self._index.lookup(names)
-        except TimeoutError:
-            self._failed(ErrorKind.TIMEOUT)
-        except PrefixIndexError as error:
-            self._failed(error.kind)
+        except (PrefixIndexError, TimeoutError) as error:
+            self._breaker.failed(self._clock())
+            return error.kind if isinstance(error, PrefixIndexError) else ErrorKind.TIMEOUT
         except asyncio.CancelledError:
             self._breaker.abandoned()
             raise
-        else:
-            self._breaker.succeeded()
-            self.answers = True
-            return holders
-        return None
+        self._breaker.succeeded()
+        return holders
 
-    def _failed(self, kind: ErrorKind) -> None:
-        self.errors[kind] += 1
-        self._breaker.failed(self._clock())
-        self.answers = False
+
+@asynccontextmanager
+async def _patient_timeout(seconds: float) -> AsyncIterator[None]:
+    """asyncio.timeout, but when the loop itself comes late to the end of it, what waits gets as much time again, and
+    at most `seconds`: the answer may lie in the socket, unread."""
+    loop = asyncio.get_running_loop()
+    due = loop.time() + seconds
+    async with asyncio.timeout(None) as limit:
+        expiry = loop.call_at(
+            due, lambda: limit.reschedule(min(2 * loop.time() - due, loop.time() + seconds))
+        )
+        try:
+            yield
+        finally:
+            expiry.cancel()
 
 
 def _depths(

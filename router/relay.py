@@ -127,14 +127,14 @@ class Relay:
         worker = self._fleet.view.at(placed.address)
         progress.worker_id = worker.worker_id if worker else ""
         progress.is_placed = True
-        attempt = _Attempt(self._fleet, placed, progress)
+        attempt = _Attempt(self._fleet.links[placed.address], self._placer, placed, progress)
         attempt.submit(self._submit(generation, outputs), outputs)
         try:
             yield attempt
         finally:
             progress.is_placed = False
             attempt.cancel()
-            self._fleet.view.ended(placed, busy=attempt.found_busy)
+            self._placer.ended(placed, busy=attempt.found_busy)
 
     def _submit(self, generation: Generation, outputs: Outputs) -> session_pb2.Submit:
         submit = session_pb2.Submit(
@@ -155,11 +155,10 @@ class Relay:
 class _Attempt:
     """One request on one worker."""
 
-    def __init__(self, fleet: Fleet, placed: Placed, progress: Progress) -> None:
+    def __init__(self, link: EngineLink, placer: Placer, placed: Placed, progress: Progress) -> None:
         self.found_busy = False
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._fleet = fleet
-        self._link: EngineLink = fleet.links[placed.address]
+        self._link, self._placer = link, placer
         self._handle = 0
         self._placed = placed
         self._progress = progress
@@ -192,7 +191,7 @@ class _Attempt:
         return None
 
     def _note(self, tokens: Tokens) -> None:
-        self._fleet.view.started(self._placed, cached_tokens=tokens.cached_tokens)
+        self._placer.started(self._placed, cached_tokens=tokens.cached_tokens)
         if self._progress.cached_tokens is None:
             self._progress.cached_tokens = tokens.cached_tokens
 
@@ -206,8 +205,10 @@ class _Attempt:
 
     def _refused(self, refused: Refused) -> None:
         match refused.reason:
-            case session_pb2.REJECT_REASON_BUSY | session_pb2.REJECT_REASON_DRAINING:
+            case session_pb2.REJECT_REASON_BUSY:
                 self.found_busy = True
+            case session_pb2.REJECT_REASON_DRAINING:
+                self._placer.draining(self._placed.address)
             case session_pb2.REJECT_REASON_TOO_LARGE:
                 raise RequestTooLarge(
                     "prompt, max_tokens and outputs or beams can never fit a worker together"

@@ -27,7 +27,7 @@ from blockyard.router.interceptor import BoundaryInterceptor
 from blockyard.router.loop_watch import LoopWatch, spared_by_garbage_collection
 from blockyard.router.model_facts import model_name, read_facts, resolve_model
 from blockyard.router.placer import Placer
-from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
+from blockyard.router.prefix_index import PrefixLookup
 from blockyard.router.relay import Relay
 from blockyard.router.requests import RequestRegistry
 from blockyard.router.sampling_checks import SamplingLimits
@@ -74,7 +74,7 @@ class RouterServer:
         self._owns_process = owns_process
         self.failed = asyncio.Event()
         """Nothing is served any more, and nothing here will cure it."""
-        self.loop_watch = LoopWatch()
+        self.loop_watch = LoopWatch(config.loop_tick_seconds)
         self._supervised: tuple[str, ...] = ()
         self._listed: tuple[str, ...] = ()
         self._fleet: Fleet | None = None
@@ -160,7 +160,7 @@ class RouterServer:
             lost_seconds=config.lost_seconds,
             placement=config.placement,
         )
-        lookup_index = await self._index(stack, PrefixLookupConfig().timeout_seconds)
+        lookup_index = await self._index(stack, DIRECTORY_SECONDS)
         lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
         placer = Placer(
             fleet,

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
+from blockyard.router.names import NAME_RULE, is_name
+
 QUANTUM_TOKENS = 1024
 """What a tenant of weight 1 may spend at a visit: an ordinary request. Smaller ones take turns more finely."""
 LEAST_HEAP_TICKETS = 16
@@ -27,8 +29,10 @@ MAX_WEIGHT = 1000.0
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Shares by tenant; who is not named has 1. Raises ValueError."""
+    """Shares by tenant; who is not named has 1, and "" is whoever names no tenant. Raises ValueError."""
     for tenant, weight in weights.items():
+        if not is_name(tenant):
+            raise ValueError(f"a tenant's name must be {NAME_RULE}, not {tenant!r}")
         if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
             raise ValueError(
                 f"a tenant's weight must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, not {weight:g} for {tenant!r}"

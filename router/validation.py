@@ -4,7 +4,6 @@ Pure. Says which field is wrong and what is allowed, never what was sent. Does n
 once the prompt is in tokens (generation.py), except where the client sent tokens.
 """
 
-import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.admission import estimate_tokens
 from blockyard.router.errors import ContextLengthExceeded, FieldViolation, InvalidRequest, UnknownModel
 from blockyard.router.model_facts import ModelFacts
+from blockyard.router.names import NAME_RULE, is_id
+from blockyard.router.names import is_name as is_name
 from blockyard.router.sampling import SamplingRequest, parse_sampling
 from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
 from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, TextPrompt, TokenPrompt
 
 MAX_MESSAGES = 1024
 ROLES = frozenset({"system", "user", "assistant"})
-MAX_NAME_CHARS = 128
 MAX_TOLD = 5
 """Violations in the text of an error; its details have all of them."""
 TENANT_KEY = "blockyard-tenant"
@@ -32,8 +32,6 @@ LOGPROB_BYTES = 24
 """A token's own, as a message, at most."""
 TOP_LOGPROB_BYTES = 14
 """Each of the likeliest tokens beside it."""
-_NAME = re.compile(r"[A-Za-z0-9._:-]*")
-_NAME_RULE = f"[A-Za-z0-9._:-] with at most {MAX_NAME_CHARS} characters"
 
 PromptMessage = (
     inference_pb2.GenerateRequest
@@ -112,13 +110,13 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
 
 def valid_salt(message: cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest) -> str:
     if not is_name(message.cache_salt):
-        raise InvalidRequest.of("cache_salt", f"must be {_NAME_RULE}")
+        raise InvalidRequest.of("cache_salt", f"must be {NAME_RULE}")
     return message.cache_salt
 
 
 def valid_session(message: cluster_pb2.ExplainPlacementRequest) -> str:
     if message.HasField("session_id") and not is_id(message.session_id):
-        raise InvalidRequest.of("session_id", f"must be {_NAME_RULE}, not empty")
+        raise InvalidRequest.of("session_id", f"must be {NAME_RULE}, not empty")
     return message.session_id
 
 
@@ -132,7 +130,7 @@ def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
         return ""
     tenant = names[0]
     if len(names) > 1 or not isinstance(tenant, str) or not is_id(tenant):
-        raise InvalidRequest.of(TENANT_KEY, f"in metadata, at most once, must be {_NAME_RULE}, not empty")
+        raise InvalidRequest.of(TENANT_KEY, f"must name one tenant by {NAME_RULE}, not empty")
     return tenant
 
 
@@ -216,22 +214,13 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
     violations = []
     for field, text in (("request_id", message.request_id), ("session_id", message.session_id)):
         if message.HasField(field) and not is_id(text):
-            violations.append(FieldViolation(field=field, description=f"must be {_NAME_RULE}, not empty"))
+            violations.append(FieldViolation(field=field, description=f"must be {NAME_RULE}, not empty"))
     if not is_name(message.cache_salt):
-        violations.append(FieldViolation(field="cache_salt", description=f"must be {_NAME_RULE}"))
+        violations.append(FieldViolation(field="cache_salt", description=f"must be {NAME_RULE}"))
     if abs(message.priority) > MAX_PRIORITY:
         description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
     return violations
-
-
-def is_name(text: str) -> bool:
-    """Fit for logs, metadata and Redis keys as it stands."""
-    return len(text) <= MAX_NAME_CHARS and _NAME.fullmatch(text) is not None
-
-
-def is_id(text: str) -> bool:
-    return bool(text) and is_name(text)
 
 
 def _invalid(violations: list[FieldViolation]) -> InvalidRequest:

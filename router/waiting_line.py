@@ -1,4 +1,4 @@
-"""Where admitted requests that found no worker wait: in order of arrival and priority, tenants in turn.
+"""Where admitted requests wait for a worker: in order of arrival and priority, tenants in turn.
 
 A request takes its ticket once and keeps it: one that a worker bounced, or whose worker died, stands again
 where it stood. Nobody stands longer than the line allows, all his times together. Does not own the order
@@ -29,7 +29,7 @@ class _Place:
 
 
 class WaitingLine:
-    """Only the one whose turn it is, the head, looks for a worker."""
+    """Only the one whose turn it is, the head, looks whether it can go on."""
 
     def __init__(
         self,
@@ -42,6 +42,9 @@ class WaitingLine:
         self._queues = TenantQueues(tenant_weights)
         self._places: dict[Ticket, _Place] = {}
         self._rate = CompletionRate()
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def ticket(self, rank: float = 0.0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
         self._next_ticket += 1

@@ -75,6 +75,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         raise ValueError(
             f"max_model_len {max_model_len} is beyond the model's {model.max_position_embeddings}"
         )
+    _check_stride_within_context(config, max_model_len)
     kv_size = _size_pool(config, model, device, dtype, path)
     for line in kv_size.describe(max_model_len):
         logger.info(line)
@@ -100,6 +101,15 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         device=str(device),
         masks=_give_masks(runner, model.vocab_size),
     )
+
+
+def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> None:
+    stride_tokens = config.index_stride_tokens
+    if stride_tokens is not None and stride_tokens > max_model_len:
+        raise ValueError(
+            f"index_stride_tokens {stride_tokens} is more than max_model_len {max_model_len}: "
+            "no prompt is that long, so the index would never know any"
+        )
 
 
 def _scheduling(config: EngineConfig, max_model_len: int, host_size: HostSize) -> SchedulerConfig:

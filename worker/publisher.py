@@ -49,6 +49,9 @@ class PublisherConfig:
     """Renewed each third of it; a dead worker's blocks are believed in no longer than this."""
     flush_seconds: float = 0.02
     """How long changes are gathered before they are sent: what is undone meanwhile is never sent."""
+    rest_ratio: float = 3.0
+    """After a full batch with more to tell, a rest of so many times what the batch took: where many workers tell
+    everything at once, look-ups come in between. Never longer than until the next renewal of the lease."""
     purge_seconds: float = 3.0
     purge_slice_seconds: float = 0.05
     """Between two slices while a walk is under way."""
@@ -216,21 +219,27 @@ class IndexPublisher:
         if self._on_its_way is None:
             self._on_its_way = self._difference.take(MAX_BATCH_NAMES, sequence=self._applied_sequence + 1)
             self._will_know_until = None if self._difference else self._clock()
-        match await self._call(self._index.apply(berth, self._on_its_way)):
+        batch, began = self._on_its_way, self._clock()
+        match await self._call(self._index.apply(berth, batch)):
             case ApplyResult.OK | ApplyResult.DUPLICATE:
-                self._applied_sequence = self._on_its_way.sequence
+                self._applied_sequence = batch.sequence
                 self._on_its_way = None
-                await self._after_a_batch()
+                is_full = batch.num_names >= MAX_BATCH_NAMES
+                await self._after_a_batch(
+                    self._config.rest_ratio * (self._clock() - began) if is_full else 0.0
+                )
             case ApplyResult.GAP | ApplyResult.UNKNOWN:
                 self._berth = None
 
-    async def _after_a_batch(self) -> None:
+    async def _after_a_batch(self, rest_seconds: float) -> None:
         """What changed while the batch was on its way is gathered like any other change."""
         if self._will_know_until is not None:
             self._is_resyncing = False
             self._changed_at = self._will_know_until if self._difference else None
-        if 0 < len(self._difference) < MAX_BATCH_NAMES:
-            await self._pause(self._config.flush_seconds)
+        if self._difference:
+            gather_seconds = self._config.flush_seconds if len(self._difference) < MAX_BATCH_NAMES else 0.0
+            until_renewal = max(0.0, self._renew_at - self._clock())
+            await self._pause(max(gather_seconds, min(rest_seconds, until_renewal)))
 
     async def _purge(self) -> None:
         progress = await self._call(self._index.purge())
@@ -269,7 +278,7 @@ class IndexPublisher:
 
     def _note_age(self) -> None:
         if not self._difference and self._on_its_way is None:
-            self._changed_at = None
+            self._changed_at, self._is_resyncing = None, False
         elif self._changed_at is None:
             self._changed_at = self._clock()
 

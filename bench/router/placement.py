@@ -97,7 +97,7 @@ class PlacementBench:
         times.hits += _holds(int(placed.address), group)
         self._in_flight.append(placed)
         if len(self._in_flight) > IN_FLIGHT:
-            self._fleet.view.ended(self._in_flight.popleft())
+            self._placer.ended(self._in_flight.popleft())
 
     async def _parts(self, times: PlacementTimes) -> None:
         _, packed = self._prompt()

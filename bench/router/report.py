@@ -159,9 +159,9 @@ def _stalls_text(figures: Figures, setting: Setting) -> str:
     ]
     return _section(
         "Stalls of the event loop",
-        "The longest of each trial, all requests' arrival included, as the router's own watch saw it. "
-        "`Late` is by how much a tick came too late, for lack of a free core too; `computing` is what of it "
-        "the loop's own thread computed.",
+        "The longest of each trial, all requests' arrival included, as the router's watch saw it. "
+        "`Late` is the longest pause from one tick of 1 ms to the next, for lack of a core too; `computing` is what "
+        "of it the loop's own thread computed.",
         "| streams | late, median ms | lowest-highest | computing, median ms | lowest-highest |",
         rows,
     )

@@ -27,7 +27,7 @@ CHECK_SECONDS = 1.0
 POLL_SECONDS = 0.02
 LOG_SECONDS = 10.0
 """By then a router has logged what its signal asks for."""
-LATENESS = re.compile(r"event loop: .* most ([\d.]+) ms, computing ([\d.]+) ms")
+LATENESS = re.compile(r"event loop: .* longest pause ([\d.]+) ms, computing ([\d.]+) ms")
 CHECKS_A_PROCESS = 8
 """Fresh connections that must all find a router that serves: the kernel deals them out among the processes."""
 
@@ -95,6 +95,7 @@ async def our_router(
         address.rpartition(":")[2],
     ]
     command += [part for worker in workers.addresses for part in ("--worker", worker)]
+    command += ["--loop-tick-seconds", "0.001"]
     command += ["--reuse-port"] if num_processes > 1 else []
 
     async def is_ready() -> bool:

@@ -21,6 +21,8 @@ class MockerProfile(HardwareProfile):
     pool_blocks: int = 25_000
     speedup_ratio: float = 0.5
     max_model_len: int = 16_384
+    mixed_step_seconds: float | None = None
+    """It has no such limit."""
 
     @property
     def num_blocks(self) -> int:

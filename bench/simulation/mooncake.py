@@ -6,11 +6,62 @@ prefix up to there (FAST'25 release; Dynamo's simulator reads the same). Owns re
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
+from typing import Any, Self
 
 from bench.simulation.workloads import Run, SimulatedRequest, Tokens, Workload
 
 TRACE_BLOCK_TOKENS = 512
+MAX_ARRIVAL_SECONDS = 1e6
+MAX_TIMESTAMP_MS = 1e15
+MAX_REQUEST_TOKENS = 2**24
+"""Prompt and output, where nobody says how long a context is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A line of a trace."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+    @classmethod
+    def of(cls, line: str) -> Self:
+        """Raises ValueError for what is not of the format; other keys are left alone."""
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON ({error})") from None
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        lengths = {name: _length(found, name) for name in ("input_length", "output_length")}
+        hash_ids, timestamp = _found(found, "hash_ids"), _found(found, "timestamp")
+        if not isinstance(hash_ids, list) or not all(type(block) is int for block in hash_ids):
+            raise ValueError("hash_ids must be a list of whole numbers")
+        if type(timestamp) not in (int, float) or not 0 <= timestamp <= MAX_TIMESTAMP_MS:
+            raise ValueError(
+                f"timestamp must be milliseconds from 0 to {MAX_TIMESTAMP_MS:g}, not {timestamp!r}"
+            )
+        if not lengths["input_length"]:
+            raise ValueError("input_length must be at least 1, not 0")
+        return cls(timestamp=timestamp, hash_ids=hash_ids, **lengths)
+
+
+def _found(entry: dict[str, Any], name: str) -> Any:
+    if name not in entry:
+        raise ValueError(f"not of Mooncake's format: no {name}")
+    return entry[name]
+
+
+def _length(entry: dict[str, Any], name: str) -> int:
+    value = _found(entry, name)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} must be a whole number of tokens, not {value!r}")
+    return value
 
 
 def read_trace(
@@ -19,33 +70,48 @@ def read_trace(
     block_tokens: int = TRACE_BLOCK_TOKENS,
     seconds: float | None = None,
     speed: float = 1.0,
+    max_request_tokens: int = MAX_REQUEST_TOKENS,
 ) -> Workload:
-    """The first `seconds` of a trace, played `speed` times as fast. Raises ValueError for what is no trace."""
+    """The first `seconds` of a trace, played `speed` times as fast. Raises ValueError for what is no trace, with its
+    line, OSError."""
+    if block_tokens < 1 or not (isfinite(speed) and speed > 0):
+        raise ValueError(f"block_tokens {block_tokens} and speed {speed:g} must be above 0")
     blocks: dict[int, Run] = {}
     tokens = Tokens()
     requests: list[SimulatedRequest] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(_text(path).splitlines()):
         try:
-            entry = json.loads(line)
-            arrival = entry["timestamp"] / 1000 / speed
+            entry = _Entry.of(line)
+            arrival = entry.timestamp / 1000 / speed
             if seconds is not None and arrival >= seconds:
                 break
+            if not arrival < MAX_ARRIVAL_SECONDS:
+                raise ValueError(
+                    f"arrives {arrival:g} s after the start, {MAX_ARRIVAL_SECONDS:g} are the most"
+                )
+            output_tokens = max(entry.output_length, 1)
+            if entry.input_length + output_tokens > max_request_tokens:
+                raise ValueError(
+                    f"input_length {entry.input_length} and output_length {output_tokens} are more than "
+                    f"{max_request_tokens} tokens together"
+                )
+            prompt = tuple(_prompt(entry.hash_ids, entry.input_length, block_tokens, blocks, tokens))
             requests.append(
                 SimulatedRequest(
-                    number=number,
-                    arrival_seconds=arrival,
-                    prompt=tuple(
-                        _prompt(entry["hash_ids"], entry["input_length"], block_tokens, blocks, tokens)
-                    ),
-                    output=tokens.run(max(entry["output_length"], 1)),
+                    number=number, arrival_seconds=arrival, prompt=prompt, output=tokens.run(output_tokens)
                 )
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path.name}, line {number + 1}: not of Mooncake's format ({error!r})"
-            ) from None
+        except ValueError as error:
+            raise ValueError(f"{path.name}, line {number + 1}: {error}") from None
     about = f"{path.stem}, {len(requests)} requests" + (f", {speed:g} times as fast" if speed != 1 else "")
     return Workload(name=path.stem, about=about, requests=tuple(requests))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path.name}: not a text in UTF-8") from None
 
 
 def _prompt(

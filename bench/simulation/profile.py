@@ -10,16 +10,23 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from blockyard.worker.sequence import NO_TOKEN, StepPlan, StepTokens
 
 from bench.simulation.clock import VirtualClock
 
+BLOCK_SIZES = (16, 32, 64, 128)
+FRACTIONS = ("efficiency", "memory_utilization")
+LARGEST = 1e30
+"""No quantity, in its unit, is above it or below its inverse: products of some stay finite."""
+MAX_BLOCKS = 4_000_000
+"""Of a pool: more than any machine holds, and about what a simulated one may cost."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """One GPU with one model on it. The defaults: H200 and Qwen3-8B in bf16, rates as docs/architecture.md has them."""
+    """One GPU with one model on it. The defaults: H200 and Qwen3-8B in bf16. Raises ValueError for bad values."""
 
     name: str = "H200, Qwen3-8B"
     parameters: float = 7.57e9
@@ -48,24 +55,41 @@ class HardwareProfile:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 131_072
+    mixed_step_seconds: float | None = 0.1
+    """What prompts may take of a step that also decodes. None: the token budget alone."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            value = getattr(self, setting.name)
-            if isinstance(value, float | int) and not value > 0:
-                raise ValueError(f"{setting.name} must be above 0, not {value}")
-        if self.num_blocks * self.block_size < self.max_model_len:
-            raise ValueError(f"the memory holds fewer than max_model_len {self.max_model_len} tokens")
+            _check_field(setting.name, setting.type, getattr(self, setting.name))
+        for name in FRACTIONS:
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1, not {getattr(self, name)}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}")
+        if not self.max_model_len <= self.num_blocks * self.block_size <= MAX_BLOCKS * self.block_size:
+            raise ValueError(
+                f"a pool of {self.num_blocks} blocks of {self.block_size} tokens must hold max_model_len "
+                f"{self.max_model_len} tokens and be at most {MAX_BLOCKS} blocks: it is what memory_bytes "
+                f"{self.memory_bytes:g} * memory_utilization {self.memory_utilization:g} leaves beside resident_bytes "
+                f"{self.resident_bytes:g}, at {self.kv_bytes_per_token:g} bytes a token (num_layers, num_kv_heads, "
+                "head_dim, kv_element_bytes)"
+            )
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """A JSON object of fields; the others keep their defaults. Raises ValueError, OSError."""
-        given = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path.name}: not JSON ({error})") from None
         if not isinstance(given, dict):
             raise ValueError(f"{path.name}: not an object")
         if unknown := given.keys() - {setting.name for setting in fields(cls)}:
             raise ValueError(f"{path.name}: unknown fields: {', '.join(sorted(unknown))}")
-        return cls(**given)
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from None
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -102,6 +126,22 @@ class HardwareProfile:
 
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "num_blocks": self.num_blocks}
+
+
+def _check_field(name: str, kind: object, value: Any) -> None:
+    """Names are texts, numbers are numbers above 0 of their kind: what a file holds may be anything."""
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text, not {value!r}")
+        return
+    if value is None and kind == float | None:
+        return
+    if kind is int and type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    if not 1 / LARGEST <= value <= LARGEST:
+        raise ValueError(f"{name} must be above 0 and at most {LARGEST:g}, not {value}")
 
 
 class RooflineRunner:

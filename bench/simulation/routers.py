@@ -5,14 +5,17 @@ Owns the line of those that found no worker and the record of each request. Toke
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from blockyard.proto.block_hash import chain
-from blockyard.proto.prefix_index import PrefixIndex
-from blockyard.router.cluster_view import CachedDepth, ClusterView, Placed
+from blockyard.proto.prefix_index import PrefixIndex, WorkerId
+from blockyard.router.bookings import Placed
+from blockyard.router.cluster_view import CachedDepth, ClusterView
 from blockyard.router.placement import PlacementRequest, place
 from blockyard.router.placement_config import PlacementConfig, PolicyName
+from blockyard.router.placer import RECONSIDER_SECONDS
+from blockyard.router.scoring import Score
 from blockyard.worker.engine_types import SequenceOutput
 
 from bench.simulation.clock import Events, VirtualClock, answer
@@ -22,7 +25,7 @@ from bench.simulation.workloads import SimulatedRequest
 LOOKUP_SECONDS = 0.001
 """Names, Redis and the choice together."""
 RETRY_SECONDS = 0.05
-"""The head of the line looks again."""
+"""The first of a line looks again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +46,8 @@ class _Waiting:
     record: Record
     names: list[bytes]
     token_ids: list[int]
-    placed: Placed | None = field(default=None)
+    placed: Placed | None = None
+    chosen_at: float = 0.0
 
 
 class SimulatedRouter:
@@ -66,7 +70,7 @@ class SimulatedRouter:
         self._policy: PolicyName = policy
         self._config, self._block_size, self._chance, self._on_end = config, block_size, chance, on_end
         self._view = ClusterView(suspect_seconds=1e9, lost_seconds=2e9, clock=clock, config=config)
-        self._line: deque[_Waiting] = deque()
+        self._lines: dict[str, deque[_Waiting]] = {address: deque() for address in workers}
         self._open: dict[int, _Waiting] = {}
         self._turn = 0
         self._will_retry = False
@@ -79,58 +83,82 @@ class SimulatedRouter:
         token_ids = record.request.token_ids()
         waiting = _Waiting(record, chain(ROOT, token_ids, self._block_size), token_ids)
         self._open[record.request.number] = waiting
-        self._events.after(LOOKUP_SECONDS, lambda: self._stand(waiting))
+        self._events.after(LOOKUP_SECONDS, lambda: self._place(waiting))
 
     # What workers say
 
     def report(self, address: str, load: object) -> None:
         self._view.heard(address, load)  # type: ignore[arg-type]
-        self._serve_line()
+        self._serve_line(address)
 
     def output(self, number: int, output: SequenceOutput) -> None:
         waiting = self._open[number]
-        record = waiting.record
-        assert waiting.placed is not None
+        record, placed = waiting.record, waiting.placed
+        assert placed is not None
         if record.first_token is None:
             record.first_token, record.cached_tokens = self._clock.now, output.cached_tokens
-            self._view.started(waiting.placed)
+            self._view.started(placed)
+            self._serve_line(placed.address)
         if output.is_last:
             record.ended = self._clock.now
-            self._view.ended(waiting.placed)
+            self._view.ended(placed)
             del self._open[number]
             self._on_end(record)
-            self._serve_line()
+            self._serve_line(placed.address)
 
     def refused(self, number: int) -> None:
         waiting = self._open[number]
         assert waiting.placed is not None
         self._view.ended(waiting.placed, busy=True)
         waiting.record.num_refusals += 1
-        self._line.appendleft(waiting)
-        self._serve_line()
+        self._place(waiting, is_back=True)
 
     # Placing
 
-    def _stand(self, waiting: _Waiting) -> None:
-        self._line.append(waiting)
-        self._serve_line()
+    def _place(self, waiting: _Waiting, *, is_back: bool = False) -> None:
+        """Chooses a worker, and stands in its line."""
+        chosen = self._choose(waiting)
+        waiting.placed = self._view.placed(
+            chosen.address,
+            names=waiting.names,
+            uncached_tokens=chosen.uncached_tokens,
+            blocks=-(-chosen.needed_tokens // self._block_size),
+        )
+        waiting.chosen_at = self._clock.now
+        line = self._lines[chosen.address]
+        if is_back:
+            line.appendleft(waiting)
+        else:
+            line.append(waiting)
+        self._serve_line(chosen.address)
 
-    def _serve_line(self) -> None:
-        while self._line and self._placed(self._line[0]):
-            self._line.popleft()
-        if self._line and not self._will_retry:
+    def _serve_line(self, address: str) -> None:
+        line = self._lines[address]
+        while line and self._view.has_room(address):
+            self._send(line.popleft())
+        if line and not self._will_retry:
             self._will_retry = True
             self._events.after(RETRY_SECONDS, self._retry)
 
     def _retry(self) -> None:
         self._will_retry = False
-        self._serve_line()
+        for address, line in self._lines.items():
+            self._serve_line(address)
+            while line and self._clock.now - line[0].chosen_at > RECONSIDER_SECONDS:
+                self._reconsider(line)
+                if line and line[0].chosen_at == self._clock.now:
+                    break
 
-    def _placed(self, waiting: _Waiting) -> bool:
+    def _reconsider(self, line: deque[_Waiting]) -> None:
+        """The first of a line goes to another where that has become cheaper."""
+        waiting = line.popleft()
+        assert waiting.placed is not None
+        self._view.ended(waiting.placed)
+        self._place(waiting, is_back=True)
+
+    def _choose(self, waiting: _Waiting) -> Score:
         names, prompt_tokens = waiting.names, len(waiting.token_ids)
         candidates = self._view.candidates(names, prompt_tokens, self._depths(names))
-        if not candidates:
-            return False
         first = max(self._config.rendezvous_tokens // self._block_size, 1)
         request = PlacementRequest(
             prompt_tokens=prompt_tokens,
@@ -139,23 +167,18 @@ class SimulatedRouter:
             session_key=waiting.record.request.session.encode(),
         )
         self._turn += 1
-        chosen = place(request, candidates, self._policy, self._chance, self._config).chosen
-        waiting.placed = self._view.placed(
-            chosen.address,
-            names=names,
-            uncached_tokens=chosen.uncached_tokens,
-            blocks=-(-chosen.needed_tokens // self._block_size),
-        )
-        worker = self._workers[chosen.address]
+        return place(request, candidates, self._policy, self._chance, self._config).chosen
+
+    def _send(self, waiting: _Waiting) -> None:
+        assert waiting.placed is not None
+        self._view.sent(waiting.placed)
+        worker = self._workers[waiting.placed.address]
         waiting.record.worker = worker.worker_id
         submission = Submission(
-            request=waiting.record.request, names=names, token_ids=waiting.token_ids, listener=self
+            request=waiting.record.request, names=waiting.names, token_ids=waiting.token_ids, listener=self
         )
         self._events.after(NETWORK_SECONDS, lambda: worker.submit(submission))
-        return True
 
-    def _depths(self, names: list[bytes]) -> dict[str, CachedDepth]:
-        if self._policy in ("round_robin", "least_loaded", "two_choices", "session"):
-            return {}
+    def _depths(self, names: list[bytes]) -> dict[WorkerId, CachedDepth]:
         holders = answer(self._index.lookup(names))  # type: ignore[arg-type]
         return {holder.worker_id: CachedDepth(blocks=holder.depth) for holder in holders}

@@ -94,7 +94,7 @@ class Simulation:
         self._workers = [
             SimulatedWorker(
                 number, setup.profile, self._clock, self._events, index,
-                max_waiting=max_waiting, mixed_step_seconds=EngineConfig(model="none").mixed_step_seconds,
+                max_waiting=max_waiting,
             )
             for number in range(setup.num_workers)
         ]  # fmt: skip

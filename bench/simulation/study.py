@@ -40,15 +40,15 @@ class Load:
 
 STANDARD_LOADS = (
     Load(workload="shared-prefix", rate=3, seconds=100),
-    Load(workload="shared-prefix", rate=10, seconds=60),
-    Load(workload="shared-prefix", rate=30, seconds=25),
-    Load(workload="shared-prefix", rate=60, seconds=15),
-    Load(workload="multi-turn", rate=4, seconds=40),
-    Load(workload="agents", rate=1.5, seconds=40),
-    Load(workload="nothing-shared", rate=30, seconds=25),
-    Load(workload="one-group", rate=40, seconds=25),
-    Load(workload="long-prompts", rate=6, seconds=60),
-    Load(workload="uniform-groups", rate=20, seconds=30, num_workers=4),
+    Load(workload="shared-prefix", rate=10, seconds=30),
+    Load(workload="shared-prefix", rate=30, seconds=15),
+    Load(workload="shared-prefix", rate=60, seconds=8),
+    Load(workload="multi-turn", rate=4, seconds=25),
+    Load(workload="agents", rate=1.5, seconds=25),
+    Load(workload="nothing-shared", rate=30, seconds=15),
+    Load(workload="one-group", rate=40, seconds=15),
+    Load(workload="long-prompts", rate=6, seconds=30),
+    Load(workload="uniform-groups", rate=20, seconds=25, num_workers=4),
 )
 
 

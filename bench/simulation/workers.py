@@ -71,7 +71,6 @@ class SimulatedWorker:
         index: PrefixIndex,
         *,
         max_waiting: int,
-        mixed_step_seconds: float,
     ) -> None:
         self.address = f"worker-{number}:1"
         self.worker_id = WorkerId(f"worker-{number}")
@@ -88,7 +87,7 @@ class SimulatedWorker:
             ),
             RooflineRunner(profile, clock),
             num_blocks=profile.num_blocks,
-            mixed_step_seconds=mixed_step_seconds,
+            mixed_step_seconds=profile.mixed_step_seconds,
             clock=clock,
         )
         self._listeners: list[Listener] = []

@@ -104,14 +104,20 @@ class AsyncClient:
         return list((await self._unary(requests.list_models())).models)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a running request, whichever router holds it. Raises NotFoundError where none does."""
+        """Ends a running request. Asks each of the client's addresses, until one leads to the router that holds it;
+        raises NotFoundError where none does.
+
+        Routers that share a port stand behind one address, and this client is connected to one of them: a request that
+        another client began there may be held by one of the others, and is then not found. Whoever began a request
+        can always end it by closing its stream.
+        """
         failures: list[BlockyardError] = []
         for address in self._config.addresses:
             try:
                 await self._send(address, requests.abort(request_id), self._config.timeout_seconds)
                 return
             except grpc.aio.AioRpcError as error:
-                failures.append(from_rpc(error))
+                failures.append(from_rpc(error, address))
         raise abort_failure(failures)
 
     async def cluster_info(self) -> cluster_pb2.ClusterInfo:
@@ -160,7 +166,7 @@ class AsyncClient:
         return await self._unary(requests.index_info())
 
     async def list_requests(self) -> list[cluster_pb2.RequestInfo]:
-        """The requests that the answering router holds now."""
+        """The requests that the answering router holds now: not those of others, behind the same address or another."""
         return list((await self._unary(requests.list_requests())).requests)
 
     async def _deltas(self, call: GenerateCall, attempts: Attempts) -> AsyncGenerator[Delta, None]:
@@ -181,7 +187,7 @@ class AsyncClient:
                     yield response
                 return
             except grpc.aio.AioRpcError as error:
-                failure = from_rpc(error)
+                failure = from_rpc(error, address, has_begun=begun)
                 if begun:
                     raise failure from None
             finally:
@@ -195,7 +201,7 @@ class AsyncClient:
             try:
                 return await self._send(address, call, attempts.remaining_seconds())
             except grpc.aio.AioRpcError as error:
-                failure = from_rpc(error)
+                failure = from_rpc(error, address)
             await self._wait_after(failure, address, attempts)
 
     async def _wait_after(self, failure: BlockyardError, address: str, attempts: Attempts) -> None:

@@ -6,15 +6,18 @@ protobuf itself cannot hold.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
-from blockyard.proto.v1 import inference_pb2
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from google.protobuf.message import Message
 
 Messages = Sequence[Mapping[str, str]]
 """A chat: [{"role": "user", "content": "..."}, ...]."""
 EarlyStopping = bool | Literal["never"]
 """When a search with enough finished beams ends: at once (True), once the running ones are unlikely to get better
 (False), or only when they cannot ("never"). As in transformers."""
+
+Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
@@ -76,20 +79,39 @@ class PlacementArguments(PromptArguments, total=False):
 def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
     """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
-    fields = prompt_fields(prompt, given.pop("messages", None), given.pop("prompt_token_ids", None))
     sampling = _sampling(given)
-    request = inference_pb2.GenerateRequest(sampling=sampling, **fields)
-    for name in ("model", "request_id", "cache_salt", "priority", "session_id"):
-        if name in given:
-            request.MergeFrom(_message(inference_pb2.GenerateRequest, name, given.pop(name)))
-    if given:
-        raise TypeError(f"unknown arguments: {', '.join(sorted(given))}")
+    beside = ("model", "request_id", "cache_salt", "priority", "session_id")
+    request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, beside)
+    request.sampling.CopyFrom(sampling)
     return request
 
 
-def salted_prompt_fields(prompt: str | None, arguments: PromptArguments) -> dict[str, Any]:
-    fields = prompt_fields(prompt, arguments.get("messages"), arguments.get("prompt_token_ids"))
-    return fields | {"cache_salt": arguments.get("cache_salt")}
+def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
+    """Raises as generate_request does."""
+    return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, arguments, ("cache_salt",))
+
+
+def placement_request(
+    prompt: str | None, arguments: PlacementArguments
+) -> cluster_pb2.ExplainPlacementRequest:
+    """Raises as generate_request does."""
+    return _prompt_request(
+        cluster_pb2.ExplainPlacementRequest, prompt, arguments, ("cache_salt", "session_id")
+    )
+
+
+def _prompt_request(
+    kind: type[Request], prompt: str | None, arguments: Mapping[str, Any], beside: Sequence[str]
+) -> Request:
+    """With the prompt and the fields that this kind has beside it; any other argument is unknown."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    request = kind(**prompt_fields(prompt, given.pop("messages", None), given.pop("prompt_token_ids", None)))
+    for name in beside:
+        if name in given:
+            request.MergeFrom(message_of(kind, name, given.pop(name)))
+    if given:
+        raise TypeError(f"unknown arguments: {', '.join(sorted(given))}")
+    return request
 
 
 def prompt_fields(
@@ -99,14 +121,14 @@ def prompt_fields(
     if [prompt, messages, prompt_token_ids].count(None) != 2:
         raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
     if prompt is not None:
-        _message(inference_pb2.GenerateRequest, "prompt", prompt)
+        message_of(inference_pb2.GenerateRequest, "prompt", prompt)
         return {"prompt": prompt}
     if prompt_token_ids is not None:
-        tokens = _message(inference_pb2.TokenIds, "ids", prompt_token_ids, called="prompt_token_ids")
+        tokens = message_of(inference_pb2.TokenIds, "ids", prompt_token_ids, called="prompt_token_ids")
         return {"prompt_token_ids": tokens}
     assert messages is not None
     chat = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return {"chat": _message(inference_pb2.Chat, "messages", chat)}
+    return {"chat": message_of(inference_pb2.Chat, "messages", chat)}
 
 
 def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
@@ -123,9 +145,9 @@ def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
         raise ValueError(f"give at most one of {', '.join(_STRUCTURED_FIELDS)}")
     for name, value in structured.items():
         text = _schema_text(value) if name == "json_schema" else value
-        sampling.structured_output.CopyFrom(_message(inference_pb2.StructuredOutput, name, text))
+        sampling.structured_output.CopyFrom(message_of(inference_pb2.StructuredOutput, name, text))
     for name in [name for name in given if name in _SAMPLING_FIELDS - {"structured_output"}]:
-        sampling.MergeFrom(_message(inference_pb2.SamplingParams, name, given.pop(name)))
+        sampling.MergeFrom(message_of(inference_pb2.SamplingParams, name, given.pop(name)))
     return sampling
 
 
@@ -147,7 +169,7 @@ def _early_stopping(value: EarlyStopping) -> inference_pb2.EarlyStopping:
     raise ValueError(f"early_stopping must be True, False or 'never', not {value!r}")
 
 
-def _message(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
+def message_of(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
     """A message with one field. Its errors name the argument: protobuf's own do not say which it was."""
     name = called or field
     try:
@@ -157,4 +179,7 @@ def _message(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
+        # Of a text protobuf says no more than "bad argument type for built-in operation".
+        is_text = isinstance(getattr(kind(), field), str)
+        told = f"must be text, not {type(value).__name__}" if is_text else error
+        raise TypeError(f"{name}: {told}") from None

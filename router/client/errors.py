@@ -109,13 +109,17 @@ _BY_CODE: dict[grpc.StatusCode, type[BlockyardError]] = {
 }
 
 
-def from_rpc(error: grpc.RpcError) -> BlockyardError:
-    """The exception for an RPC of grpc or grpc.aio that ended with an error status."""
+def from_rpc(error: grpc.RpcError, address: str, *, has_begun: bool = False) -> BlockyardError:
+    """The exception for an RPC of grpc or grpc.aio that ended with an error status. `has_begun`: some of its stream
+    had come."""
     # Every error that a call raises is also a Call; the base class alone declares nothing.
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     trailing = dict(error.trailing_metadata() or ())
     packed = trailing.get(DETAILS_KEY, b"")
     failure = from_status(error.code(), error.details() or "", packed if isinstance(packed, bytes) else b"")
+    if isinstance(failure, UnavailableError) and not failure.reason:
+        # No router said it. gRPC tells of sockets and of every address it tried, but not what became of the call.
+        failure = UnavailableError(_connection_failure(address, has_begun=has_begun), code=failure.code)
     if failure.retry_delay_seconds is None:
         failure.retry_delay_seconds = _pushback_seconds(trailing.get(PUSHBACK_KEY))
     return failure
@@ -142,6 +146,12 @@ def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> Bl
         field_violations=tuple(violations),
         retry_delay_seconds=delay_seconds,
     )
+
+
+def _connection_failure(address: str, *, has_begun: bool) -> str:
+    if has_begun:
+        return f"lost the connection to the router at {address} in mid-stream: what was received is all that came"
+    return f"no router answers at {address}"
 
 
 def _pushback_seconds(value: str | bytes | None) -> float | None:

@@ -15,8 +15,10 @@ from blockyard.router.client.arguments import (
     PlacementArguments,
     PromptArguments,
     generate_request,
+    lookup_request,
+    message_of,
+    placement_request,
     prompt_fields,
-    salted_prompt_fields,
 )
 from google.protobuf.message import Message
 
@@ -71,7 +73,7 @@ def list_models() -> Call[inference_pb2.ListModelsResponse]:
 
 
 def abort(request_id: str) -> Call[inference_pb2.AbortResponse]:
-    request = inference_pb2.AbortRequest(request_id=request_id)
+    request = message_of(inference_pb2.AbortRequest, "request_id", request_id)
     return _inference("Abort", request, inference_pb2.AbortResponse)
 
 
@@ -105,15 +107,14 @@ def list_blocks(worker_id: str, page_token: str) -> Call[cluster_pb2.ListBlocksR
 
 
 def lookup_prefix(prompt: str | None, arguments: PromptArguments) -> Call[cluster_pb2.LookupPrefixResponse]:
-    request = cluster_pb2.LookupPrefixRequest(**salted_prompt_fields(prompt, arguments))
+    request = lookup_request(prompt, arguments)
     return _cluster("LookupPrefix", request, cluster_pb2.LookupPrefixResponse)
 
 
 def explain_placement(
     prompt: str | None, arguments: PlacementArguments
 ) -> Call[cluster_pb2.ExplainPlacementResponse]:
-    fields = salted_prompt_fields(prompt, arguments)
-    request = cluster_pb2.ExplainPlacementRequest(session_id=arguments.get("session_id"), **fields)
+    request = placement_request(prompt, arguments)
     return _cluster("ExplainPlacement", request, cluster_pb2.ExplainPlacementResponse)
 
 

@@ -20,6 +20,7 @@ from blockyard.router.client.errors import (
     TimedOutError,
     UnavailableError,
 )
+from blockyard.router.names import MAX_NAME_CHARS, is_id
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
 
@@ -70,12 +71,16 @@ def check_timeout(timeout_seconds: float) -> float:
 
 
 def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """Of each call. Raises ValueError for a tenant that metadata cannot carry; the rest is the server's to check."""
+    """Of each call. Raises ValueError for a tenant that no router takes, TypeError for one that is no text."""
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     if tenant is None:
         return metadata
-    if not (tenant.isascii() and tenant.isprintable()):
-        raise ValueError("tenant: must be printable ASCII")
+    if not isinstance(tenant, str):
+        raise TypeError(f"tenant: must be text, not {type(tenant).__name__}")
+    if not is_id(tenant):
+        raise ValueError(
+            f"tenant: must be 1 to {MAX_NAME_CHARS} letters, digits or any of . _ : -, not {tenant[:40]!r}"
+        )
     return (*metadata, ("blockyard-tenant", tenant))
 
 

@@ -143,19 +143,60 @@ def test_what_is_no_trace_is_refused_by_line(tmp_path: Path):
         read_trace(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("input_length", 0, "input_length must be at least 1, not 0"),
+        ("input_length", -5, "input_length must be a whole number of tokens, not -5"),
+        ("input_length", 1e3, "input_length must be a whole number of tokens, not 1000.0"),
+        ("input_length", 10**12, "input_length 1000000000000 and output_length 1 are more than"),
+        ("output_length", -1, "output_length must be a whole number of tokens, not -1"),
+        ("output_length", True, "output_length must be a whole number of tokens, not True"),
+        ("hash_ids", 3, "hash_ids must be a list of whole numbers"),
+        ("hash_ids", ["a"], "hash_ids must be a list of whole numbers"),
+        ("timestamp", -1, "timestamp must be milliseconds from 0 "),
+        ("timestamp", float("nan"), "timestamp must be milliseconds from 0 "),
+        ("timestamp", 10**400, "timestamp must be milliseconds from 0 "),
+        ("timestamp", 1e12, "arrives 1e.09 s after the start"),
+        ("timestamp", "0", "timestamp must be milliseconds from 0 "),
+    ],
+)
+def test_an_entry_that_cannot_be_is_named_by_its_line(tmp_path: Path, name: str, value: object, told: str):
+    good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{json.dumps(good)}\n{json.dumps({**good, name: value})}\n")
+    with pytest.raises(ValueError, match=rf"^trace\.jsonl, line 2: {told}"):
+        read_trace(path)
+
+
 def test_a_profile_from_a_file_is_checked(tmp_path: Path):
     path = tmp_path / "profile.json"
     path.write_text('{"name": "small", "num_layers": 16}')
     assert HardwareProfile.from_file(path).num_layers == 16
     for text, complaint in (
         ('{"layers": 3}', "layers"),
-        ('{"num_layers": 0}', "num_layers must be above 0, not 0"),
+        ('{"num_layers": 0}', "num_layers must be above 0 .*, not 0"),
         ('{"memory_bytes": 1e10}', "max_model_len"),
         ("[]", "not an object"),
+        ("{", "not JSON"),
+        ('{"memory_bytes": "x"}', "memory_bytes must be a number, not 'x'"),
+        ('{"memory_bytes": 2e10}', "memory_bytes 2e.10 .* resident_bytes 1.8e.10"),
+        ('{"memory_bytes": 1e20}', "at most 4000000 blocks"),
+        ('{"bandwidth_bytes_per_second": null}', "bandwidth_bytes_per_second must be a number, not None"),
+        ('{"matmul_flops_per_second": NaN}', "matmul_flops_per_second must be above 0"),
+        (f'{{"parameters": 1{"0" * 400}}}', "parameters must be above 0 and at most"),
+        ('{"num_layers": 1.5}', "num_layers must be a whole number, not 1.5"),
+        ('{"efficiency": true}', "efficiency must be a number, not True"),
+        ('{"efficiency": 1.1}', "efficiency must be at most 1, not 1.1"),
+        ('{"memory_utilization": 9}', "memory_utilization must be at most 1, not 9"),
+        ('{"block_size": 17}', "block_size must be one of .*, not 17"),
+        ('{"name": 5}', "name must be a text, not 5"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(ValueError, match=rf"^profile\.json: .*{complaint}"):
             HardwareProfile.from_file(path)
+    path.write_text('{"mixed_step_seconds": null, "parameters": 8}')
+    assert HardwareProfile.from_file(path).mixed_step_seconds is None
 
 
 def test_the_mock_engine_takes_the_published_times():

@@ -4,7 +4,8 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -30,6 +31,30 @@ from blockyard.router.client.retry import AddressRotation
 from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, logprob, serve
 
 
+@asynccontextmanager
+async def breakable(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """A way to a server, and what cuts off everybody on it as the server's death would."""
+    host, _, port = address.rpartition(":")
+    writers: list[asyncio.StreamWriter] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while taken := await reader.read(65536):
+            writer.write(taken)
+
+    async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, there_writer))
+        await asyncio.gather(pump(reader, there_writer), pump(there_reader, writer), return_exceptions=True)
+
+    def break_it() -> None:
+        for writer in writers:
+            writer.transport.abort()
+
+    async with await asyncio.start_server(join, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", break_it
+        break_it()
+
+
 class SyncDriver:
     """Drives the blocking client from a thread, so that the server may live on the test's event loop."""
 
@@ -53,6 +78,17 @@ class SyncDriver:
 
         return await asyncio.to_thread(take)
 
+    async def take_one_and_go_on(self, meanwhile: Callable[[], None], **arguments: Any) -> list[Delta]:
+        loop = asyncio.get_running_loop()
+
+        def take() -> list[Delta]:
+            stream = self.client.stream(**arguments)
+            first = next(stream)
+            loop.call_soon_threadsafe(meanwhile)
+            return [first, *stream]
+
+        return await asyncio.to_thread(take)
+
     async def close(self) -> None:
         self.client.close()
 
@@ -73,6 +109,12 @@ class AsyncDriver:
         first = await anext(stream)
         await stream.aclose()
         return first
+
+    async def take_one_and_go_on(self, meanwhile: Callable[[], None], **arguments: Any) -> list[Delta]:
+        stream = self.client.stream(**arguments)
+        first = await anext(stream)
+        meanwhile()
+        return [first, *[delta async for delta in stream]]
 
     async def close(self) -> None:
         await self.client.close()
@@ -179,6 +221,36 @@ async def test_a_stream_that_began_is_never_retried(
     assert len(router.requests) == 1
 
 
+async def test_a_router_that_is_not_there_is_named(connect: Connect, dead_address: str) -> None:
+    driver = connect(dead_address, retries=0)
+    for name, positional in (("generate", "x"), ("tokenize", "x"), ("abort", "r")):
+        with pytest.raises(UnavailableError) as failure:
+            await driver.call(name, positional)
+        assert str(failure.value) == f"no router answers at {dead_address}"
+
+
+async def test_a_connection_that_breaks_in_mid_stream_is_told_as_that(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [(GOOD_SCRIPT[0], Hang())]
+    async with breakable(address) as (way, break_it):
+        driver = connect(way)
+        with pytest.raises(UnavailableError) as failure:
+            await driver.take_one_and_go_on(break_it, prompt="x")
+    assert str(failure.value) == (
+        f"lost the connection to the router at {way} in mid-stream: what was received is all that came"
+    )
+    assert len(router.requests) == 1
+
+
+async def test_what_a_router_says_of_itself_is_passed_on(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    router.scripts = [(Fail(code=grpc.StatusCode.UNAVAILABLE, reason="NO_WORKER"),)]
+    with pytest.raises(UnavailableError, match=r"^as scripted$"):
+        await connect(address, retries=0).call("generate", "x")
+
+
 async def test_retry_info_is_waited_for(connect: Connect, router: ScriptedRouter, address: str) -> None:
     router.scripts = [(Fail(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_seconds=0.3),), GOOD_SCRIPT]
     assert (await connect(address).call("generate", "x")).text == "Hello"
@@ -190,13 +262,21 @@ async def test_retry_info_is_waited_for(connect: Connect, router: ScriptedRouter
 async def test_a_pushback_stands_in_for_a_lost_retry_info(pushback_ms: str, seconds: float | None) -> None:
     trailing = grpc.aio.Metadata(("grpc-retry-pushback-ms", pushback_ms))
     error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing)
-    assert from_rpc(error).retry_delay_seconds == seconds
+    assert from_rpc(error, "localhost:1").retry_delay_seconds == seconds
 
 
-@pytest.mark.parametrize("tenant", ["tab\there", "naïve"])
-def test_a_tenant_that_metadata_cannot_carry_is_refused(tenant: str) -> None:
-    with pytest.raises(ValueError, match="tenant"):
-        Client("localhost:1", tenant=tenant)
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("tenant", ["tab\there", "naïve", "two words", "", "x" * 129])
+def test_a_tenant_that_no_router_takes_is_refused(kind: type, tenant: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^tenant: must be 1 to 128 letters, digits or any of . _ : -, not '"
+    ):
+        kind("localhost:1", tenant=tenant)
+
+
+def test_a_tenant_that_is_no_text_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"^tenant: must be text, not int$"):
+        Client("localhost:1", tenant=5)  # type: ignore[arg-type]
 
 
 async def test_exhaustion_without_retry_info_is_final(
@@ -383,6 +463,28 @@ async def test_a_mistake_is_found_before_anything_is_sent(kind: type) -> None:
         client.stream("x", prompt_token_ids=[1])
     with pytest.raises(TypeError, match="unknown arguments: tempreature"):
         client.stream("x", tempreature=1)
+
+
+@pytest.mark.parametrize("name", ["explain_placement", "lookup_prefix"])
+async def test_questions_about_a_prompt_refuse_what_they_do_not_know(
+    connect: Connect, address: str, name: str
+) -> None:
+    driver = connect(address)
+    with pytest.raises(TypeError, match=r"^unknown arguments: nonsense, priority$"):
+        await driver.call(name, "x", nonsense=1, priority=5)
+    with pytest.raises(TypeError, match=r"^cache_salt: must be text, not int$"):
+        await driver.call(name, "x", cache_salt=5)
+
+
+async def test_a_name_that_is_no_text_is_a_type_error_with_its_argument(
+    connect: Connect, address: str
+) -> None:
+    driver = connect(address)
+    for name in ("generate", "explain_placement"):
+        with pytest.raises(TypeError, match=r"^session_id: must be text, not int$"):
+            await driver.call(name, "x", session_id=5)
+    with pytest.raises(TypeError, match=r"^request_id: must be text, not int$"):
+        await driver.call("abort", 5)
 
 
 def test_the_client_imports_no_heavy_package() -> None:

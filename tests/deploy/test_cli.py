@@ -155,6 +155,8 @@ def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:
         ("--max-queue-seconds", "nan"),
         ("--tenant-weight", "research"),
         ("--tenant-weight", "research=0"),
+        ("--tenant-weight", "a b=2"),
+        ("--max-tokens-admitted", "0"),
         ("--gpu-memory-utilization", "1.5"),
         ("--cluster", "../../etc"),
         ("--model", "/no/such/folder"),

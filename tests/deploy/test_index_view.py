@@ -50,17 +50,19 @@ def test_everything_that_is_known_is_shown() -> None:
     assert "lag 3.20 s at most" in lines
     assert "look-ups 20, 2 failed, 5 skipped; p50 0.20 ms, p99 1.10 ms" in lines
     assert "stale 2.50% of 400 blocks promised" in lines
-    assert lines[-3:] == [
+    assert lines[-4:-1] == [
         "w0 EXACT 700 0 0.00 0 0",
         "w1 DEGRADED 0 512 3.20 2 9",
         "w2 - - - - - -",
     ]
+    assert lines[-1].startswith("entries: different names")
 
 
 def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
     assert derived(FULL) == pytest.approx({"bytes_per_name": 17.0, "stale_ratio": 0.025, "lag_seconds": 3.2})
     assert derived(IndexInfo()) == {"bytes_per_name": None, "stale_ratio": None, "lag_seconds": 0.0}
     uncounted = lines_of(IndexInfo(state=IndexState.INDEX_STATE_DEGRADED))
+    assert "look-ups 0, 0 failed, 0 skipped" in [" ".join(line) for line in uncounted]
     assert all([what, "-"] in uncounted for what in ("names", "bytes", "berths", "stale"))
 
 

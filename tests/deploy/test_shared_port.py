@@ -3,9 +3,11 @@
 import socket
 
 import pytest
+from blockyard.deploy.cluster import UpOptions
 from blockyard.deploy.shared_port import reserved_port
 from blockyard.deploy.supervisor import Place, router_port
 from blockyard.router.config import RouterConfig
+from blockyard.worker.config import EngineConfig
 
 HOST = "127.0.0.1"
 
@@ -36,6 +38,17 @@ def test_a_port_that_was_just_in_use_is_free() -> None:
             assert client.recv(1) == b""
     with reserved_port(HOST, port) as reserved:
         assert reserved == port
+
+
+def test_ports_side_by_side_end_where_ports_end() -> None:
+    engine = EngineConfig(model="m")
+    with pytest.raises(
+        ValueError, match=r"3 routers .* from 65534 on would need ports up to 65536: 65535 is the"
+    ):
+        UpOptions(engine=engine, num_routers=3, separate_ports=True, router_port=65534)
+    UpOptions(engine=engine, num_routers=2, separate_ports=True, router_port=65534)
+    UpOptions(engine=engine, num_routers=3, separate_ports=True)
+    UpOptions(engine=engine, num_routers=3, router_port=65535)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
+from blockyard.proto.prefix_index import Incarnation, PrefixIndex, PrefixIndexError, WorkerId
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.proto.v1.cluster_pb2 import IndexState
-from blockyard.router.index_report import index_condition
+from blockyard.router.index_report import Part, index_condition
+from blockyard.router.prefix_index import IndexHealth
 from blockyard.worker.index_report import index_message
 from blockyard.worker.publisher import IndexPublisher
 from redis.asyncio import Redis
@@ -54,8 +55,18 @@ class Cluster:
     """Each state that a router would have shown, once in a row."""
 
     def state(self) -> IndexState:
-        parts = {worker.worker_id: index_message(worker.publisher.state()) for worker in self.workers}
-        return index_condition(True, parts).state
+        """As the workers' own words have it."""
+        parts = [
+            Part(
+                worker_id=WorkerId(worker.worker_id),
+                incarnation=Incarnation("1"),
+                index=index_message(worker.publisher.state()),
+            )
+            for worker in self.workers
+        ]
+        standing = frozenset((part.worker_id, part.incarnation) for part in parts)
+        health = IndexHealth(answers=True, in_time=True, standing=standing)
+        return index_condition(health, parts, timeout_seconds=0.04).state
 
     async def watch(self) -> None:
         while True:

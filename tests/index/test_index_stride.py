@@ -4,6 +4,8 @@ import random
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from blockyard.deploy.redis_server import RedisProcess
@@ -25,6 +27,7 @@ from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.loading import load_engine
 from blockyard.worker.net_difference import TieredDifference
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, SamplingParams
@@ -174,6 +177,21 @@ async def test_a_prompt_shorter_than_the_stride_asks_nothing() -> None:
 def test_a_stride_that_is_no_multiple_of_the_block_size_is_refused(stride_tokens: int) -> None:
     with pytest.raises(ValueError, match=f"positive multiple of the block size 16, not {stride_tokens}"):
         EngineConfig(model="demo", block_size=16, index_stride_tokens=stride_tokens)
+
+
+def test_a_stride_longer_than_any_prompt_is_refused() -> None:
+    model = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "engine": "simulated",
+        "max_model_len": 256,
+        "kv_cache_memory": 2**24,
+    }
+    with pytest.raises(
+        ValueError, match=r"index_stride_tokens 272 is more than max_model_len 256: no prompt"
+    ):
+        load_engine(EngineConfig(**settings, index_stride_tokens=272))
+    assert load_engine(EngineConfig(**settings, index_stride_tokens=256)).max_model_len == 256
 
 
 def test_the_stride_in_blocks_is_one_unless_said_otherwise() -> None:

@@ -8,11 +8,26 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.prefix_index import FIRST_SEQUENCE, Batch, ErrorKind, Holder, Incarnation, WorkerId
+from blockyard.proto.prefix_index import (
+    FIRST_SEQUENCE,
+    Batch,
+    ErrorKind,
+    Holder,
+    Incarnation,
+    IndexInfo,
+    WorkerId,
+    WorkerRecord,
+)
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.router.cluster_view import CachedDepth
-from blockyard.router.prefix_index import BreakerState, LookupResult, PrefixLookup, PrefixLookupConfig
+from blockyard.router.prefix_index import (
+    BreakerState,
+    IndexHealth,
+    LookupResult,
+    PrefixLookup,
+    PrefixLookupConfig,
+)
 
 from .harness import chain, record
 
@@ -76,46 +91,130 @@ async def test_failures_that_are_not_in_a_row_leave_the_breaker_closed() -> None
     assert lookup.breaker_state is BreakerState.CLOSED
 
 
-async def test_who_asks_whether_it_answers_is_told_of_now_and_not_of_the_last_request() -> None:
+async def test_who_asks_how_it_is_is_told_of_the_last_second_and_not_of_the_last_request() -> None:
     index, now = await twin_with_blocks(), 0.0
     lookup = PrefixLookup(index, clock=lambda: now)
-    await lookup.lookup(chain(9), KNOWN)
+    assert (await lookup.health()).answers
     index.available = False
-    await lookup.refresh()
-    assert lookup.answers, "somebody asked less than a second ago"
+    assert (await lookup.health()).answers, "somebody asked less than a second ago"
     now = 1.0
-    await lookup.refresh()
-    assert not lookup.answers
+    assert await lookup.health() == IndexHealth(answers=False, in_time=False, standing=frozenset())
     assert lookup.breaker_state is BreakerState.CLOSED
     index.available, now = True, 2.0
-    await lookup.refresh()
-    assert lookup.answers
-    assert len(lookup.durations_seconds) == 1, "of requests alone"
+    health = await lookup.health()
+    assert (health.answers, health.in_time) == (True, True)
+    assert health.standing == {("a", "1"), ("b", "0"), ("b", "1"), ("stranger", "1")}
+    assert (lookup.num_lookups, lookup.errors.total(), len(lookup.durations_seconds)) == (0, 0, 0)
 
 
-async def test_a_breaker_that_idle_questions_opened_they_also_close() -> None:
+async def test_an_open_breaker_is_closed_by_who_asks_how_the_index_is() -> None:
     index, now = await twin_with_blocks(), 0.0
     lookup = PrefixLookup(index, config=PrefixLookupConfig(open_seconds=1.5), clock=lambda: now)
+    await open_breaker(lookup, index)
+    now = 1.0
+    health = await lookup.health()
+    assert (health.answers, health.in_time) == (True, False), "it answers, but requests go without still"
+    now = 1.5
+    assert (await lookup.health()).in_time
+    assert (lookup.breaker_state, lookup.num_lookups) == (BreakerState.CLOSED, 3)
+
+
+async def test_prompts_too_short_for_the_stride_close_an_open_breaker() -> None:
+    index, now = await twin_with_blocks(), 0.0
+    lookup = PrefixLookup(index, config=PrefixLookupConfig(open_seconds=1.5), clock=lambda: now)
+    await open_breaker(lookup, index)
+    assert await lookup.lookup(chain(3), KNOWN, stride_blocks=4) == UNAVAILABLE
+    now = 1.5
+    assert await lookup.lookup(chain(3), KNOWN, stride_blocks=4) == LookupResult(available=True)
+    assert lookup.breaker_state is BreakerState.CLOSED
     index.available = False
+    assert await lookup.lookup(chain(3), KNOWN, stride_blocks=4) == LookupResult(available=True)
+    assert (lookup.num_lookups, lookup.errors.total()) == (3, 3), "a probe is no look-up"
+
+
+async def open_breaker(lookup: PrefixLookup, index: TwinPrefixIndex) -> None:
+    index.available = False
+    for _ in range(PrefixLookupConfig().failures_to_open):
+        await lookup.lookup(chain(9), KNOWN)
+    index.available = True
+    assert lookup.breaker_state is BreakerState.OPEN
+
+
+class _CountedIndex(TwinPrefixIndex):
+    """Counts what is asked, and answers neither question before `resume` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0.0)
+        self.resume = asyncio.Event()
+        self.num_counts = self.num_checks = 0
+
+    async def info(self) -> IndexInfo:
+        self.num_counts += 1
+        await self.resume.wait()
+        return await super().info()
+
+    async def directory(self) -> list[WorkerRecord]:
+        self.num_checks += 1
+        await self.resume.wait()
+        return await super().directory()
+
+
+async def test_all_who_ask_within_a_second_share_one_count_and_one_check() -> None:
+    index, now = _CountedIndex(), 0.0
+    lookup = PrefixLookup(index, clock=lambda: now)
+    async with asyncio.TaskGroup() as tasks:
+        counts = [tasks.create_task(lookup.info()) for _ in range(20)]
+        checks = [tasks.create_task(lookup.health()) for _ in range(20)]
+        await asyncio.sleep(0)
+        counts.pop().cancel()
+        index.resume.set()
+    assert (index.num_counts, index.num_checks) == (1, 1)
+    assert all(count.result() is not None for count in counts)
+    assert all(check.result().answers for check in checks)
+    await lookup.info()
+    assert index.num_counts == 1
+    now = 1.0
+    await lookup.info()
+    await lookup.health()
+    assert (index.num_counts, index.num_checks) == (2, 2)
+
+
+async def test_a_state_told_with_a_size_is_no_older_than_the_size() -> None:
+    index, now = await twin_with_blocks(), 0.0
+    lookup = PrefixLookup(index, clock=lambda: now)
+    assert (await lookup.health()).standing
+    index.flush()
+    now = 0.5
+    size = await lookup.info()
+    assert size is not None
+    assert size.live_berths == 0
+    assert not (await lookup.health()).standing
+
+
+class _SoonAnsweringIndex(TwinPrefixIndex):
+    """Answers 10 ms after it was asked, unless the loop stands still."""
+
+    async def lookup(self, names: object) -> list[Holder]:
+        answer = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.01, answer.set_result, [])
+        return list(await answer)
+
+
+async def test_a_loop_that_stood_still_past_the_time_out_makes_no_failure() -> None:
+    lookup = PrefixLookup(_SoonAnsweringIndex(lambda: 0.0))
     for _ in range(3):
-        now += 1.0
-        await lookup.refresh()
-    assert lookup.breaker_state.name == "OPEN"
-    index.available, now = True, 4.0
-    await lookup.refresh()
-    assert not lookup.answers, "still open"
-    now = 5.0
-    await lookup.refresh()
-    assert (lookup.answers, lookup.breaker_state) == (True, BreakerState.CLOSED)
+        asyncio.get_running_loop().call_soon(time.sleep, 2.5 * lookup.timeout_seconds)
+        assert (await lookup.lookup(chain(9), KNOWN)).available
+    assert not lookup.errors
 
 
 async def test_an_index_that_does_not_answer_has_no_size() -> None:
-    index = await twin_with_blocks()
-    lookup = PrefixLookup(index)
+    index, now = await twin_with_blocks(), 0.0
+    lookup = PrefixLookup(index, clock=lambda: now)
     size = await lookup.info()
     assert size is not None
     assert size.names == len({*chain(9), *chain(11)})
-    index.available = False
+    index.available, now = False, 1.0
     assert await lookup.info() is None
 
 

@@ -143,7 +143,7 @@ class Router:
         depths = {
             holder.worker_id: CachedDepth(blocks=holder.depth) for holder in answer(self._index.lookup(names))
         }
-        candidates = self.view.candidates(names, PROMPT_TOKENS, depths, respect_gates=False)
+        candidates = self.view.candidates(names, PROMPT_TOKENS, depths)
         request = PlacementRequest(prompt_tokens=PROMPT_TOKENS)
         chosen = place(request, candidates, "prefix", self._chance, PlacementConfig()).chosen
         placed: Placed = self.view.placed(
@@ -152,6 +152,7 @@ class Router:
             uncached_tokens=chosen.uncached_tokens,
             blocks=-(-chosen.needed_tokens // BLOCK_SIZE),
         )
+        self.view.sent(placed)
         self._workers[chosen.address].submit(
             names, lambda: self.view.started(placed), lambda: self.view.ended(placed)
         )

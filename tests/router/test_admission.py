@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from blockyard.router.admission import (
     MAX_REFUSED_TENANTS,
-    REFUSED_ACTIVE_SECONDS,
+    RETURN_GRACE_SECONDS,
     AdmissionLedger,
     Charge,
     estimate_tokens,
@@ -44,6 +44,12 @@ def admitted(ledger: AdmissionLedger, stack: ExitStack, tenant: str, *, attempts
             continue
         num_admitted += 1
     return num_admitted
+
+
+def refusal(ledger: AdmissionLedger, tokens: int = 1, *, outputs: int = 1, tenant: str = "") -> Overloaded:
+    with pytest.raises(Overloaded) as refused, ledger.charge(tokens, outputs=outputs, tenant=tenant):
+        pass
+    return refused.value
 
 
 def test_requests_beyond_the_limit_are_told_when_to_come_back() -> None:
@@ -137,16 +143,19 @@ def test_a_tenant_that_holds_nothing_is_let_in_whatever_its_share() -> None:
         assert admitted(ledger, stack, "large") == 0
 
 
-def test_a_refused_tenant_counts_for_a_minute_and_is_then_forgotten() -> None:
+def test_a_refused_tenant_counts_until_it_should_have_come_back_and_is_then_forgotten() -> None:
     clock = Clock()
     ledger = ledger_of(max_requests=2, clock=clock)
     with ExitStack() as early, ExitStack() as late:
         admitted(ledger, early, "a")
         admitted(ledger, late, "a")
-        assert admitted(ledger, late, "b") == 0
+        with pytest.raises(Overloaded) as refused, ledger.charge(1, tenant="b"):
+            pass
         early.close()
+        assert refused.value.retry_after_seconds is not None
+        clock.now += refused.value.retry_after_seconds + RETURN_GRACE_SECONDS - 0.001
         assert admitted(ledger, late, "a") == 0
-        clock.now += REFUSED_ACTIVE_SECONDS
+        clock.now += 0.001
         # a was itself refused just now, but refusals of its own cost it nothing.
         assert admitted(ledger, late, "a") == 1
         assert ledger.active_tenants == 1
@@ -183,6 +192,86 @@ def test_the_refused_of_one_tenant_return_one_after_another_and_another_tenants_
         assert delay("b") < 1.0
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(2, 64),
+    st.lists(st.sampled_from([0.01, 1.0, 1000.0]), min_size=1, max_size=40),
+    st.floats(0, 60),
+    st.booleans(),
+)
+def test_what_the_refused_keep_free_is_half_of_a_limit_at_most_and_each_of_them_finds_room(
+    limit: int, weights: list[float], seconds: float, by_tokens: bool
+) -> None:
+    """However many names were refused, of whatever weights, while one tenant held all."""
+    clock = Clock()
+    names = {f"t{number}": weight for number, weight in enumerate(weights)}
+    limits = {"max_tokens": limit} if by_tokens else {"max_requests": limit}
+    ledger = ledger_of(clock=clock, **limits, **names)
+    with ExitStack() as first, ExitStack() as later:
+        assert admitted(ledger, first, "flood", attempts=limit) == limit
+        assert not any(admitted(ledger, later, name) for name in names)
+        first.close()
+        clock.now += seconds
+        kept = limit - admitted(ledger, later, "flood", attempts=2 * limit)
+        assert kept <= (limit + 1) // 2
+        assert kept or seconds > RETURN_GRACE_SECONDS
+        assert all(admitted(ledger, later, name) for name in list(names)[:kept])
+
+
+def test_a_tenant_that_was_refused_often_finds_room_at_the_last_time_that_it_was_told() -> None:
+    clock = Clock()
+    ledger = ledger_of(max_requests=10, clock=clock)
+    with ExitStack() as early, ExitStack() as late:
+        assert admitted(ledger, early, "flood", attempts=10) == 10
+        told = [refusal(ledger, tenant="small").retry_after_seconds or 0.0 for _ in range(200)]
+        assert told[-1] > told[0] + 2 * RETURN_GRACE_SECONDS
+        early.close()
+        for _ in range(10):
+            clock.now += told[-1] / 10
+            admitted(ledger, late, "flood", attempts=20)
+        assert admitted(ledger, late, "small", attempts=20) == 5
+
+
+def test_made_up_names_that_were_refused_do_not_take_an_empty_router_from_its_tenant() -> None:
+    clock = Clock()
+    ledger = ledger_of(max_requests=1024, clock=clock)
+    with ExitStack() as early, ExitStack() as late:
+        admitted(ledger, early, "own", attempts=1024)
+        for number in range(MAX_REFUSED_TENANTS):
+            assert admitted(ledger, early, f"x{number}") == 0
+        early.close()
+        clock.now += 1.0
+        assert admitted(ledger, late, "own", attempts=1024) == 512
+        clock.now += 40.0
+        assert admitted(ledger, late, "own", attempts=1024) == 512, "nobody came back"
+
+
+def test_a_refusal_names_the_limit_and_when_to_come_back() -> None:
+    ledger = ledger_of(max_requests=2, max_tokens=50)
+    with ledger.charge(40), ledger.charge(1):
+        by_requests = refusal(ledger)
+    with ledger.charge(40):
+        by_tokens = refusal(ledger, 11)
+    for refused, limit in ((by_requests, "2 requests"), (by_tokens, "50 prompt tokens")):
+        assert f"limit of {limit} (max_" in str(refused)
+        assert f"come back in {refused.retry_after_seconds:.1f} s" in str(refused)
+    ledger = ledger_of(max_requests=4)
+    with ledger.charge(1, tenant="a"), ledger.charge(1, tenant="a"), ledger.charge(1, tenant="b"):
+        assert "share of 2 of the limit of 4 requests" in str(refusal(ledger, tenant="a"))
+
+
+def test_a_request_above_a_limit_is_told_so_and_to_come_back_when_those_that_run_are_gone() -> None:
+    for limits, tokens, outputs in (({"max_tokens": 1000}, 5000, 1), ({"max_requests": 4}, 1, 16)):
+        ledger = ledger_of(**limits)
+        with ledger.charge(1):
+            refused = refusal(ledger, tokens, outputs=outputs)
+            assert "runs only when nothing else does" in str(refused)
+            assert refused.retry_after_seconds is not None
+            assert refused.retry_after_seconds < 2.0, "one request is held for a second, so far as is known"
+        with ledger.charge(tokens, outputs=outputs):
+            pass
+
+
 LIMITS = (12, 100)
 WEIGHTS = {"a": 1, "b": 2, "c": 1}
 
@@ -195,7 +284,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.ledger = ledger_of(max_requests=LIMITS[0], max_tokens=LIMITS[1], clock=self.clock, b=2.0)
         self.held: list[tuple[ExitStack, Charge, str]] = []
-        self.refused_at: dict[str, float] = {}
+        self.expected_until: dict[str, float] = {}
 
     def sums(self, tenant: str | None = None) -> tuple[int, int]:
         charges = [charge for _, charge, owner in self.held if tenant in (None, owner)]
@@ -204,10 +293,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def may_enter(self, tenant: str, outputs: int, tokens: int) -> bool:
         if not self.held:
             return True
-        since = self.clock.now - REFUSED_ACTIVE_SECONDS
-        active = {owner for _, _, owner in self.held} | {tenant}
-        active |= {name for name, at in self.refused_at.items() if at > since}
-        units = sum(WEIGHTS[name] for name in active)
+        holding = {owner for _, _, owner in self.held}
+        returning = {name for name, until in self.expected_until.items() if until > self.clock.now} - holding
+        holding_units, returning_units = (
+            sum(WEIGHTS[name] for name in names) for names in (holding, returning)
+        )
+        units = holding_units + min(returning_units, holding_units)
         own, everybody = self.sums(tenant), self.sums()
         for index, (limit, asked) in enumerate(zip(LIMITS, (outputs, tokens), strict=True)):
             if everybody[index] + asked > limit:
@@ -226,7 +317,8 @@ class LedgerMachine(RuleBasedStateMachine):
             stack.enter_context(charging)
         assert refused.value.retry_after_seconds is not None
         assert 0.1 <= refused.value.retry_after_seconds <= 30.0
-        self.refused_at[tenant] = self.clock.now
+        until = self.clock.now + refused.value.retry_after_seconds + RETURN_GRACE_SECONDS
+        self.expected_until[tenant] = max(until, self.expected_until.get(tenant, 0.0))
 
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0), tokens=st.integers(0, 80))

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from blockyard.proto.prefix_index import WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.router.bookings import Placed
 from blockyard.router.cluster_view import (
     CachedDepth,
     ClusterView,
@@ -36,6 +37,13 @@ def view_of(
         )
         view.accepted(name, hello)
     return view, clock
+
+
+def sent(view: ClusterView, address: str, *, names: list[bytes], uncached_tokens: int, blocks: int) -> Placed:
+    """Placed, and on its way."""
+    placed = view.placed(address, names=names, uncached_tokens=uncached_tokens, blocks=blocks)
+    view.sent(placed)
+    return placed
 
 
 def cached_tokens(view: ClusterView, names: list[bytes] = NAMES) -> dict[str, int]:
@@ -79,7 +87,7 @@ def test_a_rejected_request_leaves_no_prefix_behind_but_its_neighbour_does() -> 
 
 def test_a_request_is_never_counted_twice_as_load() -> None:
     view, _ = view_of("a")
-    view.placed("a", names=NAMES[:10], uncached_tokens=160, blocks=10)
+    sent(view, "a", names=NAMES[:10], uncached_tokens=160, blocks=10)
     before = view.candidates([], 100, {})[0]
     view.heard("a", cluster_pb2.WorkerLoad(waiting=1, queued_prefill_tokens=160))
     after = view.candidates([], 100, {})[0]
@@ -89,7 +97,7 @@ def test_a_request_is_never_counted_twice_as_load() -> None:
 
 def test_another_routers_load_counts_beside_ours() -> None:
     view, _ = view_of("a")
-    view.placed("a", names=[], uncached_tokens=100, blocks=7)
+    sent(view, "a", names=[], uncached_tokens=100, blocks=7)
     view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
     worker = view.candidates([], 100, {})[0]
     assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (9, 700, 50)
@@ -97,9 +105,9 @@ def test_another_routers_load_counts_beside_ours() -> None:
 
 def test_what_was_placed_after_a_report_counts_beside_what_the_report_has() -> None:
     view, _ = view_of("a")
-    view.placed("a", names=[], uncached_tokens=100, blocks=7)
+    sent(view, "a", names=[], uncached_tokens=100, blocks=7)
     view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
-    after = view.placed("a", names=[], uncached_tokens=30, blocks=2)
+    after = sent(view, "a", names=[], uncached_tokens=30, blocks=2)
     worker = view.candidates([], 100, {})[0]
     assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (10, 730, 52)
     view.started(after)
@@ -112,13 +120,40 @@ def test_what_was_placed_after_a_report_counts_beside_what_the_report_has() -> N
     view.check_invariants()
 
 
+def test_who_waits_for_a_worker_counts_beside_all_that_it_reports_and_takes_no_place_there() -> None:
+    view, _ = view_of("a", max_waiting=1)
+    waiting = [view.placed("a", names=NAMES[:5], uncached_tokens=50, blocks=3) for _ in range(4)]
+    view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
+    worker = view.candidates(NAMES, PROMPT_TOKENS, {})[0]
+    assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (13, 900, 62)
+    assert worker.cached_tokens == 80
+    assert view.has_room("a")
+    view.sent(waiting[0])
+    assert not view.has_room("a")
+    with view.without(waiting[1]):
+        assert view.candidates([], 10, {})[0].sequences == 12
+    for placed in waiting:
+        view.ended(placed)
+    view.check_invariants()
+
+
+def test_a_worker_that_drains_is_no_candidate_until_its_next_life() -> None:
+    view, _ = view_of("a", "b")
+    view.draining("a")
+    view.heard("a", cluster_pb2.WorkerLoad())
+    assert [worker.worker_id for worker in view.candidates([], 10, {})] == ["b"]
+    assert view.state(view.workers()[0]) is WorkerState.SUSPECT
+    view.accepted("a", session_pb2.Hello(worker_id="a", block_size=16, total_blocks=1000))
+    assert len(view.candidates([], 10, {})) == 2
+
+
 def test_a_burst_sends_a_worker_no_more_than_its_queue_takes() -> None:
     view, clock = view_of("a", max_waiting=3)
 
     def place_all() -> int:
         num_placed = 0
-        while view.candidates([], 10, {}):
-            view.placed("a", names=[], uncached_tokens=1, blocks=1)
+        while view.has_room("a"):
+            sent(view, "a", names=[], uncached_tokens=1, blocks=1)
             num_placed += 1
         return num_placed
 
@@ -129,25 +164,25 @@ def test_a_burst_sends_a_worker_no_more_than_its_queue_takes() -> None:
     assert place_all() == 2
     view.heard("a", cluster_pb2.WorkerLoad(running=5))
     assert place_all() == 3
-    assert len(view.candidates([], 10, {}, respect_gates=False)) == 1
+    assert len(view.candidates([], 10, {})) == 1, "it may be waited for"
 
 
 def test_first_tokens_make_room_even_where_no_report_comes() -> None:
     view, _ = view_of("a", max_waiting=2)
-    placed = [view.placed("a", names=[], uncached_tokens=1, blocks=1) for _ in range(2)]
-    assert view.candidates([], 10, {}) == []
+    placed = [sent(view, "a", names=[], uncached_tokens=1, blocks=1) for _ in range(2)]
+    assert not view.has_room("a")
     view.started(placed[0])
-    assert len(view.candidates([], 10, {})) == 1
+    assert view.has_room("a")
 
 
 @pytest.mark.parametrize("max_waiting", [0, 64])
 def test_unstarted_requests_of_one_router_are_bounded_whatever_a_worker_would_queue(max_waiting: int) -> None:
     view, _ = view_of("a", max_waiting=max_waiting, config=PlacementConfig(max_unstarted=5))
-    placed = [view.placed("a", names=[], uncached_tokens=1, blocks=1) for _ in range(5)]
+    placed = [sent(view, "a", names=[], uncached_tokens=1, blocks=1) for _ in range(5)]
     view.heard("a", cluster_pb2.WorkerLoad())
-    assert view.candidates([], 10, {}) == []
+    assert not view.has_room("a")
     view.started(placed[0])
-    assert len(view.candidates([], 10, {})) == 1
+    assert view.has_room("a")
 
 
 def test_what_the_index_promised_and_was_not_reused_is_stale() -> None:
@@ -233,32 +268,34 @@ def test_host_memory_counts_below_the_last_token_and_at_the_rate_the_worker_told
 
 def test_a_busy_worker_is_left_alone_until_a_place_is_free() -> None:
     view, clock = view_of("a")
-    first = view.placed("a", names=[], uncached_tokens=1, blocks=1)
-    second = view.placed("a", names=[], uncached_tokens=1, blocks=1)
+    first = sent(view, "a", names=[], uncached_tokens=1, blocks=1)
+    second = sent(view, "a", names=[], uncached_tokens=1, blocks=1)
     view.ended(second, busy=True)
-    assert view.candidates([], 10, {}) == []
+    assert not view.has_room("a")
     view.ended(first)
-    assert len(view.candidates([], 10, {})) == 1
-    view.placed("a", names=[], uncached_tokens=1, blocks=1)
-    assert view.candidates([], 10, {}) == [], "one place, one request"
+    assert view.has_room("a")
+    sent(view, "a", names=[], uncached_tokens=1, blocks=1)
+    assert not view.has_room("a"), "one place, one request"
     clock.now += 1.0
-    assert len(view.candidates([], 10, {})) == 1, "a probe in case a word was missed"
+    assert view.has_room("a"), "a probe in case a word was missed"
 
 
 def test_a_request_frees_its_place_in_the_queue_once() -> None:
     view, _ = view_of("a")
-    first, second = (view.placed("a", names=[], uncached_tokens=1, blocks=1) for _ in range(2))
+    first, second = (sent(view, "a", names=[], uncached_tokens=1, blocks=1) for _ in range(2))
     view.ended(second, busy=True)
     view.started(first)
-    view.placed("a", names=[], uncached_tokens=1, blocks=1)
+    sent(view, "a", names=[], uncached_tokens=1, blocks=1)
     view.ended(first)
-    assert view.candidates([], 10, {}) == [], "it left the queue when it started"
+    assert not view.has_room("a"), "it left the queue when it started"
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["place", "start", "end", "busy", "tick", "report", "reconnect"]),
+            st.sampled_from(
+                ["place", "send", "aside", "start", "end", "busy", "tick", "report", "reconnect"]
+            ),
             st.integers(0, 30),
         ),
         max_size=60,
@@ -271,6 +308,13 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
         match kind:
             case "place":
                 open_requests.append(view.placed("a", names=NAMES[:number], uncached_tokens=number, blocks=1))
+            case "send" if open_requests and not open_requests[number % len(open_requests)].sent:
+                view.sent(open_requests[number % len(open_requests)])
+            case "aside" if open_requests and not open_requests[number % len(open_requests)].sent:
+                with view.without(open_requests[number % len(open_requests)]):
+                    view.check_invariants()
+            case "send" | "aside":
+                continue
             case "tick":
                 clock.now += number / 20
                 view.heard("a")
@@ -283,7 +327,10 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
             case _ if not open_requests:
                 continue
             case "start":
-                view.started(open_requests[number % len(open_requests)])
+                placed = open_requests[number % len(open_requests)]
+                if not placed.sent:
+                    view.sent(placed)
+                view.started(placed)
             case _:
                 view.ended(open_requests.pop(number % len(open_requests)), busy=kind == "busy")
         view.check_invariants()
@@ -291,6 +338,6 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
         view.ended(placed)
     clock.now += 10
     view.heard("a")
-    worker = view.candidates(NAMES, PROMPT_TOKENS, {}, respect_gates=False)[0]
+    worker = view.candidates(NAMES, PROMPT_TOKENS, {})[0]
     assert (worker.cached_tokens, worker.sequences, worker.queued_prefill_tokens) == (0, 0, 0)
     view.check_invariants()

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from blockyard.deploy.cli import main
 from blockyard.deploy.redis_server import start_private_redis
+from blockyard.proto.redis_prefix_index import connect
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.server import WorkerServer
 from click.testing import CliRunner
+from redis.asyncio import Redis
 
 from .fake_worker import SECRET
 from .rig import MODEL, Router, is_ready, request, running_router, until, worker_of_model
@@ -27,7 +29,9 @@ STRIDE_BLOCKS = 2
 
 
 @asynccontextmanager
-async def real_worker(redis_url: str | None, worker_id: str = "w0", **engine: Any) -> AsyncIterator[str]:
+async def real_worker(
+    redis_url: str | None, worker_id: str = "w0", cluster: str = "default", **engine: Any
+) -> AsyncIterator[str]:
     settings = {
         "model": str(MODEL),
         "engine": "simulated",
@@ -37,7 +41,11 @@ async def real_worker(redis_url: str | None, worker_id: str = "w0", **engine: An
     }
     worker = WorkerServer(
         WorkerConfig(
-            engine=EngineConfig(**settings), worker_id=worker_id, cluster_secret=SECRET, redis_url=redis_url
+            engine=EngineConfig(**settings),
+            worker_id=worker_id,
+            cluster=cluster,
+            cluster_secret=SECRET,
+            redis_url=redis_url,
         )
     )
     address = await worker.start()
@@ -104,8 +112,9 @@ async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> N
 
             await asyncio.to_thread(redis.stop)
             await until(lambda: is_in_state(router, DEGRADED), seconds=50)
-            told = await cluster_info(router)
-            assert (told.index_state, told.index_available) == (DEGRADED, False)
+            # The worker may have said so before the router asked Redis again.
+            await until(lambda: is_away(router), seconds=50)
+            assert (await cluster_info(router)).index_state == DEGRADED
             text = await command(router)
             assert "DEGRADED  Redis does not answer" in text
             assert str(redis.port) not in text
@@ -118,6 +127,10 @@ async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> N
             assert (await index_info(router)).workers[0].index.resyncs == 1
     finally:
         redis.stop()
+
+
+async def is_away(router: Router) -> bool:
+    return not (await cluster_info(router)).index_available
 
 
 async def worker_is(router: Router, state: cluster_pb2.IndexState) -> bool:
@@ -155,6 +168,50 @@ async def test_a_worker_that_tells_nothing_degrades_the_index_and_one_of_another
                 assert reasons["odd"] == "index stride of 3 blocks, the first worker's is 2"
     finally:
         redis.stop()
+
+
+async def test_a_worker_that_tells_an_index_of_another_name_degrades_this_one(tmp_path: Path) -> None:
+    redis = start_private_redis(tmp_path)
+    try:
+        async with (
+            running_router(redis_url=redis.url) as router,
+            real_worker(redis.url, "here"),
+            real_worker(redis.url, "elsewhere", cluster="other") as address,
+        ):
+            router.server.set_workers([address])
+            await until(lambda: both_are_exact(router))
+            await until(lambda: is_in_state(router, DEGRADED))
+            info = await index_info(router)
+            assert info.state_reason.startswith("elsewhere is not in this router's index")
+            assert (info.live_berths, (await cluster_info(router)).index_available) == (1, True)
+    finally:
+        redis.stop()
+
+
+async def both_are_exact(router: Router) -> bool:
+    """By their own word."""
+    return [worker.index.state for worker in (await index_info(router)).workers] == [EXACT, EXACT]
+
+
+async def test_who_only_asks_makes_no_look_ups_and_a_flood_of_questions_makes_one_count(
+    tmp_path: Path,
+) -> None:
+    redis = start_private_redis(tmp_path)
+    try:
+        async with running_router(redis_url=redis.url) as router, real_worker(redis.url):
+            await until(lambda: is_in_state(router, EXACT))
+            async with connect(redis.url, timeout_seconds=5.0) as client:
+                before = await num_scripts(client)
+                infos = await asyncio.gather(*(index_info(router) for _ in range(50)))
+                # A count takes 16 scripts; the worker and the directory's follower ask too.
+                assert await num_scripts(client) - before < 5 * 16
+            assert {info.lookups for info in infos} == {0}
+    finally:
+        redis.stop()
+
+
+async def num_scripts(client: Redis) -> int:
+    return int((await client.info("commandstats")).get("cmdstat_evalsha", {}).get("calls", 0))
 
 
 async def is_refused(router: Router, address: str) -> bool:

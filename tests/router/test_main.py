@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from blockyard.router.__main__ import StartError, _config, _parser
 from blockyard.router.server import RouterServer
 
 from .fake_worker import SECRET, expected_tokens
@@ -99,6 +100,34 @@ async def test_a_limit_that_makes_no_sense_is_one_line_and_exit_1() -> None:
     assert log.splitlines() == [
         "blockyard.router: a tenant's weight must be from 0.001 to 1000, not 0 for 'research'"
     ]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--port", "99999", "--port must be from 0 to 65535, not 99999"),
+        ("--port", "-1", "--port must be from 0 to 65535, not -1"),
+        ("--grace-seconds", "-1", "--grace-seconds must be finite and not negative, not -1"),
+        ("--grace-seconds", "nan", "--grace-seconds must be finite and not negative, not nan"),
+        ("--worker", "127.0.0.1", "--worker must be HOST:PORT, such as 127.0.0.1:50061, not '127.0.0.1'"),
+        ("--worker", "a:b", "--worker must be HOST:PORT, such as 127.0.0.1:50061, not 'a:b'"),
+        ("--worker", ":50061", "--worker must be HOST:PORT, such as 127.0.0.1:50061, not ':50061'"),
+        ("--worker", "a:0", "--worker must be HOST:PORT, such as 127.0.0.1:50061, not 'a:0'"),
+        ("--worker", "a:65536", "--worker must be HOST:PORT, such as 127.0.0.1:50061, not 'a:65536'"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_told_by_name_before_anything_starts(
+    option: str, value: str, told: str
+) -> None:
+    with pytest.raises(StartError) as refusal:
+        _config(_parser().parse_args(["--model", "nowhere", option, value]))
+    assert str(refusal.value) == told
+
+
+def test_the_last_port_and_addresses_of_ipv6_are_taken() -> None:
+    given = ["--model", "nowhere", "--port", "65535", "--worker", "[::1]:65535", "--grace-seconds", "0"]
+    taken = _config(_parser().parse_args(given))
+    assert (taken.port, taken.workers) == (65535, ("[::1]:65535",))
 
 
 async def test_two_routers_share_a_port_and_tell_how_late_their_loops_were() -> None:

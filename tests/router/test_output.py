@@ -103,10 +103,16 @@ def test_an_outbox_merges_each_output_by_itself_and_loses_nothing(data: st.DataO
     put = [0] * num_outputs
     taken: list[list[int]] = [[] for _ in range(num_outputs)]
     shown = [""] * num_outputs
+    finish = inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_LENGTH)
+    ended: set[int] = set()
 
     async def take_one() -> None:
         piece = await outbox.take()
         assert piece is not None
+        assert piece.index not in ended, "a piece after the last one"
+        if piece.finish is not None:
+            assert piece.finish is finish
+            ended.add(piece.index)
         assert piece.token_offset == len(taken[piece.index])
         assert [token.token_id for token in piece.logprobs] == piece.token_ids
         taken[piece.index] += piece.token_ids
@@ -130,12 +136,26 @@ def test_an_outbox_merges_each_output_by_itself_and_loses_nothing(data: st.DataO
                 assert len(outbox) <= num_outputs
             elif len(outbox):
                 await take_one()
+        for index in range(num_outputs):
+            outbox.put(Delta(text="", token_ids=[], token_offset=put[index], index=index, finish=finish))
         while len(outbox):
             await take_one()
 
     asyncio.run(play())
+    assert ended == {*range(num_outputs)}
     assert taken == [list(range(count)) for count in put]
     assert shown == ["".join(f"{token} " for token in range(count)) for count in put]
+
+
+def test_a_merged_piece_keeps_the_prompts_logprobs_whichever_part_has_them() -> None:
+    logprobs = [inference_pb2.TokenLogprob(token_id=7)]
+    for number_with in (0, 1):
+        parts = [delta(number) for number in range(3)]
+        parts[number_with].prompt_logprobs = logprobs
+        parts[0].merge(parts[1])
+        parts[0].merge(parts[2])
+        assert parts[0].prompt_logprobs == logprobs
+        assert parts[0].token_ids == [0, 1, 2]
 
 
 @pytest.mark.parametrize("include_stop", [True, False])

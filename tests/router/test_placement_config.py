@@ -41,7 +41,8 @@ def test_settings_are_read_by_name_in_their_own_kind() -> None:
     ("pairs", "told"),
     [
         (["near_equal=2"], "'near_equal=2' sets none of .*near_equal_ms"),
-        (["near_equal_ms"], "near_equal_ms must be a number, not ''"),
+        (["near_equal_ms"], "'near_equal_ms' is not NAME=VALUE"),
+        (["near_equal_ms="], "near_equal_ms must be a number, not ''"),
         (["near_equal_ms=fast"], "near_equal_ms must be a number, not 'fast'"),
         (["max_unstarted=1.5"], "max_unstarted must be a whole number, not '1.5'"),
         (["near_equal_ms=nan"], "near_equal_ms must be a number from 0 on, not nan"),

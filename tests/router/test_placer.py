@@ -9,7 +9,7 @@ from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.fleet import Fleet
 from blockyard.router.placement_config import PlacementConfig
-from blockyard.router.placer import Placer
+from blockyard.router.placer import RECONSIDER_SECONDS, Placer
 from blockyard.router.prefix_index import PrefixLookup
 
 from .prompt import NAMES, PROMPT_TOKENS, Clock
@@ -84,7 +84,7 @@ async def test_a_sessions_next_request_goes_where_its_last_one_went() -> None:
         for _ in range(10):
             placed = await placer.place([], 100, placer.ticket(), session_id=session_id)
             addresses.append(placed.address)
-            fleet.view.ended(placed)
+            placer.ended(placed)
         return addresses
 
     assert len(set(await winners(""))) > 3, "equals share"
@@ -97,19 +97,74 @@ async def test_a_sessions_next_request_goes_where_its_last_one_went() -> None:
 
 async def test_what_the_index_said_before_a_long_wait_in_line_is_asked_again() -> None:
     clock = Clock()
-    fleet, index = fleet_of(clock), TwinPrefixIndex(clock)
+    fleet, index = fleet_of(clock, "ab"), TwinPrefixIndex(clock)
     berth = await register(index)
     placer = Placer(
         fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0, clock=clock, rng=Random(0)
     )
-    worker = fleet.view.at("a")
-    assert worker is not None
-    worker.gate.shut(clock.now + 100)
+    for address in "ab":
+        shut(fleet, address)
+    fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=100))
+    placing = asyncio.create_task(placer.place(NAMES, PROMPT_TOKENS, placer.ticket()))
+    await asyncio.sleep(0.02)
+    assert [len(worker.booked) for worker in fleet.view.workers()] == [0, 1], "b had less to do"
+    await index.apply(berth, Batch(sequence=1, added=tuple(NAMES[:8])))
+    clock.now += PlacementConfig().stale_lookup_seconds * 1.1
+    for address in "ab":
+        fleet.heard(address, None)
+    await asyncio.sleep(0.2)
+    assert [len(worker.booked) for worker in fleet.view.workers()] == [1, 0], "a has the prefix now"
+    open_up(fleet, "a")
+    placed = await placing
+    assert (placed.address, placed.uncached_tokens) == ("a", PROMPT_TOKENS - 8 * 16)
+
+
+async def test_a_request_waits_for_its_prefix_rather_than_go_wherever_there_is_room() -> None:
+    clock = Clock()
+    fleet, index = fleet_of(clock, "ab"), TwinPrefixIndex(clock)
+    await index.apply(await register(index), Batch(sequence=1, added=tuple(NAMES)))
+    placer = Placer(fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0, clock=clock)
+    shut(fleet, "a")
     placing = asyncio.create_task(placer.place(NAMES, PROMPT_TOKENS, placer.ticket()))
     await asyncio.sleep(0.02)
     assert not placing.done()
-    await index.apply(berth, Batch(sequence=1, added=tuple(NAMES[:8])))
-    clock.now += PlacementConfig().stale_lookup_seconds * 1.1
+    other = await placer.place([], 100, placer.ticket())
+    assert other.address == "b", "who waits for one worker holds nobody up who goes to another"
+    open_up(fleet, "a")
+    assert (await placing).address == "a"
+    fleet.view.check_invariants()
+
+
+async def test_who_waits_goes_elsewhere_once_that_is_cheaper_and_a_cancelled_one_leaves_nothing() -> None:
+    clock = Clock()
+    fleet, index = fleet_of(clock, "ab"), TwinPrefixIndex(clock)
+    await index.apply(await register(index), Batch(sequence=1, added=tuple(NAMES)))
+    placer = Placer(fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0, clock=clock)
+    shut(fleet, "a")
+    first, second = (
+        asyncio.create_task(placer.place(NAMES, PROMPT_TOKENS, placer.ticket())) for _ in range(2)
+    )
+    await asyncio.sleep(0.02)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    clock.now += RECONSIDER_SECONDS * 1.1
+    fleet.heard("b", None)
+    fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=10**6, prefill_tokens_per_second=1000.0))
+    assert (await first).address == "b"
+    assert not placer._lines
+    for worker in fleet.view.workers():
+        assert len(worker.booked) == (worker.address == "b")
+    fleet.view.check_invariants()
+
+
+def shut(fleet: Fleet, address: str) -> None:
+    worker = fleet.view.at(address)
+    assert worker is not None
+    worker.gate.shut(1e6)
+
+
+def open_up(fleet: Fleet, address: str) -> None:
+    worker = fleet.view.at(address)
+    assert worker is not None
     worker.gate.freed_one()
-    fleet.heard("a", None)
-    assert (await placing).uncached_tokens == PROMPT_TOKENS - 8 * 16
+    fleet.heard(address, None)

@@ -217,6 +217,9 @@ def test_a_weight_that_makes_no_sense_is_refused_with_its_tenant(weight: float) 
         (["a=much"], "'a=much' is not NAME=WEIGHT"),
         (["a=1", "a=2"], "'a' has two weights"),
         (["a=0"], "not 0 for 'a'"),
+        (["a b=2"], "a tenant's name must be .*, not 'a b'"),
+        (["日=2"], "a tenant's name must be .*, not '日'"),
+        ([f"{'x' * 129}=2"], "a tenant's name must be .* 128 characters"),
     ],
 )
 def test_weights_as_text_are_checked(pairs: list[str], told: str) -> None:

@@ -3,26 +3,93 @@
 import asyncio
 from collections import Counter
 
+import pytest
 from blockyard.router.turn_share import TurnShare
 
 
-async def test_no_turn_has_more_than_its_share_and_the_order_is_kept() -> None:
-    share, turn = TurnShare(3), 0
-    passed: list[tuple[int, int]] = []
+class Turns:
+    """Counts the turns of the loop, and who took a share in which."""
 
-    async def count_turns() -> None:
-        nonlocal turn
+    def __init__(self, most_a_turn: int) -> None:
+        self.share = TurnShare(most_a_turn)
+        self.now = 0
+        self.passed: list[tuple[int, int]] = []
+
+    async def count(self) -> None:
         while True:
-            turn += 1
+            self.now += 1
             await asyncio.sleep(0)
 
-    async def step(number: int) -> None:
-        await share.take()
-        passed.append((turn, number))
+    async def step(self, number: int) -> None:
+        await self.share.take()
+        self.passed.append((self.now, number))
 
-    counting = asyncio.create_task(count_turns())
+    @property
+    def order(self) -> list[int]:
+        return [number for _, number in self.passed]
+
+    @property
+    def most_in_a_turn(self) -> int:
+        return max(Counter(turn for turn, _ in self.passed).values())
+
+
+async def test_no_turn_has_more_than_its_share_and_the_order_is_kept() -> None:
+    turns = Turns(3)
+    counting = asyncio.create_task(turns.count())
     for _ in range(2):
-        await asyncio.gather(*(step(number) for number in range(20)))
+        await asyncio.gather(*(turns.step(number) for number in range(20)))
     counting.cancel()
-    assert [number for _, number in passed] == [*range(20)] * 2
-    assert max(Counter(turn for turn, _ in passed).values()) == 3
+    assert turns.order == [*range(20)] * 2
+    assert turns.most_in_a_turn == 3
+
+
+@pytest.mark.parametrize("at_once", [4, 20])
+async def test_those_who_come_in_later_turns_do_not_overtake(at_once: int) -> None:
+    turns = Turns(3)
+    counting = asyncio.create_task(turns.count())
+    async with asyncio.TaskGroup() as tasks:
+
+        async def step_and_bring_another(number: int) -> None:
+            await turns.step(number)
+            # It runs in the next turn before those who were waiting already.
+            if number + at_once < 100:
+                tasks.create_task(step_and_bring_another(number + at_once))
+
+        for number in range(at_once):
+            tasks.create_task(step_and_bring_another(number))
+    counting.cancel()
+    assert turns.order == [*range(100)]
+    assert turns.most_in_a_turn == 3
+
+
+async def test_who_waits_is_served_however_busy_the_others_are() -> None:
+    share, served = TurnShare(2), Counter[int]()
+
+    async def stream(number: int) -> None:
+        while True:
+            await share.take()
+            served[number] += 1
+            await asyncio.sleep(0)
+
+    streams = [asyncio.create_task(stream(number)) for number in range(12)]
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    for task in streams:
+        task.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    assert min(served[number] for number in range(12)) >= 100
+    assert max(served.values()) - min(served.values()) <= 2
+
+
+async def test_those_who_leave_the_line_hold_nobody_up() -> None:
+    turns = Turns(2)
+    tasks = [asyncio.create_task(turns.step(number)) for number in range(12)]
+    await asyncio.sleep(0)
+    # 2 and 3 are called in this turn and leave before they run; 7 to 9 still wait.
+    asyncio.get_running_loop().call_soon(lambda: [tasks[number].cancel() for number in (2, 3, 7, 8, 9)])
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)
+    with pytest.raises(StopIteration):
+        turns.step(12).send(None)  # Nobody is left: it goes at once.
+    assert turns.order == [0, 1, 4, 5, 6, 10, 11, 12]

@@ -1,0 +1,19 @@
+"""What names that clients and operators choose may look like: fit for logs, metadata and Redis keys as they stand.
+
+Pure. Does not own which fields are names, nor how a wrong one is told (validation.py, tenants.py).
+"""
+
+import re
+
+MAX_NAME_CHARS = 128
+NAME_RULE = f"[A-Za-z0-9._:-] with at most {MAX_NAME_CHARS} characters"
+_NAME = re.compile(r"[A-Za-z0-9._:-]*")
+
+
+def is_name(text: str) -> bool:
+    """The empty one too: a name that is left out."""
+    return len(text) <= MAX_NAME_CHARS and _NAME.fullmatch(text) is not None
+
+
+def is_id(text: str) -> bool:
+    return bool(text) and is_name(text)
