@@ -37,7 +37,7 @@ TRACE_BLOCK_TOKENS = 16
 MANY_ROUTERS = 4
 MANY_ROUTERS_TAG = f"{MANY_ROUTERS} routers"
 ROUTER_WORKLOADS = ("uniform-groups", "one-group", "agents")
-PEER_POLICIES: tuple[PolicyName, ...] = ("prefix", "dynamo", "round_robin")
+PEER_POLICIES: tuple[PolicyName, ...] = ("prefix", "dynamo")
 PEER_MODES: tuple[RouterMode, ...] = ("kv", "round_robin")
 
 
@@ -56,13 +56,12 @@ class Study:
     def large_loads(self) -> list[Load]:
         large = [Load(workload="shared-prefix", rate=80, seconds=10, num_workers=64)]
         if self.trace is not None:
-            # All of the trace in its minute: 200 requests a second.
-            large.append(self._trace_load(speed=59, seconds=60, num_workers=1000))
+            large.append(self._trace_load(speed=20, seconds=60, num_workers=1000))
         return large if self.has_large else []
 
     @property
     def trace_loads(self) -> list[Load]:
-        return [] if self.trace is None else [self._trace_load(speed=4, seconds=300, num_workers=8)]
+        return [] if self.trace is None else [self._trace_load(speed=4, seconds=200, num_workers=8)]
 
     @property
     def router_loads(self) -> list[Load]:
@@ -96,7 +95,9 @@ class Study:
             for seed in self.seeds
         ]
         jobs += [Job(load=load, setup=Setup(), tag="prefix") for load in self.large_loads]
-        return sorted(jobs, key=lambda job: -job.load.seconds * job.load.num_workers)
+        return sorted(
+            jobs, key=lambda job: -job.load.seconds * job.load.rate * (1 + job.load.num_workers / 100)
+        )
 
 
 def main() -> None:

@@ -139,14 +139,14 @@ def _peer_table(findings: Findings) -> str:
         "wait for tens of seconds. Reuse when a request is first admitted, which is what ours counts:",
         "",
         "| load | its kv router | counting re-admissions too | its round robin | our prefix | our dynamo | "
-        "our round_robin | ideal |",
-        "|---|---|---|---|---|---|---|---|",
+        "ideal |",
+        "|---|---|---|---|---|---|---|",
     ]
     for load in findings.peer_loads:
         theirs = findings.peer[load.label]
         ours = [
             findings.table.mean(load.label, MOCK_TAG.format(policy), "reuse")
-            for policy in ("prefix", "dynamo", "round_robin")
+            for policy in ("prefix", "dynamo")
         ]
         ideal = findings.table.mean(load.label, MOCK_TAG.format("prefix"), "ideal_reuse")
         peer = [theirs["kv"]["mean"], theirs["kv"]["with_readmissions"], theirs["round_robin"]["mean"]]

@@ -154,15 +154,17 @@ def _processes_text(figures: Figures, setting: Setting) -> str:
 
 def _stalls_text(figures: Figures, setting: Setting) -> str:
     rows = [
-        f"| {streams} | {_middle_cells(stalls['late'])} | {_middle_cells(stalls['computing'])} |"
+        f"| {streams} | {phase} | {_middle_cells(stall['late'])} | {_middle_cells(stall['computing'])} |"
         for streams, stalls in figures["longest_stall_ms"].items()
+        for phase, stall in stalls.items()
     ]
     return _section(
         "Stalls of the event loop",
-        "The longest of each trial, all requests' arrival included, as the router's watch saw it. "
+        "The longest of each trial as the router's watch saw it: while all requests came in one moment, while all "
+        "streamed, and while all were cancelled in one moment. "
         "`Late` is the longest pause from one tick of 1 ms to the next, for lack of a core too; `computing` is what "
         "of it the loop's own thread computed.",
-        "| streams | late, median ms | lowest-highest | computing, median ms | lowest-highest |",
+        "| streams | when | late, median ms | lowest-highest | computing, median ms | lowest-highest |",
         rows,
     )
 

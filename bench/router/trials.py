@@ -39,8 +39,9 @@ class LoadTrial:
     tokens_per_message: float
     foreign_cores: float
     """That programs other than this benchmark kept busy."""
-    stall: Stall | None
-    """The event loop's longest, from the first request on."""
+    stalls: dict[str, Stall]
+    """The event loop's longest while all requests came in one moment (`burst`), while all streamed, and while all were
+    cancelled in one moment (`end`). Empty for a router that has no watch."""
 
 
 async def one_stream(system: System, num_requests: int, num_tokens: int) -> Delays:
@@ -56,13 +57,15 @@ async def one_stream(system: System, num_requests: int, num_tokens: int) -> Dela
 
 async def many_streams(system: System, num_streams: int, seconds: float) -> LoadTrial:
     receipts = [Receipt(next(_numbers)) for _ in range(num_streams)]
-    await take_stall(system)
+    stalls = {"before": await take_stall(system)}
     async with system.client(ENDLESS_TOKENS) as ask, _streaming(ask, receipts):
+        stalls["burst"] = await take_stall(system)
         before, old = cpu_clock(system.pids), _counts(receipts)
         await asyncio.sleep(seconds)
         after, new = cpu_clock(system.pids), _counts(receipts)
-        stall = await take_stall(system)
+        stalls["streaming"] = await take_stall(system)
     await asyncio.sleep(SETTLE_SECONDS)
+    stalls["end"] = await take_stall(system)
     num_tokens, num_messages = new[0] - old[0], new[1] - old[1]
     elapsed, router = after.now - before.now, after.measured - before.measured
     return LoadTrial(
@@ -72,7 +75,7 @@ async def many_streams(system: System, num_streams: int, seconds: float) -> Load
         cores=router / elapsed,
         tokens_per_message=num_tokens / num_messages,
         foreign_cores=foreign_cores(before, after),
-        stall=stall,
+        stalls={phase: stall for phase, stall in stalls.items() if stall is not None and phase != "before"},
     )
 
 

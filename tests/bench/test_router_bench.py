@@ -122,8 +122,8 @@ async def test_a_router_process_is_measured_under_streams(workers: Workers, tmp_
     assert trial.tokens_per_second <= 2 * 4 / STEP_SECONDS
     assert trial.tokens_per_message >= 1
     assert 0 < trial.cores < 2
-    assert trial.stall is not None
-    assert 0 <= trial.stall.computing <= trial.stall.late
+    assert list(trial.stalls) == ["burst", "streaming", "end"]
+    assert all(0 <= stall.computing <= stall.late for stall in trial.stalls.values())
 
 
 @pytest.mark.asyncio(loop_scope="module")
