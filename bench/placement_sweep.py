@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[float, ...]] = {
     "near_equal_fraction": (0.0, 0.02, 0.1),
     "stored_grace_seconds": (0.0, 1.0, 5.0),
     "max_unstarted": (4, 32, 128),
+    "reconsider_seconds": (0.1, 0.25, 1.0),
     "assumed_prefill_tokens_per_second": (500.0, 2000.0, 20_000.0),
     "decode_ms_per_sequence": (0.0, 4.0, 16.0),
     "loaded_ms": (50.0, 250.0, 1000.0),

@@ -22,9 +22,6 @@ from blockyard.proto.prefix_index import WorkerId
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.router.scoring import Candidate, Score, score_all
 
-PREFIX_HOMES = 2
-"""Workers that serve a prefix without the index: one alone could not take what comes while it is loaded."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
@@ -91,7 +88,7 @@ def _prefix(
 ) -> Choice:
     key = request.session_key or request.prefix_key
     if key and not request.index_available:
-        by_hash = _by_rendezvous(key, scores, PREFIX_HOMES, config)
+        by_hash = _by_rendezvous(key, scores, config.prefix_homes, config)
         if by_hash is not None:
             return by_hash
     costs = [score.cost for score in scores]

@@ -42,8 +42,12 @@ class PlacementConfig:
     """A router remembers the last workers of so many sessions, those used last."""
     stored_grace_seconds: float = 1.0
     """How long a speculative prefix outlives the worker's first token: the index has it after some 20 ms."""
+    prefix_homes: int = 2
+    """Workers that serve a prefix without the index: one alone could not take what comes while it is loaded."""
+    reconsider_seconds: float = 0.25
+    """Who is first in a worker's line looks that often whether another worker has become cheaper."""
     stale_lookup_seconds: float = 1.0
-    """What the index said before a longer wait in line is asked again."""
+    """What the index said is asked again by who waits for longer."""
     max_unstarted: int = 32
     """Requests of one router that one worker may have without a first token: more wait in the router's line, where
     they can still go elsewhere. It bounds how many are on their way before a BUSY can be heard."""
@@ -60,7 +64,7 @@ class PlacementConfig:
         for name in ("assumed_prefill_tokens_per_second", "memory_free_fraction"):
             if getattr(self, name) == 0:
                 raise ValueError(f"placement: {name} must be above 0")
-        for name in ("rendezvous_tokens", "remembered_sessions", "max_unstarted"):
+        for name in ("rendezvous_tokens", "remembered_sessions", "max_unstarted", "prefix_homes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"placement: {name} must be at least 1, not {getattr(self, name)}")
         if self.memory_free_fraction > 1:

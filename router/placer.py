@@ -24,8 +24,6 @@ from blockyard.router.waiting_line import WaitingLine
 RETRY_AFTER_SECONDS = 1.0
 CHANCE_POLICIES = frozenset({"round_robin", "two_choices"})
 """Another look would choose another worker, but no better one."""
-RECONSIDER_SECONDS = 0.25
-"""Who is first in a worker's line looks that often whether another worker has become cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +181,7 @@ class Placer:
                 chosen_at = self._clock()
                 while not self._fleet.view.has_room(address):
                     await line.change(ticket)
-                    is_late = self._clock() - chosen_at >= RECONSIDER_SECONDS
+                    is_late = self._clock() - chosen_at >= self._config.reconsider_seconds
                     if is_late or not self._fleet.view.is_ready(address):
                         found = await self._still_the_best(placed, prompt, found)
                         chosen_at = self._clock()

@@ -69,7 +69,8 @@ class Score:
     others_ms: float
     """What this prompt's prefill takes from the sequences that are there, in part."""
     cost: float
-    """What the policy compares, in its own unit: the least wins. Under `prefix` it is total_ms."""
+    """What the policy compares, in its own unit: the least wins. Under `prefix` it is total_ms, and without the
+    index a place in the prefix's order of workers."""
 
     @property
     def load_ms(self) -> float:

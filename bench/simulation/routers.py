@@ -14,8 +14,8 @@ from blockyard.router.bookings import Placed
 from blockyard.router.cluster_view import CachedDepth, ClusterView
 from blockyard.router.placement import PlacementRequest, place
 from blockyard.router.placement_config import PlacementConfig, PolicyName
-from blockyard.router.placer import RECONSIDER_SECONDS
 from blockyard.router.scoring import Score
+from blockyard.router.sessions import SessionMemory
 from blockyard.worker.engine_types import SequenceOutput
 
 from bench.simulation.clock import Events, VirtualClock, answer
@@ -72,6 +72,7 @@ class SimulatedRouter:
         self._view = ClusterView(suspect_seconds=1e9, lost_seconds=2e9, clock=clock, config=config)
         self._lines: dict[str, deque[_Waiting]] = {address: deque() for address in workers}
         self._open: dict[int, _Waiting] = {}
+        self._sessions = SessionMemory(config.remembered_sessions)
         self._turn = 0
         self._will_retry = False
         for address, worker in workers.items():
@@ -144,7 +145,7 @@ class SimulatedRouter:
         self._will_retry = False
         for address, line in self._lines.items():
             self._serve_line(address)
-            while line and self._clock.now - line[0].chosen_at > RECONSIDER_SECONDS:
+            while line and self._clock.now - line[0].chosen_at > self._config.reconsider_seconds:
                 self._reconsider(line)
                 if line and line[0].chosen_at == self._clock.now:
                     break
@@ -159,12 +160,14 @@ class SimulatedRouter:
     def _choose(self, waiting: _Waiting) -> Score:
         names, prompt_tokens = waiting.names, len(waiting.token_ids)
         candidates = self._view.candidates(names, prompt_tokens, self._depths(names))
+        session = waiting.record.request.session
         first = max(self._config.rendezvous_tokens // self._block_size, 1)
         request = PlacementRequest(
             prompt_tokens=prompt_tokens,
             prefix_key=names[min(first, len(names)) - 1] if names else b"",
             turn=self._turn,
-            session_key=waiting.record.request.session.encode(),
+            session_key=session.encode(),
+            session_worker=self._sessions.last_worker(session) if session else None,
         )
         self._turn += 1
         return place(request, candidates, self._policy, self._chance, self._config).chosen
@@ -174,6 +177,8 @@ class SimulatedRouter:
         self._view.sent(waiting.placed)
         worker = self._workers[waiting.placed.address]
         waiting.record.worker = worker.worker_id
+        if waiting.record.request.session:
+            self._sessions.served(waiting.record.request.session, worker.worker_id)
         submission = Submission(
             request=waiting.record.request, names=waiting.names, token_ids=waiting.token_ids, listener=self
         )

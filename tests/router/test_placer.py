@@ -9,7 +9,7 @@ from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.fleet import Fleet
 from blockyard.router.placement_config import PlacementConfig
-from blockyard.router.placer import RECONSIDER_SECONDS, Placer
+from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup
 
 from .prompt import NAMES, PROMPT_TOKENS, Clock
@@ -147,7 +147,7 @@ async def test_who_waits_goes_elsewhere_once_that_is_cheaper_and_a_cancelled_one
     await asyncio.sleep(0.02)
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    clock.now += RECONSIDER_SECONDS * 1.1
+    clock.now += PlacementConfig().reconsider_seconds * 1.1
     fleet.heard("b", None)
     fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=10**6, prefill_tokens_per_second=1000.0))
     assert (await first).address == "b"
