@@ -7,7 +7,7 @@ all that the process did, parsing and replying included. Does not own what is st
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,11 +76,6 @@ async def used_memory_bytes(client: Redis) -> int:
 async def _server_cpu_seconds(client: Redis) -> float:
     known = await client.info("cpu")
     return float(known["used_cpu_user"]) + float(known["used_cpu_sys"])
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

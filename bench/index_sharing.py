@@ -26,7 +26,8 @@ from bench.index_load import (
     prompt_of,
     register_all,
 )
-from bench.index_server import measured, percentile, used_memory_bytes
+from bench.index_server import measured, used_memory_bytes
+from bench.reporting import percentile
 
 STRIDE_BLOCKS = 4
 REDIS_DEFAULT_VALUE_BYTES = 64

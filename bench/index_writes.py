@@ -33,8 +33,9 @@ from bench.index_load import (
     prompt_of,
     register_all,
 )
-from bench.index_server import Spent, measured, percentile, used_memory_bytes
+from bench.index_server import Spent, measured, used_memory_bytes
 from bench.index_sharing import LookUpTimes, time_lookups
+from bench.reporting import percentile
 
 EVICTIONS = 2000
 """Of llm-d's, one block at a time."""

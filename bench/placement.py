@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="one seed of a few seconds; writes no report")
     options = parser.parse_args()
-    loads = STANDARD_LOADS
+    loads: tuple[Load, ...] = STANDARD_LOADS
     if options.quick:
         loads = tuple(replace(load, seconds=min(load.seconds, 5.0)) for load in loads)
     study = Study(

@@ -2,7 +2,7 @@
 
     python -m bench.placement_sweep
 
-Virtual time; about ten minutes on two cores. Every value of a setting meets the same arrivals; the others keep their
+Virtual time; some minutes on two cores. Every value of a setting meets the same arrivals; the others keep their
 defaults. A value is judged by its mean time to first token and its median latency over those of the default, as a
 geometric mean over the loads (below 1 is better), and by the worst balance.
 """
@@ -20,13 +20,11 @@ from bench.simulation.simulator import Setup
 from bench.simulation.study import Job, Load, Table, run_jobs
 
 LOADS = (
-    Load(workload="shared-prefix", rate=10, seconds=25),
-    Load(workload="shared-prefix", rate=25, seconds=12),
-    Load(workload="shared-prefix", rate=60, seconds=10),
-    Load(workload="uniform-groups", rate=20, seconds=20, num_workers=4),
-    Load(workload="agents", rate=1.5, seconds=20),
-    Load(workload="one-group", rate=40, seconds=15),
-    Load(workload="nothing-shared", rate=30, seconds=12),
+    Load(workload="shared-prefix", rate=10, seconds=15),
+    Load(workload="shared-prefix", rate=25, seconds=8),
+    Load(workload="uniform-groups", rate=20, seconds=15, num_workers=4),
+    Load(workload="multi-turn", rate=4, seconds=12),
+    Load(workload="nothing-shared", rate=30, seconds=8),
 )
 VALUES: dict[str, tuple[float, ...]] = {
     "others_fraction": (0.0, 0.03, 0.1, 0.3),
@@ -82,7 +80,7 @@ def main() -> None:
 def _jobs(chosen: Iterable[str], num_seeds: int) -> Iterable[Job]:
     for name in chosen:
         for value in _values(name):
-            placement = replace(PlacementConfig(), **{name: value})
+            placement = replace(PlacementConfig(), **{name: value})  # type: ignore[arg-type]
             for load in LOADS:
                 for seed in range(num_seeds):
                     setup = Setup(policy=POLICIES.get(name, "prefix"), seed=seed, placement=placement)

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +71,12 @@ def write_report(
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of the values that so large a share of them does not pass."""
+    ordered = sorted(values)
+    return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 def machine() -> dict[str, Any]:

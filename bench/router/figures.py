@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from bench.reporting import Floor
+from bench.reporting import Floor, percentile
 from bench.router.flame import Shares
-from bench.router.load import Delays, percentile
+from bench.router.load import Delays
 from bench.router.placement import PlacementTimes
 from bench.router.systems import HTTP, OURS, SESSION, SGLANG
 from bench.router.trials import LoadTrial

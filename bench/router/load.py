@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any
 
 import aiohttp
@@ -68,12 +67,6 @@ def delays(receipts: Iterable[Receipt], stamps: Mapping[int, Mapping[str, Any]])
         first.append((stamp["arrived"] - receipt.sent) / 1e6 + ways[0])
         later += ways[1:]
     return Delays(first=first, later=later)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that so large a share of them does not pass."""
-    ordered = sorted(values)
-    return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 @asynccontextmanager

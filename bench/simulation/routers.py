@@ -185,5 +185,5 @@ class SimulatedRouter:
         self._events.after(NETWORK_SECONDS, lambda: worker.submit(submission))
 
     def _depths(self, names: list[bytes]) -> dict[WorkerId, CachedDepth]:
-        holders = answer(self._index.lookup(names))  # type: ignore[arg-type]
+        holders = answer(self._index.lookup(names))
         return {holder.worker_id: CachedDepth(blocks=holder.depth) for holder in holders}

@@ -15,6 +15,7 @@ from blockyard.router.cluster_view import usable_cached_tokens
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig, WorkerConfig
 
+from bench.reporting import percentile
 from bench.simulation.clock import Events, VirtualClock
 from bench.simulation.profile import HardwareProfile
 from bench.simulation.routers import Record, SimulatedRouter
@@ -161,12 +162,12 @@ class Simulation:
             reuse=sum(record.cached_tokens for record in records) / prompt_tokens,
             ideal_reuse=ideal_reuse([r.request for r in records], self._setup.profile.block_size),
             ttft_mean=fmean(firsts),
-            ttft_p50=quantile(firsts, 0.5),
-            ttft_p90=quantile(firsts, 0.9),
-            ttft_p99=quantile(firsts, 0.99),
+            ttft_p50=percentile(firsts, 0.5),
+            ttft_p90=percentile(firsts, 0.9),
+            ttft_p99=percentile(firsts, 0.99),
             token_gap_mean=fmean(gaps) if gaps else 0.0,
-            latency_p50=quantile(latencies, 0.5),
-            latency_p99=quantile(latencies, 0.99),
+            latency_p50=percentile(latencies, 0.5),
+            latency_p99=percentile(latencies, 0.99),
             makespan=makespan,
             output_rate=sum(record.request.output.length for record in records) / makespan,
             largest_share=max(worker.num_requests for worker in self._workers) / len(records),
@@ -205,11 +206,6 @@ def ideal_reuse(requests: Sequence[SimulatedRequest], block_size: int) -> float:
             )
         )
     return cached_tokens / prompt_tokens
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def _since(start: float, end: float | None) -> float:

@@ -96,7 +96,7 @@ class SimulatedWorker:
         self._is_stepping = self._will_report = self._will_flush = False
         self._difference = TieredDifference()
         self._sequence = FIRST_SEQUENCE
-        self._berth = answer(index.register(self._record(profile), lease_seconds=LEASE_SECONDS))  # type: ignore[arg-type]
+        self._berth = answer(index.register(self._record(profile), lease_seconds=LEASE_SECONDS))
 
     def _record(self, profile: HardwareProfile) -> WorkerRecord:
         return WorkerRecord(
@@ -221,6 +221,6 @@ class SimulatedWorker:
         self._will_flush = False
         while self._difference:
             batch = self._difference.take(MAX_BATCH_NAMES, sequence=self._sequence)
-            applied = answer(self._index.apply(self._berth, batch))  # type: ignore[arg-type]
+            applied = answer(self._index.apply(self._berth, batch))
             assert applied is ApplyResult.OK
             self._sequence += 1

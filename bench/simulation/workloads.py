@@ -137,7 +137,7 @@ def conversations(kind: Conversation, rate: float, seconds: float, seed: int) ->
     systems = [tokens.run(kind.system_tokens) for _ in range(kind.num_systems)]
     numbers, requests = count(), []
     for name, start in enumerate(poisson(rate, seconds, chance)):
-        context = (chance.choice(systems), tokens.run(chance.randint(*kind.first_tokens)))
+        context: tuple[Run, ...] = (chance.choice(systems), tokens.run(chance.randint(*kind.first_tokens)))
         previous: SimulatedRequest | None = None
         for _ in range(chance.randint(*kind.num_turns)):
             if previous is not None:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from bench.index import QUICK, keep, measure
 from bench.index_llmd import LlmdIndex, pod_entry
 from bench.index_load import CLUSTER, die_and_purge, make_names, num_names, register_all
-from bench.index_server import measured, percentile, used_memory_bytes
+from bench.index_server import measured, used_memory_bytes
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,3 @@ async def test_memory_is_that_of_the_data_not_of_connections(client: Redis) -> N
     await asyncio.gather(*(client.get("data") for _ in range(20)))
     await client.delete("data")
     assert abs(await used_memory_bytes(client) - before) < 20_000
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([3, 1, 2], 0.5) == 2
-    assert percentile([3, 1, 2], 1.0) == 3
-    assert percentile(list(range(100)), 0.99) == 99

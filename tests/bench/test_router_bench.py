@@ -11,10 +11,11 @@ import pytest_asyncio
 from blockyard.deploy.redis_server import start_private_redis
 from blockyard.proto.fingerprint import tokenizer_fingerprint
 
+from bench.reporting import percentile
 from bench.router.__main__ import MODEL, prompt
 from bench.router.figures import added, middle, spread
 from bench.router.flame import entitled, shares
-from bench.router.load import Receipt, delays, num_tokens_in, percentile
+from bench.router.load import Receipt, delays, num_tokens_in
 from bench.router.pace import Running, Stamps
 from bench.router.peers import event
 from bench.router.placement import PlacementTimes, placement_bench
