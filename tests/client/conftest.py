@@ -13,6 +13,8 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from .drivers import AsyncDriver, Driver, SyncDriver
+
 Message = inference_pb2.GenerateStreamResponse
 
 
@@ -202,3 +204,16 @@ async def dead_address() -> str:
     async with serve(ScriptedRouter()) as address:
         pass
     return address
+
+
+@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
+async def connect(request: pytest.FixtureRequest):
+    drivers: list[Driver] = []
+
+    def connect(addresses: str | list[str], **options: Any) -> Driver:
+        drivers.append(request.param(addresses, **options))
+        return drivers[-1]
+
+    yield connect
+    for driver in drivers:
+        await driver.close()

@@ -4,9 +4,6 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +12,6 @@ from blockyard.router.client import (
     AsyncClient,
     Client,
     Completion,
-    Delta,
     FieldViolation,
     InvalidRequestError,
     LostTokensError,
@@ -26,115 +22,9 @@ from blockyard.router.client import (
     UnavailableError,
 )
 from blockyard.router.client.errors import from_rpc
-from blockyard.router.client.retry import AddressRotation
 
 from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, logprob, serve
-
-
-@asynccontextmanager
-async def breakable(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A way to a server, and what cuts off everybody on it as the server's death would."""
-    host, _, port = address.rpartition(":")
-    writers: list[asyncio.StreamWriter] = []
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while taken := await reader.read(65536):
-            writer.write(taken)
-
-    async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection(host, int(port))
-        writers.extend((writer, there_writer))
-        await asyncio.gather(pump(reader, there_writer), pump(there_reader, writer), return_exceptions=True)
-
-    def break_it() -> None:
-        for writer in writers:
-            writer.transport.abort()
-
-    async with await asyncio.start_server(join, "127.0.0.1", 0) as server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", break_it
-        break_it()
-
-
-class SyncDriver:
-    """Drives the blocking client from a thread, so that the server may live on the test's event loop."""
-
-    def __init__(self, addresses: str | list[str], **options: Any) -> None:
-        self.client = Client(addresses, **options)
-        # Which router comes first is drawn: a test that names two wants to know.
-        self.client._rotation = AddressRotation(self.client._config.addresses, start=0)
-
-    async def call(self, name: str, *positional: Any, **arguments: Any) -> Any:
-        return await asyncio.to_thread(getattr(self.client, name), *positional, **arguments)
-
-    async def collect(self, name: str, **arguments: Any) -> list[Any]:
-        return await asyncio.to_thread(lambda: list(getattr(self.client, name)(**arguments)))
-
-    async def take_one_and_close(self, **arguments: Any) -> Delta:
-        def take() -> Delta:
-            stream = self.client.stream(**arguments)
-            first = next(stream)
-            stream.close()
-            return first
-
-        return await asyncio.to_thread(take)
-
-    async def take_one_and_go_on(self, meanwhile: Callable[[], None], **arguments: Any) -> list[Delta]:
-        loop = asyncio.get_running_loop()
-
-        def take() -> list[Delta]:
-            stream = self.client.stream(**arguments)
-            first = next(stream)
-            loop.call_soon_threadsafe(meanwhile)
-            return [first, *stream]
-
-        return await asyncio.to_thread(take)
-
-    async def close(self) -> None:
-        self.client.close()
-
-
-class AsyncDriver:
-    def __init__(self, addresses: str | list[str], **options: Any) -> None:
-        self.client = AsyncClient(addresses, **options)
-        self.client._rotation = AddressRotation(self.client._config.addresses, start=0)
-
-    async def call(self, name: str, *positional: Any, **arguments: Any) -> Any:
-        return await getattr(self.client, name)(*positional, **arguments)
-
-    async def collect(self, name: str, **arguments: Any) -> list[Any]:
-        return [item async for item in getattr(self.client, name)(**arguments)]
-
-    async def take_one_and_close(self, **arguments: Any) -> Delta:
-        stream = self.client.stream(**arguments)
-        first = await anext(stream)
-        await stream.aclose()
-        return first
-
-    async def take_one_and_go_on(self, meanwhile: Callable[[], None], **arguments: Any) -> list[Delta]:
-        stream = self.client.stream(**arguments)
-        first = await anext(stream)
-        meanwhile()
-        return [first, *[delta async for delta in stream]]
-
-    async def close(self) -> None:
-        await self.client.close()
-
-
-Driver = SyncDriver | AsyncDriver
-Connect = Callable[..., Driver]
-
-
-@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
-async def connect(request: pytest.FixtureRequest):
-    drivers: list[Driver] = []
-
-    def connect(addresses: str | list[str], **options: Any) -> Driver:
-        drivers.append(request.param(addresses, **options))
-        return drivers[-1]
-
-    yield connect
-    for driver in drivers:
-        await driver.close()
+from .drivers import Connect, breakable
 
 
 async def test_a_stream_is_deltas_and_then_how_it_ended(connect: Connect, address: str) -> None:
