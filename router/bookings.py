@@ -19,8 +19,9 @@ class Placed:
     address: str
     names: Sequence[bytes]
     """Of the prompt's full blocks."""
+    prompt_tokens: int
     uncached_tokens: int
-    """Prompt tokens that the worker was expected to compute."""
+    """Of them, those that the worker was expected to compute."""
     blocks: int
     """That it was expected to take from its pool."""
     promised_blocks: int = 0
@@ -34,6 +35,7 @@ class Placed:
 @dataclass(slots=True)
 class Sums:
     requests: int = 0
+    prompt_tokens: int = 0
     blocks: int = 0
     unstarted: int = 0
     """Those of the requests without a first token."""
@@ -42,6 +44,7 @@ class Sums:
 
     def count(self, placed: Placed, sign: int) -> None:
         self.requests += sign
+        self.prompt_tokens += sign * placed.prompt_tokens
         self.blocks += sign * placed.blocks
         if not placed.started:
             self.count_unstarted(placed, sign)

@@ -148,6 +148,7 @@ class ClusterView:
         address: str,
         *,
         names: Sequence[bytes],
+        prompt_tokens: int,
         uncached_tokens: int,
         blocks: int,
         promised_blocks: int = 0,
@@ -156,6 +157,7 @@ class ClusterView:
         placed = Placed(
             address=address,
             names=names,
+            prompt_tokens=prompt_tokens,
             uncached_tokens=uncached_tokens,
             blocks=blocks,
             promised_blocks=promised_blocks,
@@ -315,6 +317,8 @@ class ClusterView:
             queued_prefill_tokens=waiting.unstarted_tokens
             + max(load.queued_prefill_tokens + fresh.unstarted_tokens, sent.unstarted_tokens),
             sequences=waiting.requests + max(load.running + load.waiting + fresh.requests, sent.requests),
+            context_tokens=waiting.prompt_tokens
+            + max(load.context_tokens + fresh.prompt_tokens, sent.prompt_tokens),
             used_blocks=waiting.blocks + max(load.used_blocks + fresh.blocks, sent.blocks),
             total_blocks=worker.hello.total_blocks,
             block_size=block_size,

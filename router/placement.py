@@ -13,7 +13,7 @@ Owns the policies. Does not own the arithmetic of the terms (scoring.py) nor wha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from math import exp
 from random import Random
@@ -47,7 +47,7 @@ class Placement:
     @property
     def scores(self) -> tuple[Score, ...]:
         """Every candidate's, cheapest first. Made when asked for: to place a request takes none but the chosen."""
-        priced = (replace(score, cost=cost) for score, cost in zip(self.considered, self.costs, strict=True))
+        priced = (score._replace(cost=cost) for score, cost in zip(self.considered, self.costs, strict=True))
         return tuple(sorted(priced, key=lambda score: score.cost))
 
 
@@ -76,7 +76,7 @@ def place(
             chosen, costs = _session(request.session_key, scores, rng, config)
         case "dynamo":
             chosen, costs = _dynamo(scores, candidates, rng, config)
-    return Placement(chosen=replace(scores[chosen], cost=costs[chosen]), considered=scores, costs=costs)
+    return Placement(chosen=scores[chosen]._replace(cost=costs[chosen]), considered=scores, costs=costs)
 
 
 Choice = tuple[int, list[float]]

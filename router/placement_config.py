@@ -20,9 +20,9 @@ class PlacementConfig:
     decode_step_fraction: float = 0.5
     """Price of each sequence on a worker that has, as a part of the time that its token takes there: a prompt
     finds a step half done on average."""
-    occupied_fraction: float = 0.1
-    """Price of the KV in use on a worker, which every decode step there reads, as a part of the time that computing it
-    would take."""
+    context_fraction: float = 0.1
+    """Price of the tokens that every decode step on a worker reads, as a part of the time that computing them would
+    take."""
     others_fraction: float = 0.1
     """Price of the time that this prompt's prefill takes from each sequence that is there, as a part of that time. 0
     counts the request's own time alone, 1 everybody's alike."""

@@ -256,6 +256,7 @@ class Placer:
         return self._fleet.view.placed(
             chosen.address,
             names=prompt.names,
+            prompt_tokens=prompt.tokens,
             uncached_tokens=chosen.uncached_tokens,
             blocks=-(-chosen.needed_tokens // block_size),
             promised_blocks=promised_tokens // block_size,

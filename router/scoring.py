@@ -10,9 +10,9 @@ Does not own the choice among the costs (placement.py) nor what is known of work
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isfinite
 from statistics import median
+from typing import NamedTuple
 
 from blockyard.proto.prefix_index import WorkerId
 from blockyard.router.placement_config import PlacementConfig
@@ -21,9 +21,9 @@ LEAST_TOKENS_PER_SECOND = 1e-3
 """A lower rate is no measurement."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What is believed of one worker that may take the request."""
+class Candidate(NamedTuple):
+    """What is believed of one worker that may take the request. A tuple, as is Score, because every placement makes one
+    for each worker: a frozen dataclass takes twice as long."""
 
     address: str
     """Where it listens; unique, which a worker id is not while an old life of it lingers."""
@@ -35,6 +35,8 @@ class Candidate:
     queued_prefill_tokens: int = 0
     sequences: int = 0
     """Running and waiting."""
+    context_tokens: int = 0
+    """That its sequences' decode steps read: a shared prefix once for each sharer."""
     used_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 16
@@ -46,8 +48,7 @@ class Candidate:
     """From host memory to the GPU. Measured; without it host memory is worth nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class Score(NamedTuple):
     """The terms of one candidate, in milliseconds."""
 
     address: str
@@ -64,7 +65,7 @@ class Score:
     host_load_ms: float
     """The part that comes from host memory, however slow: a worker loads what it finds there."""
     decode_ms: float
-    """The decode steps of the sequences that are there, in part, and what the KV in use costs them."""
+    """The decode steps of the sequences that are there, in part, and what reading all their context costs them."""
     memory_ms: float
     others_ms: float
     """What this prompt's prefill takes from the sequences that are there, in part."""
@@ -114,10 +115,9 @@ def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config
     queue_ms = candidate.queued_prefill_tokens / tokens_per_ms
     prefill_ms = uncached_tokens / tokens_per_ms
     host_load_ms = 1000 * host_tokens / host_rate if host_tokens else 0.0
-    used_tokens = candidate.used_blocks * candidate.block_size
     decode_ms = (
         candidate.sequences * _sequence_ms(candidate, config)
-        + config.occupied_fraction * used_tokens / tokens_per_ms
+        + config.context_fraction * candidate.context_tokens / tokens_per_ms
     )
     memory_ms = _memory_ms(needed_tokens, candidate, config)
     others_ms = config.others_fraction * candidate.sequences * prefill_ms

@@ -331,6 +331,7 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             queued_prefill_tokens=self.scheduler.queued_prefill_tokens,
+            context_tokens=sum(len(sequence.tokens) for sequence in self.scheduler.running),
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
             used_blocks=self.pool.num_used,

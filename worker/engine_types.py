@@ -82,6 +82,8 @@ class EngineLoad:
     running: int
     waiting: int
     queued_prefill_tokens: int
+    context_tokens: int
+    """Of all running sequences, as often as they are read: a shared prefix counts once for each sharer."""
     free_blocks: int
     cached_blocks: int
     used_blocks: int

@@ -122,6 +122,7 @@ class SimulatedRouter:
         waiting.placed = self._view.placed(
             chosen.address,
             names=waiting.names,
+            prompt_tokens=len(waiting.token_ids),
             uncached_tokens=chosen.uncached_tokens,
             blocks=-(-chosen.needed_tokens // self._block_size),
         )

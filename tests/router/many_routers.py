@@ -107,6 +107,7 @@ class Worker:
             running=self.num_open,
             queued_prefill_tokens=round(queued_seconds * PREFILL_TOKENS_PER_SECOND),
             used_blocks=self.used_blocks,
+            context_tokens=self.num_open * PROMPT_TOKENS,
             prefill_tokens_per_second=PREFILL_TOKENS_PER_SECOND,
             decode_tokens_per_second=1_000.0,
         )
@@ -149,6 +150,7 @@ class Router:
         placed: Placed = self.view.placed(
             chosen.address,
             names=names,
+            prompt_tokens=PROMPT_TOKENS,
             uncached_tokens=chosen.uncached_tokens,
             blocks=-(-chosen.needed_tokens // BLOCK_SIZE),
         )

@@ -41,7 +41,9 @@ def view_of(
 
 def sent(view: ClusterView, address: str, *, names: list[bytes], uncached_tokens: int, blocks: int) -> Placed:
     """Placed, and on its way."""
-    placed = view.placed(address, names=names, uncached_tokens=uncached_tokens, blocks=blocks)
+    placed = view.placed(
+        address, names=names, prompt_tokens=PROMPT_TOKENS, uncached_tokens=uncached_tokens, blocks=blocks
+    )
     view.sent(placed)
     return placed
 
@@ -65,7 +67,7 @@ def test_silence_makes_a_worker_suspect_and_then_lost_and_any_word_brings_it_bac
 
 def test_a_placed_prefix_counts_at_once_and_until_the_index_has_it() -> None:
     view, clock = view_of("a", "b")
-    placed = view.placed("a", names=NAMES[:10], uncached_tokens=160, blocks=10)
+    placed = view.placed("a", names=NAMES[:10], prompt_tokens=PROMPT_TOKENS, uncached_tokens=160, blocks=10)
     assert cached_tokens(view) == {"a": 160, "b": 0}
     view.started(placed)
     clock.now += STORED_GRACE_SECONDS * 0.9
@@ -78,8 +80,8 @@ def test_a_placed_prefix_counts_at_once_and_until_the_index_has_it() -> None:
 
 def test_a_rejected_request_leaves_no_prefix_behind_but_its_neighbour_does() -> None:
     view, _ = view_of("a")
-    first = view.placed("a", names=NAMES[:10], uncached_tokens=160, blocks=10)
-    view.placed("a", names=NAMES[:6], uncached_tokens=96, blocks=6)
+    first = view.placed("a", names=NAMES[:10], prompt_tokens=PROMPT_TOKENS, uncached_tokens=160, blocks=10)
+    view.placed("a", names=NAMES[:6], prompt_tokens=PROMPT_TOKENS, uncached_tokens=96, blocks=6)
     view.ended(first, busy=False)
     assert cached_tokens(view) == {"a": 96}
     view.check_invariants()
@@ -120,9 +122,23 @@ def test_what_was_placed_after_a_report_counts_beside_what_the_report_has() -> N
     view.check_invariants()
 
 
+def test_context_counts_as_often_as_it_is_read() -> None:
+    view, _ = view_of("a")
+    for _ in range(3):
+        sent(view, "a", names=NAMES, uncached_tokens=0, blocks=0)
+    assert view.candidates([], 100, {})[0].context_tokens == 3 * PROMPT_TOKENS
+    view.heard("a", cluster_pb2.WorkerLoad(running=9, context_tokens=9_000))
+    sent(view, "a", names=NAMES, uncached_tokens=0, blocks=0)
+    view.placed("a", names=NAMES, prompt_tokens=PROMPT_TOKENS, uncached_tokens=0, blocks=0)
+    assert view.candidates([], 100, {})[0].context_tokens == 9_000 + 2 * PROMPT_TOKENS
+
+
 def test_who_waits_for_a_worker_counts_beside_all_that_it_reports_and_takes_no_place_there() -> None:
     view, _ = view_of("a", max_waiting=1)
-    waiting = [view.placed("a", names=NAMES[:5], uncached_tokens=50, blocks=3) for _ in range(4)]
+    waiting = [
+        view.placed("a", names=NAMES[:5], prompt_tokens=PROMPT_TOKENS, uncached_tokens=50, blocks=3)
+        for _ in range(4)
+    ]
     view.heard("a", cluster_pb2.WorkerLoad(running=9, queued_prefill_tokens=700, used_blocks=50))
     worker = view.candidates(NAMES, PROMPT_TOKENS, {})[0]
     assert (worker.sequences, worker.queued_prefill_tokens, worker.used_blocks) == (13, 900, 62)
@@ -189,11 +205,15 @@ def test_what_the_index_promised_and_was_not_reused_is_stale() -> None:
     view, _ = view_of("a")
     promises = [(10, 10), (10, 4), (10, 0), (0, 5)]
     for promised, reused in promises:
-        placed = view.placed("a", names=[], uncached_tokens=1, blocks=1, promised_blocks=promised)
+        placed = view.placed(
+            "a", names=[], prompt_tokens=PROMPT_TOKENS, uncached_tokens=1, blocks=1, promised_blocks=promised
+        )
         for _ in range(2):
             view.started(placed, cached_tokens=reused * 16)
     assert (view.promised_blocks, view.stale_blocks) == (30, 16)
-    rejected = view.placed("a", names=[], uncached_tokens=1, blocks=1, promised_blocks=10)
+    rejected = view.placed(
+        "a", names=[], prompt_tokens=PROMPT_TOKENS, uncached_tokens=1, blocks=1, promised_blocks=10
+    )
     view.ended(rejected, busy=True)
     assert (view.promised_blocks, view.stale_blocks) == (30, 16), "who never ran tells nothing"
 
@@ -208,7 +228,13 @@ def test_24_simultaneous_requests_of_4_groups_do_not_scatter() -> None:
         names = [bytes([group, block]) * 8 for block in range(60)]
         candidates = view.candidates(names, 1000, {})
         score = place(PlacementRequest(prompt_tokens=1000), candidates, "prefix", rng).chosen
-        view.placed(score.address, names=names, uncached_tokens=score.uncached_tokens, blocks=2)
+        view.placed(
+            score.address,
+            names=names,
+            prompt_tokens=PROMPT_TOKENS,
+            uncached_tokens=score.uncached_tokens,
+            blocks=2,
+        )
         homes.setdefault(group, []).append(score.worker_id)
     view.check_invariants()
     assert all(len(set(workers)) == 1 for workers in homes.values()), homes
@@ -217,7 +243,7 @@ def test_24_simultaneous_requests_of_4_groups_do_not_scatter() -> None:
 
 def test_a_lost_stream_voids_what_was_placed_there() -> None:
     view, _ = view_of("a")
-    placed = view.placed("a", names=NAMES, uncached_tokens=400, blocks=30)
+    placed = view.placed("a", names=NAMES, prompt_tokens=PROMPT_TOKENS, uncached_tokens=400, blocks=30)
     view.disconnected("a", "stream ended")
     assert view.state(view.workers()[0]) is WorkerState.LOST
     view.ended(placed)
@@ -247,7 +273,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
 
 def test_the_index_and_what_was_just_placed_are_taken_together() -> None:
     view, _ = view_of("a", "b")
-    view.placed("b", names=NAMES[:5], uncached_tokens=80, blocks=5)
+    view.placed("b", names=NAMES[:5], prompt_tokens=PROMPT_TOKENS, uncached_tokens=80, blocks=5)
     depths = {
         WorkerId("a"): CachedDepth(blocks=12, host_blocks=4),
         WorkerId("b"): CachedDepth(blocks=2, host_blocks=5),
@@ -307,7 +333,15 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
     for kind, number in events:
         match kind:
             case "place":
-                open_requests.append(view.placed("a", names=NAMES[:number], uncached_tokens=number, blocks=1))
+                open_requests.append(
+                    view.placed(
+                        "a",
+                        names=NAMES[:number],
+                        prompt_tokens=PROMPT_TOKENS,
+                        uncached_tokens=number,
+                        blocks=1,
+                    )
+                )
             case "send" if open_requests and not open_requests[number % len(open_requests)].sent:
                 view.sent(open_requests[number % len(open_requests)])
             case "aside" if open_requests and not open_requests[number % len(open_requests)].sent:

@@ -31,17 +31,17 @@ def test_terms_are_milliseconds_and_add_up() -> None:
     assert score.total_ms == 1520.0
 
 
-def test_kv_in_use_costs_a_part_of_what_computing_it_would() -> None:
-    config = PlacementConfig(occupied_fraction=0.25)
+def test_context_read_costs_a_part_of_what_computing_it_would() -> None:
+    config = PlacementConfig(context_fraction=0.25)
     score = place(
-        PlacementRequest(prompt_tokens=100), [candidate("a", used_blocks=50)], "prefix", Random(0), config
+        PlacementRequest(prompt_tokens=100), [candidate("a", context_tokens=800)], "prefix", Random(0), config
     ).chosen
-    assert score.decode_ms == 0.25 * 50 * 16
+    assert score.decode_ms == 0.25 * 800
 
 
 def test_a_pool_without_room_costs_more_than_a_roomy_one() -> None:
     full = candidate("full", used_blocks=990)
-    assert chosen(PlacementRequest(prompt_tokens=1000), full, candidate("roomy", sequences=20)) == "roomy"
+    assert chosen(PlacementRequest(prompt_tokens=1000), full, candidate("roomy", sequences=10)) == "roomy"
     score = place(PlacementRequest(prompt_tokens=1000), [full], "prefix", Random(0)).chosen
     assert score.memory_ms == PlacementConfig().memory_full_ms
 

@@ -25,6 +25,7 @@ CANDIDATE = st.builds(
     host_cached_tokens=COUNTS,
     queued_prefill_tokens=st.integers(0, 2**64),
     sequences=COUNTS,
+    context_tokens=st.integers(0, 2**64),
     used_blocks=COUNTS,
     total_blocks=COUNTS,
     block_size=st.integers(1, 2**32),
@@ -117,6 +118,7 @@ def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) ->
     [
         ("queued_prefill_tokens", 1, lambda score: score.queue_ms),
         ("sequences", 1, lambda score: score.decode_ms + score.others_ms),
+        ("context_tokens", 1, lambda score: score.decode_ms),
         ("used_blocks", 1, lambda score: score.memory_ms),
         ("cached_tokens", -1, lambda score: score.prefill_ms + score.host_load_ms),
         ("total_blocks", -1, lambda score: score.memory_ms),
@@ -133,8 +135,8 @@ def test_more_load_never_costs_less_and_more_cache_never_more(
     config: PlacementConfig,
 ) -> None:
     """But for pools of no known size, which have no price."""
-    candidate = replace(candidate, total_blocks=max(candidate.total_blocks, 1))
-    after = replace(candidate, **{changed: getattr(candidate, changed) + more})
+    candidate = candidate._replace(total_blocks=max(candidate.total_blocks, 1))
+    after = candidate._replace(**{changed: getattr(candidate, changed) + more})
     before_score, after_score = _score(prompt_tokens, candidate, config), _score(prompt_tokens, after, config)
     tolerance = 1 + 1e-9  # sums of floats of very different size
     if sign > 0:
