@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/session.proto
+PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto proto/v1/session.proto
 PIP := $(BIN)/pip --disable-pip-version-check
 
 .PHONY: demo test check format proto install clean gpu-check

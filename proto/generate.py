@@ -10,7 +10,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent
-PROTOS = ("inference.proto", "cluster.proto", "session.proto")
+PROTOS = ("inference.proto", "cluster.proto", "admin.proto", "session.proto")
 
 
 def generate(target: Path) -> None:

@@ -4,6 +4,8 @@
     ├── InvalidRequest              INVALID_ARGUMENT      INVALID_REQUEST (+ field violations)
     │   └── ContextLengthExceeded   INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED
     ├── MalformedMessage            INVALID_ARGUMENT      MALFORMED_MESSAGE
+    ├── Unauthenticated             UNAUTHENTICATED       UNAUTHENTICATED
+    ├── Forbidden                   PERMISSION_DENIED     PERMISSION_DENIED
     ├── NotFound
     │   ├── UnknownModel            NOT_FOUND             MODEL_NOT_FOUND
     │   ├── UnknownRequest          NOT_FOUND             REQUEST_NOT_FOUND
@@ -20,7 +22,8 @@
     │   ├── WorkerUnreachable       UNAVAILABLE           WORKER_UNREACHABLE
     │   └── RouterDraining          UNAVAILABLE           ROUTER_DRAINING (+ retry delay)
     └── InternalError               INTERNAL              INTERNAL
-        └── EngineFailed            INTERNAL              ENGINE_FAILED
+        ├── EngineFailed            INTERNAL              ENGINE_FAILED
+        └── PoisonRequest           INTERNAL              POISON_REQUEST (+ tokens_emitted)
 
 Messages name fields, never their values: no text of a client may reach a log or another client.
 """
@@ -74,6 +77,14 @@ class ContextLengthExceeded(InvalidRequest):
 
 class MalformedMessage(RouterError):
     reason = "MALFORMED_MESSAGE"
+
+
+class Unauthenticated(RouterError):
+    reason = "UNAUTHENTICATED"
+
+
+class Forbidden(RouterError):
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(RouterError):
@@ -142,6 +153,10 @@ class InternalError(RouterError):
 
 class EngineFailed(InternalError):
     reason = "ENGINE_FAILED"
+
+
+class PoisonRequest(InternalError):
+    reason = "POISON_REQUEST"
 
 
 def as_router_error(error: BaseException) -> RouterError:

@@ -23,6 +23,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
     WORKER_STATE_REFUSED: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
 
 class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -47,6 +48,7 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_SUSPECT: WorkerState
 WORKER_STATE_REFUSED: WorkerState
 WORKER_STATE_LOST: WorkerState
+WORKER_STATE_DRAINING: WorkerState
 BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_FREE: BlockState
 BLOCK_STATE_CACHED: BlockState

@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from blockyard.proto.v1 import admin_pb2 as blockyard_dot_proto_dot_v1_dot_admin__pb2
 from blockyard.proto.v1 import cluster_pb2 as blockyard_dot_proto_dot_v1_dot_cluster__pb2
 from blockyard.proto.v1 import inference_pb2 as blockyard_dot_proto_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n blockyard/proto/v1/session.proto\x12\x0c\x62lockyard.v1\x1a blockyard/proto/v1/cluster.proto\x1a\"blockyard/proto/v1/inference.proto\"\x89\x01\n\x08ToWorker\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x14.blockyard.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.blockyard.v1.CancelH\x00\x12\"\n\x04ping\x18\x03 \x01(\x0b\x32\x12.blockyard.v1.PingH\x00\x42\t\n\x07message\"\xb5\x01\n\x08ToRouter\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.blockyard.v1.HelloH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.StepOutputH\x00\x12*\n\x08rejected\x18\x03 \x01(\x0b\x32\x16.blockyard.v1.RejectedH\x00\x12\"\n\x04pong\x18\x04 \x01(\x0b\x32\x12.blockyard.v1.PongH\x00\x42\t\n\x07message\"\xdb\x02\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12&\n\x04load\x18\r \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12\x1b\n\x13index_stride_blocks\x18\x0e \x01(\r\x12\x13\n\x0bmax_waiting\x18\x0f \x01(\r\"\xfa\x01\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_names\x18\x05 \x01(\x0c\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.blockyard.v1.EngineSampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x31\n\rcontinuations\x18\x08 \x03(\x0b\x32\x1a.blockyard.v1.Continuation\x12\x10\n\x08priority\x18\t \x01(\x11\"0\n\x0c\x43ontinuation\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\xaa\x05\n\x0e\x45ngineSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x03\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x02\x12?\n\nlogit_bias\x18\r \x03(\x0b\x32+.blockyard.v1.EngineSampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x15\n\rbad_token_ids\x18\x0f \x03(\r\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x12\t\n\x01n\x18\x12 \x01(\r\x12\x12\n\nbeam_width\x18\x13 \x01(\r\x12\x16\n\x0elength_penalty\x18\x14 \x01(\x02\x12\x33\n\x0e\x65\x61rly_stopping\x18\x15 \x01(\x0e\x32\x1b.blockyard.v1.EarlyStopping\x12\x39\n\x11structured_output\x18\x16 \x01(\x0b\x32\x1e.blockyard.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"6\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"g\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12(\n\x05index\x18\x03 \x01(\x0b\x32\x19.blockyard.v1.WorkerIndex\"\xd1\x02\n\nStepOutput\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_offsets\x18\x02 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x16\n\x0e\x66inish_reasons\x18\x05 \x03(\r\x12\x13\n\x0bstop_tokens\x18\x06 \x03(\r\x12\x15\n\rcached_tokens\x18\x07 \x03(\r\x12&\n\x04load\x18\x08 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12\x16\n\x0e\x66\x61iled_handles\x18\t \x03(\x04\x12\x32\n\x0e\x66\x61iled_reasons\x18\n \x03(\x0e\x32\x1a.blockyard.v1.RejectReason\x12\x0f\n\x07indexes\x18\x0b \x03(\r\x12)\n\x07\x64\x65tails\x18\x0c \x03(\x0b\x32\x18.blockyard.v1.RowDetails\"\xdc\x01\n\nRowDetails\x12\x0b\n\x03row\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.blockyard.v1.TokenLogprob\x12\x33\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1a.blockyard.v1.TokenLogprob\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nbeam_score\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x15\n\x13_cumulative_logprobB\r\n\x0b_beam_score\"V\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.blockyard.v1.RejectReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t*\x89\x02\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REJECT_REASON_BUSY\x10\x01\x12\x1b\n\x17REJECT_REASON_TOO_LARGE\x10\x02\x12\x19\n\x15REJECT_REASON_INVALID\x10\x03\x12\x1a\n\x16REJECT_REASON_DEADLINE\x10\x04\x12\x1a\n\x16REJECT_REASON_INTERNAL\x10\x05\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x06\x12\x19\n\x15REJECT_REASON_GRAMMAR\x10\x07\x12\x1b\n\x17REJECT_REASON_NO_CHOICE\x10\x08\x32\xeb\x01\n\rEngineService\x12=\n\x07Session\x12\x16.blockyard.v1.ToWorker\x1a\x16.blockyard.v1.ToRouter(\x01\x30\x01\x12J\n\x0cGetBlockPool\x12!.blockyard.v1.GetBlockPoolRequest\x1a\x17.blockyard.v1.BlockPool\x12O\n\nListBlocks\x12\x1f.blockyard.v1.ListBlocksRequest\x1a .blockyard.v1.ListBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n blockyard/proto/v1/session.proto\x12\x0c\x62lockyard.v1\x1a\x1e\x62lockyard/proto/v1/admin.proto\x1a blockyard/proto/v1/cluster.proto\x1a\"blockyard/proto/v1/inference.proto\"\x89\x01\n\x08ToWorker\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x14.blockyard.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.blockyard.v1.CancelH\x00\x12\"\n\x04ping\x18\x03 \x01(\x0b\x32\x12.blockyard.v1.PingH\x00\x42\t\n\x07message\"\xe1\x01\n\x08ToRouter\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.blockyard.v1.HelloH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.StepOutputH\x00\x12*\n\x08rejected\x18\x03 \x01(\x0b\x32\x16.blockyard.v1.RejectedH\x00\x12\"\n\x04pong\x18\x04 \x01(\x0b\x32\x12.blockyard.v1.PongH\x00\x12*\n\x08\x64raining\x18\x05 \x01(\x0b\x32\x16.blockyard.v1.DrainingH\x00\x42\t\n\x07message\"\xf0\x02\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12&\n\x04load\x18\r \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12\x1b\n\x13index_stride_blocks\x18\x0e \x01(\r\x12\x13\n\x0bmax_waiting\x18\x0f \x01(\r\x12\x13\n\x0bis_draining\x18\x10 \x01(\x08\"\x1f\n\x08\x44raining\x12\x13\n\x0bis_draining\x18\x01 \x01(\x08\"\x8a\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_names\x18\x05 \x01(\x0c\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.blockyard.v1.EngineSampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x31\n\rcontinuations\x18\x08 \x03(\x0b\x32\x1a.blockyard.v1.Continuation\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x0e\n\x06tenant\x18\n \x01(\x06\"0\n\x0c\x43ontinuation\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\xaa\x05\n\x0e\x45ngineSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x03\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x02\x12?\n\nlogit_bias\x18\r \x03(\x0b\x32+.blockyard.v1.EngineSampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x15\n\rbad_token_ids\x18\x0f \x03(\r\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x12\t\n\x01n\x18\x12 \x01(\r\x12\x12\n\nbeam_width\x18\x13 \x01(\r\x12\x16\n\x0elength_penalty\x18\x14 \x01(\x02\x12\x33\n\x0e\x65\x61rly_stopping\x18\x15 \x01(\x0e\x32\x1b.blockyard.v1.EarlyStopping\x12\x39\n\x11structured_output\x18\x16 \x01(\x0b\x32\x1e.blockyard.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"6\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\x80\x01\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12(\n\x05index\x18\x03 \x01(\x0b\x32\x19.blockyard.v1.WorkerIndex\x12\x17\n\x0fstalled_seconds\x18\x04 \x01(\x01\"\xd1\x02\n\nStepOutput\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_offsets\x18\x02 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x16\n\x0e\x66inish_reasons\x18\x05 \x03(\r\x12\x13\n\x0bstop_tokens\x18\x06 \x03(\r\x12\x15\n\rcached_tokens\x18\x07 \x03(\r\x12&\n\x04load\x18\x08 \x01(\x0b\x32\x18.blockyard.v1.WorkerLoad\x12\x16\n\x0e\x66\x61iled_handles\x18\t \x03(\x04\x12\x32\n\x0e\x66\x61iled_reasons\x18\n \x03(\x0e\x32\x1a.blockyard.v1.RejectReason\x12\x0f\n\x07indexes\x18\x0b \x03(\r\x12)\n\x07\x64\x65tails\x18\x0c \x03(\x0b\x32\x18.blockyard.v1.RowDetails\"\xdc\x01\n\nRowDetails\x12\x0b\n\x03row\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.blockyard.v1.TokenLogprob\x12\x33\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1a.blockyard.v1.TokenLogprob\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nbeam_score\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x15\n\x13_cumulative_logprobB\r\n\x0b_beam_score\"V\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.blockyard.v1.RejectReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t*\x89\x02\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REJECT_REASON_BUSY\x10\x01\x12\x1b\n\x17REJECT_REASON_TOO_LARGE\x10\x02\x12\x19\n\x15REJECT_REASON_INVALID\x10\x03\x12\x1a\n\x16REJECT_REASON_DEADLINE\x10\x04\x12\x1a\n\x16REJECT_REASON_INTERNAL\x10\x05\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x06\x12\x19\n\x15REJECT_REASON_GRAMMAR\x10\x07\x12\x1b\n\x17REJECT_REASON_NO_CHOICE\x10\x08\x32\xbe\x04\n\rEngineService\x12=\n\x07Session\x12\x16.blockyard.v1.ToWorker\x1a\x16.blockyard.v1.ToRouter(\x01\x30\x01\x12J\n\x0cGetBlockPool\x12!.blockyard.v1.GetBlockPoolRequest\x1a\x17.blockyard.v1.BlockPool\x12O\n\nListBlocks\x12\x1f.blockyard.v1.ListBlocksRequest\x1a .blockyard.v1.ListBlocksResponse\x12R\n\x0b\x44rainWorker\x12 .blockyard.v1.DrainWorkerRequest\x1a!.blockyard.v1.DrainWorkerResponse\x12U\n\x0cResumeWorker\x12!.blockyard.v1.ResumeWorkerRequest\x1a\".blockyard.v1.ResumeWorkerResponse\x12O\n\nFlushCache\x12\x1f.blockyard.v1.FlushCacheRequest\x1a .blockyard.v1.FlushCacheResponse\x12U\n\x0cRebuildIndex\x12!.blockyard.v1.RebuildIndexRequest\x1a\".blockyard.v1.RebuildIndexResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,34 +36,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENGINESAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_REJECTREASON']._serialized_start=2618
-  _globals['_REJECTREASON']._serialized_end=2883
-  _globals['_TOWORKER']._serialized_start=121
-  _globals['_TOWORKER']._serialized_end=258
-  _globals['_TOROUTER']._serialized_start=261
-  _globals['_TOROUTER']._serialized_end=442
-  _globals['_HELLO']._serialized_start=445
-  _globals['_HELLO']._serialized_end=792
-  _globals['_SUBMIT']._serialized_start=795
-  _globals['_SUBMIT']._serialized_end=1045
-  _globals['_CONTINUATION']._serialized_start=1047
-  _globals['_CONTINUATION']._serialized_end=1095
-  _globals['_ENGINESAMPLING']._serialized_start=1098
-  _globals['_ENGINESAMPLING']._serialized_end=1780
-  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_start=1699
-  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_end=1747
-  _globals['_CANCEL']._serialized_start=1782
-  _globals['_CANCEL']._serialized_end=1836
-  _globals['_PING']._serialized_start=1838
-  _globals['_PING']._serialized_end=1859
-  _globals['_PONG']._serialized_start=1861
-  _globals['_PONG']._serialized_end=1964
-  _globals['_STEPOUTPUT']._serialized_start=1967
-  _globals['_STEPOUTPUT']._serialized_end=2304
-  _globals['_ROWDETAILS']._serialized_start=2307
-  _globals['_ROWDETAILS']._serialized_end=2527
-  _globals['_REJECTED']._serialized_start=2529
-  _globals['_REJECTED']._serialized_end=2615
-  _globals['_ENGINESERVICE']._serialized_start=2886
-  _globals['_ENGINESERVICE']._serialized_end=3121
+  _globals['_REJECTREASON']._serialized_start=2790
+  _globals['_REJECTREASON']._serialized_end=3055
+  _globals['_TOWORKER']._serialized_start=153
+  _globals['_TOWORKER']._serialized_end=290
+  _globals['_TOROUTER']._serialized_start=293
+  _globals['_TOROUTER']._serialized_end=518
+  _globals['_HELLO']._serialized_start=521
+  _globals['_HELLO']._serialized_end=889
+  _globals['_DRAINING']._serialized_start=891
+  _globals['_DRAINING']._serialized_end=922
+  _globals['_SUBMIT']._serialized_start=925
+  _globals['_SUBMIT']._serialized_end=1191
+  _globals['_CONTINUATION']._serialized_start=1193
+  _globals['_CONTINUATION']._serialized_end=1241
+  _globals['_ENGINESAMPLING']._serialized_start=1244
+  _globals['_ENGINESAMPLING']._serialized_end=1926
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_start=1845
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_end=1893
+  _globals['_CANCEL']._serialized_start=1928
+  _globals['_CANCEL']._serialized_end=1982
+  _globals['_PING']._serialized_start=1984
+  _globals['_PING']._serialized_end=2005
+  _globals['_PONG']._serialized_start=2008
+  _globals['_PONG']._serialized_end=2136
+  _globals['_STEPOUTPUT']._serialized_start=2139
+  _globals['_STEPOUTPUT']._serialized_end=2476
+  _globals['_ROWDETAILS']._serialized_start=2479
+  _globals['_ROWDETAILS']._serialized_end=2699
+  _globals['_REJECTED']._serialized_start=2701
+  _globals['_REJECTED']._serialized_end=2787
+  _globals['_ENGINESERVICE']._serialized_start=3058
+  _globals['_ENGINESERVICE']._serialized_end=3632
 # @@protoc_insertion_point(module_scope)

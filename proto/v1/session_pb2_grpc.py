@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from blockyard.proto.v1 import admin_pb2 as blockyard_dot_proto_dot_v1_dot_admin__pb2
 from blockyard.proto.v1 import cluster_pb2 as blockyard_dot_proto_dot_v1_dot_cluster__pb2
 from blockyard.proto.v1 import session_pb2 as blockyard_dot_proto_dot_v1_dot_session__pb2
 
@@ -50,6 +51,26 @@ class EngineServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/blockyard.v1.EngineService/DrainWorker',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.ResumeWorker = channel.unary_unary(
+                '/blockyard.v1.EngineService/ResumeWorker',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ResumeWorkerRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ResumeWorkerResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/blockyard.v1.EngineService/FlushCache',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.RebuildIndex = channel.unary_unary(
+                '/blockyard.v1.EngineService/RebuildIndex',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -73,6 +94,31 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Of AdminService, for this worker: worker_id is not looked at.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeWorker(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebuildIndex(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +136,26 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ResumeWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeWorker,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ResumeWorkerRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ResumeWorkerResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.FlushCacheRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'RebuildIndex': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebuildIndex,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +239,114 @@ class EngineService:
             '/blockyard.v1.EngineService/ListBlocks',
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/DrainWorker',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/ResumeWorker',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.ResumeWorkerRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.ResumeWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/FlushCache',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebuildIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/RebuildIndex',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,
