@@ -7,13 +7,17 @@ STAMP := $(VENV)/.installed
 PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto proto/v1/session.proto
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: demo test check format proto install clean gpu-check
+.PHONY: demo test faults check format proto install clean gpu-check
 
 demo: install
 	$(BIN)/python -m blockyard.deploy.demo $(if $(KEEP),--keep)
 
 test: install
 	$(BIN)/python -m pytest $(TESTS)
+
+# Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.
+faults: install
+	$(BIN)/python -m pytest tests/faults tests/cluster -m fault -rs --faults-report docs/faults.md
 
 check: install .typing/blockyard
 	$(BIN)/ruff format --check .

@@ -28,7 +28,7 @@ LOADS = (
 )
 VALUES: dict[str, tuple[float, ...]] = {
     "others_fraction": (0.0, 0.03, 0.1, 0.3),
-    "context_fraction": (0.0, 0.03, 0.1, 0.3),
+    "context_fraction": (0.0, 0.03, 0.07, 0.2),
     "decode_step_fraction": (0.0, 0.5, 4.0),
     "memory_free_fraction": (0.02, 0.1, 0.3),
     "memory_full_ms": (0.0, 500.0, 2000.0, 8000.0),

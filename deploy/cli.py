@@ -1,4 +1,5 @@
-"""The `blockyard` command: up, down, status, generate, chat, workers, blocks, index, size, figures, doctor.
+"""The `blockyard` command: up, down, status, drain, resume, restart, flush, generate, chat, workers, blocks, index,
+size, figures, doctor.
 
 Owns words, tables and exit codes. What is done lives in cluster.py; what is asked goes through the public
 gRPC client, so that everything but `up`, `down` and `status` needs neither Ray nor torch. Prints no secret.
@@ -11,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-from blockyard.deploy import answers, figures, figures_plots, index_view, on_ray, pool_map, size, state, views
+from blockyard.deploy import (
+    administration,
+    answers,
+    figures,
+    figures_plots,
+    index_view,
+    on_ray,
+    pool_map,
+    size,
+    state,
+    views,
+)
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy import doctor as doctors
 from blockyard.deploy.interruption import end_like_ctrl_c
@@ -29,6 +41,13 @@ from blockyard.deploy.options import (
 )
 from blockyard.deploy.progress import StageProgress
 from blockyard.deploy.request_options import answer_options, sampling_options
+from blockyard.deploy.security import (
+    client_connection,
+    connection_options,
+    security,
+    security_options,
+    token,
+)
 from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
@@ -40,6 +59,7 @@ from rich.console import Console, RenderableType
 
 ASK_SECONDS = 10.0
 """For the commands that only look."""
+GRACE = click.FloatRange(0, administration.MAX_GRACE_SECONDS)
 
 
 class _Commands(click.Group):
@@ -59,6 +79,9 @@ class _Commands(click.Group):
 @click.version_option(package_name="blockyard")
 def main() -> None:
     """A distributed LLM serving cluster: gRPC routers, workers on Ray, one prefix index in Redis."""
+
+
+main.add_command(token)
 
 
 @main.command()
@@ -96,9 +119,15 @@ def main() -> None:
     help="The most beams that a request may ask for.",
 )
 @limit_options
+@security_options
 @click.option("--cpus-per-worker", type=float, help="Default: the cluster's CPUs in equal shares.")
 @click.option("--address", help="An existing Ray cluster, host:port. Default: a local one is started.")
 @click.option("--redis-url", envvar="BLOCKYARD_REDIS_URL", help="Default: a private Redis is started.")
+@click.option(
+    "--router-redis-url",
+    envvar="BLOCKYARD_ROUTER_REDIS_URL",
+    help="The same Redis as a user that only reads, for routers (SECURITY.md). Default: --redis-url.",
+)
 def up(cluster: str, **values: Any) -> None:
     """Bring a cluster up and wait until it serves."""
     model_name = values.pop("model_name") or served_name(values["model"])
@@ -107,6 +136,7 @@ def up(cluster: str, **values: Any) -> None:
         engine=engine_config(values),
         model_name=model_name,
         limits=router_limits(values),
+        security=security(values),
         **values,
     )
     end_like_ctrl_c()
@@ -129,7 +159,63 @@ def down(cluster: str, drain_seconds: float, forget: bool) -> None:
 
 
 @main.command()
+@click.argument("worker")
+@click.option("--grace-seconds", type=GRACE, default=administration.GRACE_SECONDS, show_default=True)
 @cluster_option
+@router_option
+@connection_options
+@output_option
+def drain(worker: str, grace_seconds: float, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Let WORKER take nothing new, and wait until nothing runs there: what outlives the grace goes on elsewhere."""
+    with _client(cluster, routers, ASK_SECONDS) as client:
+        moved = client.drain_worker(worker, grace_seconds=grace_seconds)
+    _show(output, {"worker": worker, "moved": moved}, administration.drained_line(worker, moved))
+
+
+@main.command()
+@click.argument("worker")
+@cluster_option
+@router_option
+@connection_options
+def resume(worker: str, cluster: str, routers: tuple[str, ...]) -> None:
+    """Take a drain of WORKER back."""
+    with _client(cluster, routers, ASK_SECONDS) as client:
+        client.resume_worker(worker)
+    _console().print(f"{worker} takes new requests")
+
+
+@main.command()
+@click.argument("worker", required=False)
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Empty the prefix cache of WORKER, or of all."""
+    with _client(cluster, routers, ASK_SECONDS) as client:
+        flushed = client.flush_cache(worker)
+    _show(output, _as_dict(flushed), administration.flushed_line(flushed))
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--grace-seconds", type=GRACE, default=administration.GRACE_SECONDS, show_default=True)
+@cluster_option
+def restart(names: tuple[str, ...], grace_seconds: float, cluster: str) -> None:
+    """Restart workers and routers, one after the other, without losing a request. Default: all of them.
+
+    Each drains first, and the next waits until it serves again. A cluster with one router serves nobody while that one
+    restarts."""
+    with StageProgress() as progress:
+        restarted = administration.restart(
+            state.load(cluster), names, grace_seconds=grace_seconds, report=progress.report
+        )
+    _console().print(f"restarted {', '.join(restarted)}")
+
+
+@main.command()
+@cluster_option
+@connection_options
 @output_option
 def status(cluster: str, output: str) -> None:
     """Who should run, who does, and what the routers see."""
@@ -148,6 +234,7 @@ def status(cluster: str, output: str) -> None:
 @main.command()
 @cluster_option
 @router_option
+@connection_options
 @output_option
 def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
     """The workers as a router sees them."""
@@ -160,6 +247,7 @@ def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
 @click.argument("worker", required=False)
 @cluster_option
 @router_option
+@connection_options
 @output_option
 def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
     """Each worker's block pool as a map, or one worker's."""
@@ -176,6 +264,7 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
 @main.command()
 @cluster_option
 @router_option
+@connection_options
 @output_option
 def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
     """The prefix index: its state, size and lag, and how fast and how right it is."""
@@ -188,6 +277,7 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
 @click.argument("prompt")
 @cluster_option
 @router_option
+@connection_options
 @output_option
 @sampling_options
 @answer_options
@@ -215,6 +305,7 @@ def generate(
 @click.option("--system", help="The system prompt.")
 @cluster_option
 @router_option
+@connection_options
 @sampling_options
 def chat(
     system: str | None,
@@ -298,13 +389,14 @@ def _client(
     cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None = None
 ) -> Client:
     addresses = list(routers or state.load(cluster).routers)
-    return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant)
+    return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant, **client_connection())
 
 
 def _cluster_info(remembered: state.ClusterState) -> ClusterInfo | None:
     """None while no router answers: what the supervisor says is worth showing all the same."""
     try:
-        with Client(list(remembered.routers), timeout_seconds=ASK_SECONDS, retries=0) as client:
+        connection = client_connection()
+        with Client(list(remembered.routers), timeout_seconds=ASK_SECONDS, retries=0, **connection) as client:
             return client.cluster_info()
     except (BlockyardError, ValueError):
         return None

@@ -23,6 +23,7 @@ from blockyard.deploy.interruption import undisturbed
 from blockyard.deploy.limits import RouterLimits
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
 from blockyard.deploy.redis_server import RedisProcess, configured_redis_url, start_private_redis
+from blockyard.deploy.security import SecurityOptions, redis_user
 from blockyard.deploy.serving import (
     ClusterStartError,
     Progress,
@@ -68,6 +69,7 @@ class UpOptions:
     """Of one request (`n`)."""
     max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
     limits: RouterLimits = field(default_factory=RouterLimits)
+    security: SecurityOptions = field(default_factory=SecurityOptions)
     cpus_per_worker: float | None = None
     """None: the cluster's CPUs in equal shares."""
     router_port: int = 0
@@ -78,6 +80,9 @@ class UpOptions:
     address: str | None = None
     """An existing Ray cluster to join; None starts a local one."""
     redis_url: str | None = None
+    """The workers', who write; None starts a private Redis."""
+    router_redis_url: str | None = None
+    """The routers', who only read; None: the workers'."""
 
     def __post_init__(self) -> None:
         state.checked_name(self.cluster)
@@ -103,6 +108,7 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
     Raises ClusterStartError, RedisStartError, RayStartError, or ValueError for a cluster that is up
     already or a model that the engine cannot run."""
     _refuse_if_up(options.cluster)
+    options.security.check()
     if Path(options.engine.model).is_dir():
         load_config(Path(options.engine.model))
     cluster = ClusterState(
@@ -201,14 +207,19 @@ def _make_directory() -> Path:
 def _start_redis(cluster: ClusterState, options: UpOptions, report: Report) -> ClusterState:
     url = options.redis_url or configured_redis_url()
     if url is not None:
-        return _saved(replace(cluster, redis_url=url))
+        return _saved(replace(cluster, redis_url=url, router_redis_url=options.router_redis_url or url))
     report(Progress(stage="starting Redis"))
     assert cluster.directory is not None
-    server = start_private_redis(Path(cluster.directory) / "redis", password=secrets.token_hex(16))
+    worker, router = redis_user("worker", cluster.cluster), redis_user("router", cluster.cluster)
+    server = start_private_redis(
+        Path(cluster.directory) / "redis", password=secrets.token_hex(16), users=(worker, router)
+    )
     process = identify(server.pid)
     assert process is not None
     redis = RedisState(process=process, port=server.port, log_path=str(server.log_path))
-    return _saved(replace(cluster, redis_url=server.url, redis=redis))
+    return _saved(
+        replace(cluster, redis_url=server.url_of(worker), router_redis_url=server.url_of(router), redis=redis)
+    )
 
 
 def _start_ray(cluster: ClusterState, options: UpOptions, report: Report) -> ClusterState:
@@ -291,6 +302,7 @@ def _spec(
         engine=options.engine,
         cluster=cluster.cluster,
         cluster_secret=cluster.secret,
+        session_tls=options.security.session_tls,
         host=host,
         redis_url=cluster.redis_url,
     )
@@ -302,7 +314,10 @@ def _spec(
         host=host,
         port=options.router_port,
         reuse_port=options.num_routers > 1 and not options.separate_ports,
-        redis_url=cluster.redis_url,
+        redis_url=cluster.router_redis_url,
+        auth_file=options.security.auth_file,
+        tls=options.security.tls,
+        session_tls=options.security.session_tls,
         policy=options.policy,
         placement=options.placement,
         max_outputs=options.max_outputs,

@@ -5,7 +5,7 @@ Owns the names by which actors are found: each cluster has a namespace of its ow
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SUPERVISOR_NAME = "supervisor"
 CALL_SECONDS = 15.0
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,22 @@ def supervisor_report() -> "SupervisorReport":
     supervisor: Any = ray.get_actor(SUPERVISOR_NAME)
     report: SupervisorReport = ray.get(supervisor.report.remote(), timeout=CALL_SECONDS)
     return report
+
+
+def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
+    """Returns once a worker or router has drained, stopped and serves afresh; `waiting` is called meanwhile. Raises
+    RuntimeError where it does not come back."""
+    import ray
+    from ray.exceptions import RayTaskError
+
+    supervisor: Any = ray.get_actor(SUPERVISOR_NAME)
+    asked = supervisor.restart.remote(name, grace_seconds)
+    while not ray.wait([asked], timeout=POLL_SECONDS)[0]:
+        waiting(supervisor_report())
+    try:
+        ray.get(asked)
+    except RayTaskError as error:
+        raise RuntimeError(str(error.cause)) from None
 
 
 def shut_down(drain_seconds: float) -> None:

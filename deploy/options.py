@@ -41,6 +41,10 @@ ENGINE_HELP = {
     "preempt": "What becomes of the blocks of a preempted sequence: moved to host memory and back, or computed "
     "again. `auto` takes what is faster, by measured rates.",
     "max_preemptions": "How often one sequence may be preempted; then it is safe.",
+    "spared_cache_share": "Of the KV cache: so much of what the others have cached no tenant's work takes, "
+    "however much of it there is.",
+    "simulated_fault": "TOKEN:raise, nan, exit or hang: what --engine simulated does to a prompt with that token. For "
+    "tests of faults.",
     "priority_ageing_seconds": "So long a request waits until it passes younger ones that are one step of priority "
     "better.",
     "mixed_step_seconds": "The longest pause between two tokens of a running sequence that a long prompt beside it "

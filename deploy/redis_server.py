@@ -16,10 +16,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 import redis
+from blockyard.proto.index_schema import MAX_BUCKET_ENTRIES, MAX_BUCKET_VALUE_BYTES
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -36,6 +39,19 @@ class RedisStartError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RedisUser:
+    """Somebody who may less than all."""
+
+    name: str
+    password: str = field(repr=False)
+    rules: str
+    """As ACL SETUSER takes them."""
+
+    def setting(self) -> str:
+        return f"user {self.name} on #{sha256(self.password.encode()).hexdigest()} {self.rules}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RedisProcess:
     """A running private server. Plain values, so that another process may stop it later."""
 
@@ -44,6 +60,9 @@ class RedisProcess:
     port: int
     pid: int
     log_path: Path
+
+    def url_of(self, user: RedisUser) -> str:
+        return f"redis://{user.name}:{user.password}@127.0.0.1:{self.port}/0"
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL. Harmless if it has gone, and if its pid has passed to another program."""
@@ -79,10 +98,10 @@ def find_redis_server() -> Path:
 
 
 def start_private_redis(
-    directory: Path, *, password: str | None = None, port: int | None = None
+    directory: Path, *, password: str | None = None, port: int | None = None, users: Sequence[RedisUser] = ()
 ) -> RedisProcess:
     """Starts a server in `directory` (made if missing) on a free loopback port, or on `port`, and returns
-    once it answers.
+    once it answers. `password` is that of whoever may do all, beside whom the `users` are.
 
     Raises RedisStartError with the tail of the log if it does not answer within START_SECONDS."""
     executable = find_redis_server()
@@ -91,7 +110,7 @@ def start_private_redis(
     for _ in range(_PORT_ATTEMPTS):
         chosen = port if port is not None else _free_port()
         # Another program may take the port between our look and Redis's bind.
-        process = _spawn(executable, directory.resolve(), log_path, chosen, password)
+        process = _spawn(executable, directory.resolve(), log_path, chosen, password, users)
         url = f"redis://:{password}@127.0.0.1:{chosen}/0" if password else f"redis://127.0.0.1:{chosen}/0"
         if _answers(process, url):
             process.returncode = 0  # It outlives us on purpose: Popen need not warn that it still runs.
@@ -103,7 +122,12 @@ def start_private_redis(
 
 
 def _spawn(
-    executable: Path, directory: Path, log_path: Path, port: int, password: str | None
+    executable: Path,
+    directory: Path,
+    log_path: Path,
+    port: int,
+    password: str | None,
+    users: Sequence[RedisUser],
 ) -> subprocess.Popen[bytes]:
     settings = [
         "bind 127.0.0.1",
@@ -113,6 +137,10 @@ def _spawn(
         'save ""',
         "appendonly no",
         "daemonize no",
+        # What workers would set otherwise, and may not as users of their own.
+        f"hash-max-ziplist-entries {MAX_BUCKET_ENTRIES}",
+        f"hash-max-ziplist-value {MAX_BUCKET_VALUE_BYTES}",
+        *(user.setting() for user in users),
     ]
     if password:
         settings.append(f"requirepass {_quoted(password)}")

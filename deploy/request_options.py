@@ -118,6 +118,12 @@ def answer_options(command: Command) -> Command:
             "--cache-salt", help="Share cached prefixes only with requests that give the same salt."
         ),
         click.option(
+            "--public-prefix",
+            is_flag=True,
+            default=None,
+            help="Share the prompt's prefixes beyond this token's tenant, whose alone they are otherwise.",
+        ),
+        click.option(
             "--request-id", help="The request's name, by which it can be aborted. Default: a random one."
         ),
     )

@@ -48,6 +48,8 @@ class ClusterState:
     model: str
     secret: str = field(repr=False)
     redis_url: str | None = field(default=None, repr=False)
+    """The workers'."""
+    router_redis_url: str | None = field(default=None, repr=False)
     num_workers: int = 0
     ray_address: str | None = None
     ray_token_path: str | None = None

@@ -5,7 +5,10 @@ moment and Ray restarts it (max_restarts=-1); it remembers nothing and adopts th
 routers are detached actors of max_restarts=0: a death is seen in milliseconds, where Ray's own restart takes
 more than a second, and each restart is a new incarnation.
 
-    place: STARTING -> SERVING -> (death) -> WAITING, longer each time -> STARTING
+    place: STARTING -> SERVING <-> DRAINING -> (death) -> WAITING, longer each time -> STARTING
+                                      |-> (death) -> STOPPED, until somebody asks for it again
+
+A worker that was drained and has died is one that its operator took out: it is not started again by itself.
 """
 
 import asyncio
@@ -37,9 +40,15 @@ JOINING_SECONDS = 0.1
 """This soon while routers reach one worker after the other; less and less often where one of them never reaches all,
 as with a worker that they refuse."""
 CALL_SECONDS = 5.0
+GOODBYE_SECONDS = 30.0
+"""Beyond its grace, for one that stops: the step under way has to end."""
+LOOK_SECONDS = 0.05
+"""While a restart is waited for."""
+MAX_FAILED_STARTS = 3
+"""Of one that is restarted: then whoever asked for it is told, and it is tried on."""
 
 Kind = Literal["worker", "router"]
-Phase = Literal["starting", "serving", "waiting"]
+Phase = Literal["starting", "serving", "draining", "waiting", "stopped"]
 Reply = TypeVar("Reply")
 
 
@@ -73,8 +82,19 @@ class Place:
     """By the supervisor's monotonic clock."""
     num_starts: int = 0
     num_failures_in_a_row: int = 0
+    is_leaving: bool = False
+    """It was told to stop: its end is no failure, and another is started at once."""
     error: str = ""
     """Why the last one ended or did not start: a kind of failure, never a prompt."""
+
+    @property
+    def was_taken_out(self) -> bool:
+        """Somebody drained it, and not to start it afresh."""
+        return self.phase == "draining" and not self.is_leaving
+
+    @property
+    def is_up(self) -> bool:
+        return self.phase in ("serving", "draining")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +144,8 @@ class Supervisor:
         self._places = places_of(spec)
         self._actors: dict[str, Any] = {}
         self._changed = asyncio.Event()
+        self._wanted = {place.name: asyncio.Event() for place in self._places}
+        """Set for one that is to be started again although it was taken out."""
         self._keeping = asyncio.get_running_loop().create_task(self._keep_all())
         self._keeping.add_done_callback(_end_unless_cancelled)
 
@@ -141,13 +163,65 @@ class Supervisor:
         await _all(
             *(_answer(actor.stop.remote(grace_seconds), grace_seconds + CALL_SECONDS) for actor in routers)
         )
-        await _all(*(_answer(actor.stop.remote(), CALL_SECONDS) for actor in workers))
+        await _all(*(_answer(actor.stop.remote(0.0), CALL_SECONDS) for actor in workers))
         for actor in (*routers, *workers):
-            ray.kill(actor)
+            self._kill(actor)
+
+    async def restart(self, name: str, grace_seconds: float) -> None:
+        """Drains, stops and starts one afresh; one that was taken out is started. Returns once it is in use again: a
+        worker when every router gives it requests, a router when it has every worker. Raises ValueError for an unknown
+        name, RuntimeError where it does not come back."""
+        place = next((place for place in self._places if place.name == name), None)
+        if place is None:
+            known = ", ".join(place.name for place in self._places)
+            raise ValueError(f"no worker or router is called {name!r}, only {known}")
+        num_starts = place.num_starts
+        actor = self._actors.get(name)
+        if place.is_up and actor is not None:
+            logger.info("%s is restarted: it drains first", name)
+            place.phase, place.is_leaving = "draining", True
+            self._changed.set()
+            await _all(_answer(actor.stop.remote(grace_seconds), grace_seconds + GOODBYE_SECONDS))
+            self._kill(actor)
+        self._wanted[name].set()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._until_in_use(place, num_starts)
+        except TimeoutError:
+            raise RuntimeError(f"{name} was not in use again within {START_SECONDS:.0f} s") from None
+
+    def _kill(self, actor: Any) -> None:
+        ray.kill(actor)
+
+    async def _until_in_use(self, place: Place, num_starts: int) -> None:
+        """By a start after so many."""
+        while place.num_starts == num_starts or not await self._is_in_use(place):
+            if place.num_starts == num_starts and place.num_failures_in_a_row >= MAX_FAILED_STARTS:
+                raise RuntimeError(f"{place.name} does not start again: {place.error}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _is_in_use(self, place: Place) -> bool:
+        """Whether every router gives requests to every worker that serves, as far as this place is concerned."""
+        if place.phase != "serving":
+            return False
+        serving = [other for other in self._places if other.phase == "serving"]
+        routers = [other for other in serving if other.kind == "router"]
+        workers = [other for other in serving if other.kind == "worker"]
+        needed = {place.incarnation} if place.kind == "worker" else {worker.incarnation for worker in workers}
+        asked = routers if place.kind == "worker" else [place]
+        try:
+            ready = [
+                await _answer(self._actors[router.name].ready_incarnations.remote(), CALL_SECONDS)
+                for router in asked
+            ]
+        except (RayActorError, RayTaskError, TimeoutError, KeyError):
+            return False  # It has ended meanwhile, which its own loop finds out.
+        return all(needed <= set(incarnations) for incarnations in ready)
 
     async def _keep_all(self) -> None:
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._keep_routers_informed())
+            loops.create_task(self._watch_drains())
             for place in self._places:
                 loops.create_task(self._keep(place))
 
@@ -157,17 +231,31 @@ class Supervisor:
             try:
                 await self._run_once(place)
             except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
-                place.error = _reason(error)
-                logger.warning("%s ended: %s", place.name, place.error)
+                place.error = "" if place.is_leaving else _reason(error)
+                logger.warning("%s ended: %s", place.name, place.error or "it was told to")
+            was_taken_out = place.was_taken_out
             place.phase, place.num_ready_workers = "waiting", 0
             self._changed.set()
-            since = place.serving_since
-            steady = since is not None and time.monotonic() - since > STEADY_SECONDS
-            place.num_failures_in_a_row = 1 if steady else place.num_failures_in_a_row + 1
             # A call of ours may be what failed, while the actor lives: a new incarnation needs the name.
             if (actor := self._actors.pop(place.name, None)) is not None:
-                ray.kill(actor)
+                self._kill(actor)
+            if was_taken_out:
+                await self._until_wanted(place)
+            place.num_failures_in_a_row = self._failures_in_a_row(place)
+            place.is_leaving = False
             await asyncio.sleep(backoff_seconds(place.num_failures_in_a_row))
+
+    async def _until_wanted(self, place: Place) -> None:
+        place.phase = "stopped"
+        self._wanted[place.name].clear()
+        await self._wanted[place.name].wait()
+
+    def _failures_in_a_row(self, place: Place) -> int:
+        if place.is_leaving:
+            return 0
+        since = place.serving_since
+        steady = since is not None and time.monotonic() - since > STEADY_SECONDS
+        return 1 if steady else place.num_failures_in_a_row + 1
 
     async def _run_once(self, place: Place) -> None:
         """Adopts the actor of this name or makes it; raises RayError when it dies."""
@@ -207,17 +295,33 @@ class Supervisor:
                     await self._changed.wait()
             has_news = self._changed.is_set()
             self._changed.clear()
-            serving = [place for place in self._places if place.phase == "serving"]
-            addresses = [place.address for place in serving if place.kind == "worker"]
-            routers = [place for place in serving if place.kind == "router"]
+            workers = [place for place in self._places if place.kind == "worker" and place.is_up]
+            routers = [place for place in self._places if place.kind == "router" and place.phase == "serving"]
+            # One that drains keeps its streams.
+            addresses = [place.address for place in workers]
+            num_serving = sum(place.phase == "serving" for place in workers)
             before = [place.num_ready_workers for place in routers]
             await _all(*(self._inform(place, addresses) for place in routers))
             after = [place.num_ready_workers for place in routers]
             pause_seconds = push_pause_seconds(
                 pause_seconds,
-                are_joined=all(num_ready >= len(addresses) for num_ready in after),
+                are_joined=all(num_ready >= num_serving for num_ready in after),
                 has_news=has_news or after != before,
             )
+
+    async def _watch_drains(self) -> None:
+        """A router may have passed on an operator's word: the worker itself knows."""
+        while True:
+            await asyncio.sleep(PUSH_SECONDS)
+            await _all(*(self._look(place) for place in self._places if place.kind == "worker"))
+
+    async def _look(self, worker: Place) -> None:
+        if not worker.is_up or worker.is_leaving:
+            return
+        actor = self._actors[worker.name]
+        is_draining = await _answer(actor.is_draining.remote(), PUSH_SECONDS)
+        if worker.is_up and not worker.is_leaving and self._actors.get(worker.name) is actor:
+            worker.phase = "draining" if is_draining else "serving"
 
     async def _inform(self, router: Place, addresses: list[str]) -> None:
         actor = self._actors[router.name]

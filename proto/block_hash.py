@@ -23,10 +23,11 @@ def root_name(
     kv_dtype: str,
     adapter: str = "",
     salt: str = "",
+    tenant: str = "",
 ) -> bytes:
-    """The name before the first block's: 16 bytes.
+    """The name before the first block's: 16 bytes. Nobody shares blocks of a `tenant` but he; "" is the public pool.
 
-    Fields are tagged and length-prefixed, so that a salt and an adapter of the same text never hash alike.
+    Fields are tagged and length-prefixed, so that a salt, a tenant and an adapter of the same text never hash alike.
     """
     tagged = {
         "scheme": SCHEME,
@@ -37,6 +38,9 @@ def root_name(
         "adapter": adapter,
         "salt": salt,
     }
+    if tenant:
+        # Left out of public names, which are then what they were before there were tenants.
+        tagged["tenant"] = tenant
     digest = sha256()
     for tag, value in tagged.items():
         for text in (tag, value):

@@ -60,6 +60,11 @@ def key_prefix(cluster: str) -> str:
     return f"blockyard:{cluster}:v{SCHEMA_VERSION}:"
 
 
+def identity(worker_id: str, incarnation: str) -> str:
+    """What `names` and `identities` call one life of a worker."""
+    return f"{worker_id}\0{incarnation}"
+
+
 def pack_names(names: Iterable[bytes]) -> bytes:
     """One argument for a whole chain: Redis parses one string, not one for each block."""
     return b"".join([name[:INDEXED_NAME_BYTES] for name in names])

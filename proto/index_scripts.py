@@ -3,7 +3,7 @@
 Owns atomicity and every rule about berths and leases. Does not own the layout (index_schema.py) nor the scripts that
 go through all buckets, in slices (index_walks.py).
 Each script takes the key prefix as its only key. What it reads may be garbage or of another make: look-ups
-skip it, writers remove it.
+skip it, writers remove it, and what a whole script stands on (`leases`, `state`) a registration makes anew.
 """
 
 PRELUDE = """
@@ -37,6 +37,20 @@ local function berth_at(value, index)
   return low + high * 256
 end
 
+local max_value_bytes = 2 * 65535
+
+-- Where a berth stands, or would stand, among those that hold a name; and whether it does.
+local function search(value, number)
+  local low, high = 1, math.floor(#value / 2)
+  while low <= high do
+    local middle = math.floor((low + high) / 2)
+    local found = berth_at(value, middle)
+    if found == number then return middle, true end
+    if found < number then low = middle + 1 else high = middle - 1 end
+  end
+  return low, false
+end
+
 -- What a worker owns: the berth for its GPU and, where it is not 0, the one for anywhere.
 local function pair(berth, anywhere)
   if tonumber(anywhere) == 0 then return {berth} end
@@ -52,16 +66,22 @@ local function owns(berths, epoch)
   return true
 end
 
--- Any worker's sign of life proves that Redis served. A silence longer than a lease was an outage.
+-- Any worker's sign of life proves that Redis served. A silence longer than a lease was an outage, or its clock was set
+-- forward. Set back, the clock would keep the dead alive until it is where it was.
 local function beat(now, lease_ms)
   local last = tonumber(redis.call('HGET', state, 'beat')) or 0
-  if now - last > lease_ms then redis.call('HSET', state, 'since', now) end
+  if math.abs(now - last) > lease_ms then redis.call('HSET', state, 'since', now) end
+  if last - now > lease_ms then
+    for _, berth in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now + lease_ms, '+inf')) do
+      redis.call('ZADD', leases, now + lease_ms, berth)
+    end
+  end
   redis.call('HSET', state, 'beat', now, 'beat_lease', lease_ms)
 end
 
 local function retire(berth)
-  redis.call('HDEL', berth_key(berth), 'epoch')
-  redis.call('ZADD', leases, 'XX', 0, berth)
+  redis.pcall('HDEL', berth_key(berth), 'epoch')
+  redis.call('ZADD', leases, 0, berth)
 end
 """
 
@@ -72,19 +92,41 @@ local epoch, lease_ms, max_berths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]
 local worker_id, incarnation, has_host_cache, suffix = ARGV[4], ARGV[5], ARGV[9] == '1', ARGV[10]
 local now, identity = now_ms(), worker_id .. '\\0' .. incarnation
 
+-- A key of another type would stop every script from now on. Where there was one the next purge walks over everything.
+local is_damaged = false
+local function repair(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found == kind or found == 'none' then return end
+  redis.call('DEL', key)
+  is_damaged = true
+end
+
 local function retire_earlier(whose)
-  local earlier = redis.call('HGET', prefix .. 'identities', whose)
+  local earlier = tonumber(redis.call('HGET', prefix .. 'identities', whose))
   if earlier then retire(earlier) end
 end
 
+-- Whatever is left of an earlier use of the number, however it came there, would be taken for the new one's.
+local function is_unused(number)
+  if number < 1 or number > max_berths or number % 1 ~= 0 then return false end
+  repair(berth_key(number), 'hash')
+  return redis.call('EXISTS', berth_key(number)) == 0 and not redis.call('ZSCORE', leases, number)
+end
+
 local function take()
-  local berth = redis.call('SPOP', prefix .. 'free')
-  while not berth do
-    if (tonumber(redis.call('HGET', state, 'next')) or 0) >= max_berths then return nil end
-    local candidate = redis.call('HINCRBY', state, 'next', 1)
-    if redis.call('EXISTS', berth_key(candidate)) == 0 then berth = candidate end
+  local number = tonumber(redis.call('SPOP', prefix .. 'free'))
+  while number do
+    if is_unused(number) then return number end
+    number = tonumber(redis.call('SPOP', prefix .. 'free'))
   end
-  return tonumber(berth)
+  number = tonumber(redis.call('HGET', state, 'next'))
+  if not number or number < 0 or number > max_berths or number % 1 ~= 0 then number = 0 end
+  repeat
+    number = number + 1
+    if number > max_berths then return nil end
+  until is_unused(number)
+  redis.call('HSET', state, 'next', number)
+  return number
 end
 
 local function stand(berth, whose, ...)
@@ -94,6 +136,9 @@ local function stand(berth, whose, ...)
   redis.call('ZADD', leases, now + lease_ms, berth)
 end
 
+for _, key in ipairs({'state', 'identities', 'names'}) do repair(prefix .. key, 'hash') end
+for _, key in ipairs({'free', 'condemned'}) do repair(prefix .. key, 'set') end
+repair(leases, 'zset')
 retire_earlier(identity)
 retire_earlier(identity .. suffix)
 local berth = take()
@@ -102,6 +147,7 @@ stand(berth, identity, 'sequence', 0, 'worker_id', worker_id, 'incarnation', inc
   'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8])
 local anywhere = has_host_cache and take() or 0
 if anywhere ~= 0 then stand(anywhere, identity .. suffix) end
+if is_damaged then redis.call('HSET', state, 'cursor', 0) end
 beat(now, lease_ms)
 return {berth, anywhere}
 """
@@ -119,7 +165,31 @@ for _, berth in ipairs(berths) do
   redis.call('ZADD', leases, now + lease_ms, berth)
 end
 beat(now, lease_ms)
-return 'OK'
+
+local identity, suffix, address = ARGV[6], ARGV[7], ARGV[8]
+if not identity then return 'OK' end
+
+local function stands(berth, whose)
+  return redis.pcall('HGET', prefix .. 'names', berth) == whose
+    and redis.pcall('HGET', prefix .. 'identities', whose) == berth
+end
+
+local function says(names, berth, wanted)
+  for index = 1, #names / 8 do
+    local value = redis.pcall('HGET', locate(names, index))
+    local _, found = search(type(value) == 'string' and value or '', tonumber(berth))
+    if found ~= wanted then return false end
+  end
+  return true
+end
+
+local is_whole = redis.pcall('HGET', berth_key(berths[1]), 'address') == address
+  and stands(berths[1], identity) and says(ARGV[9], berths[1], true) and says(ARGV[10], berths[1], false)
+if is_whole and berths[2] then
+  is_whole = stands(berths[2], identity .. suffix)
+    and says(ARGV[11], berths[2], true) and says(ARGV[12], berths[2], false)
+end
+return is_whole and 'OK' or 'DAMAGED'
 """
 )
 
@@ -148,20 +218,8 @@ if sequence > last + 1 then return 'GAP' end
 local function read(bucket, field)
   local value = redis.pcall('HGET', bucket, field)
   if type(value) == 'table' then redis.call('DEL', bucket) return '' end
-  if not value or #value % 2 == 1 then return '' end
+  if not value or #value % 2 == 1 or #value > max_value_bytes then return '' end
   return value
-end
-
--- Where a berth stands, or would stand, among those that hold the name; and whether it does.
-local function search(value, number)
-  local low, high = 1, #value / 2
-  while low <= high do
-    local middle = math.floor((low + high) / 2)
-    local found = berth_at(value, middle)
-    if found == number then return middle, true end
-    if found < number then low = middle + 1 else high = middle - 1 end
-  end
-  return low, false
 end
 
 local function strike(names, number)
@@ -209,7 +267,7 @@ return 'OK'
 
 _LIVE = """
 local live = {}
-for _, member in ipairs(redis.pcall('ZRANGEBYSCORE', leases, '(' .. now_ms(), '+inf')) do
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now_ms(), '+inf')) do
   local berth = tonumber(member)
   if berth then live[berth] = true end
 end
@@ -224,7 +282,7 @@ local total, nobody, parsed, depths = #names / 8, {}, {}, {}
 
 local function holders(index)
   local value = redis.pcall('HGET', locate(names, index))
-  if type(value) ~= 'string' then return nobody end
+  if type(value) ~= 'string' or #value > max_value_bytes then return nobody end
   if parsed[value] then return parsed[value] end
   local found = {}
   for position = 1, math.floor(#value / 2) do

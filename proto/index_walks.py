@@ -18,6 +18,13 @@ local function condemn()
   local last_beat, beat_lease = tonumber(service[1]) or 0, tonumber(service[2]) or 0
   local since = tonumber(service[3]) or now
   local serving = now - last_beat <= beat_lease
+  -- No worker of ours wrote a lease that is longer than a lease. Alive until then, it would never be struck out.
+  for _, berth in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now + 2 * beat_lease, '+inf')) do
+    local lease_ms = tonumber(redis.pcall('HGET', berth_key(berth), 'lease')) or beat_lease
+    if redis.call('ZSCORE', leases, berth) - now > 2 * lease_ms then
+      redis.call('ZADD', leases, now + lease_ms, berth)
+    end
+  end
   local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'WITHSCORES')
   for index = 1, #lapsed, 2 do
     local berth, deadline = lapsed[index], tonumber(lapsed[index + 1])
@@ -31,8 +38,8 @@ local function condemn()
 end
 
 local function release()
-  local freed = redis.call('SMEMBERS', condemned)
-  for _, berth in ipairs(freed) do
+  local freed = {}
+  for _, berth in ipairs(redis.call('SMEMBERS', condemned)) do
     local identity = redis.call('HGET', prefix .. 'names', berth)
     if identity and redis.call('HGET', prefix .. 'identities', identity) == berth then
       redis.call('HDEL', prefix .. 'identities', identity)
@@ -40,7 +47,11 @@ local function release()
     redis.call('HDEL', prefix .. 'names', berth)
     redis.call('DEL', berth_key(berth))
     redis.call('ZREM', leases, berth)
-    redis.call('SADD', prefix .. 'free', berth)
+    -- What is no number was never a berth.
+    if string.match(berth, '^%d+$') then
+      redis.call('SADD', prefix .. 'free', berth)
+      freed[#freed + 1] = berth
+    end
   end
   redis.call('DEL', condemned)
   redis.call('HDEL', state, 'cursor')
@@ -58,14 +69,15 @@ local keep = {}
 for _, berth in ipairs(redis.call('ZRANGE', leases, 0, -1)) do keep[tonumber(berth) or 0] = true end
 for _, berth in ipairs(redis.call('SMEMBERS', condemned)) do keep[tonumber(berth) or 0] = nil end
 
+-- Odd or out of order it is not of our making, whatever it says: whom it belongs to will find that it is not there.
 local function survivors(field, value)
-  local kept = {}
-  if #field == 7 then
-    for position = 1, math.floor(#value / 2) do
-      if keep[berth_at(value, position)] then
-        kept[#kept + 1] = string.sub(value, position * 2 - 1, position * 2)
-      end
-    end
+  local kept, last = {}, 0
+  if #field ~= 7 or #value % 2 == 1 or #value > max_value_bytes then return '' end
+  for position = 1, #value / 2 do
+    local berth = berth_at(value, position)
+    if berth <= last then return '' end
+    last = berth
+    if keep[berth] then kept[#kept + 1] = string.sub(value, position * 2 - 1, position * 2) end
   end
   return table.concat(kept)
 end

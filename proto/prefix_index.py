@@ -74,6 +74,20 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotCheck:
+    """Some of what the index must say of a worker if nobody but its clients has written to it and no news was lost."""
+
+    record: WorkerRecord
+    held: tuple[bytes, ...] = ()
+    """Names that the index was told of under the berth's number."""
+    gone: tuple[bytes, ...] = ()
+    """Names that it was told are removed."""
+    anywhere_held: tuple[bytes, ...] = ()
+    """The same for the berth's second number; without one it is ignored."""
+    anywhere_gone: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
     """A live worker that holds at least the first block of the chain looked up."""
 
@@ -125,6 +139,8 @@ class ApplyResult(Enum):
 class RenewResult(Enum):
     OK = "OK"
     UNKNOWN = "UNKNOWN"
+    DAMAGED = "DAMAGED"
+    """The lease is extended, but the index does not say what it was told: take a new berth and republish everything."""
 
 
 class ErrorKind(Enum):
@@ -137,6 +153,8 @@ class ErrorKind(Enum):
     FULL = "full"
     READ_ONLY = "read_only"
     BERTHS_EXHAUSTED = "berths_exhausted"
+    DAMAGED = "damaged"
+    """A key of ours is of another type: a registration makes it anew."""
     REPLY = "reply"
 
 
@@ -165,10 +183,17 @@ class PrefixIndex(Protocol):
         """Apply removals, then additions, under both numbers, atomically."""
         ...
 
-    async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
+    async def renew(
+        self,
+        berth: Berth,
+        *,
+        lease_seconds: float,
+        applied_sequence: int = 0,
+        check: SpotCheck | None = None,
+    ) -> RenewResult:
         """Extend the lease. UNKNOWN also where the index has forgotten a batch that it once confirmed
         (`applied_sequence` is the last one): a fail-over to a stale replica is seen without waiting
-        for the next batch."""
+        for the next batch. DAMAGED where it contradicts `check`."""
         ...
 
     async def retire(self, berth: Berth) -> None:

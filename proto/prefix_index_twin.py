@@ -22,6 +22,7 @@ from blockyard.proto.prefix_index import (
     PrefixIndexError,
     PurgeProgress,
     RenewResult,
+    SpotCheck,
     WorkerRecord,
     merge_tiers,
 )
@@ -102,7 +103,14 @@ class TwinPrefixIndex:
         states[0].sequence = batch.sequence
         return ApplyResult.OK
 
-    async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
+    async def renew(
+        self,
+        berth: Berth,
+        *,
+        lease_seconds: float,
+        applied_sequence: int = 0,
+        check: SpotCheck | None = None,
+    ) -> RenewResult:
         self._check_available()
         states = self._owned(berth)
         if not states or states[0].sequence < applied_sequence:
@@ -112,7 +120,7 @@ class TwinPrefixIndex:
             state.lease_seconds = lease_seconds
             state.deadline = now + lease_seconds
         self._beat(now, lease_seconds)
-        return RenewResult.OK
+        return RenewResult.OK if check is None or self._says(berth, check) else RenewResult.DAMAGED
 
     async def retire(self, berth: Berth) -> None:
         self._check_available()
@@ -123,7 +131,7 @@ class TwinPrefixIndex:
         self._check_available()
         holding, depths = self._live(), dict[int, int]()
         for depth, name in enumerate(names, start=1):
-            holding &= self._buckets[bucket_of(name)].get(name[:INDEXED_NAME_BYTES], set())
+            holding &= self._holders(name)
             if not holding:
                 break
             depths.update(dict.fromkeys(holding, depth))
@@ -189,6 +197,19 @@ class TwinPrefixIndex:
         for name in added:
             self._buckets[bucket_of(name)].setdefault(name[:INDEXED_NAME_BYTES], set()).add(number)
 
+    def _says(self, berth: Berth, check: SpotCheck) -> bool:
+        told = [(berth.number, check.held, check.gone)]
+        if berth.anywhere is not None:
+            told.append((berth.anywhere, check.anywhere_held, check.anywhere_gone))
+        return all(
+            all(number in self._holders(name) for name in held)
+            and not any(number in self._holders(name) for name in gone)
+            for number, held, gone in told
+        )
+
+    def _holders(self, name: bytes) -> set[int]:
+        return self._buckets[bucket_of(name)].get(name[:INDEXED_NAME_BYTES], set())
+
     def _take_number(self) -> int | None:
         if self._free:
             return self._free.pop()
@@ -198,8 +219,11 @@ class TwinPrefixIndex:
         return self._highest
 
     def _beat(self, now: float, lease_seconds: float) -> None:
-        if now - self._last_beat > lease_seconds:
+        if abs(now - self._last_beat) > lease_seconds:
             self._served_since = now
+        if self._last_beat - now > lease_seconds:
+            for state in self._berths.values():
+                state.deadline = min(state.deadline, now + lease_seconds)
         self._last_beat, self._beat_lease_seconds = now, lease_seconds
 
     def _retire(self, state: _BerthState) -> None:

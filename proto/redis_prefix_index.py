@@ -6,6 +6,7 @@ to renew: the publisher and the router decide those.
 """
 
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
@@ -24,6 +25,7 @@ from blockyard.proto.prefix_index import (
     PrefixIndexError,
     PurgeProgress,
     RenewResult,
+    SpotCheck,
     WorkerId,
     WorkerRecord,
     merge_tiers,
@@ -35,6 +37,9 @@ from redis.backoff import NoBackoff
 
 logger = logging.getLogger(__name__)
 
+MAX_RECORD_CHARACTERS = 256
+MAX_BLOCK_SIZE_DIGITS = 9
+_ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 _COMPACT_BUCKETS = {
     "entries": index_schema.MAX_BUCKET_ENTRIES,
     "value": index_schema.MAX_BUCKET_VALUE_BYTES,
@@ -104,7 +109,14 @@ class RedisPrefixIndex:
         reply = await self._call(self._apply, *numbers, berth.epoch, batch.sequence, *packed)
         return ApplyResult(reply.decode())
 
-    async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
+    async def renew(
+        self,
+        berth: Berth,
+        *,
+        lease_seconds: float,
+        applied_sequence: int = 0,
+        check: SpotCheck | None = None,
+    ) -> RenewResult:
         reply = await self._call(
             self._renew,
             berth.number,
@@ -112,6 +124,7 @@ class RedisPrefixIndex:
             _milliseconds(lease_seconds),
             applied_sequence,
             berth.anywhere or 0,
+            *(_check_arguments(check) if check is not None else ()),
         )
         return RenewResult(reply.decode())
 
@@ -178,6 +191,10 @@ class RedisPrefixIndex:
             raise PrefixIndexError(error_kind(error), str(error)) from error
 
 
+_NO_RIGHT = "The user executing the script can't"
+"""How Redis 6.2 refuses a script's command or key."""
+
+
 def error_kind(error: Exception) -> ErrorKind:
     """Errors raised inside a script arrive as text in a ResponseError, in another form in each version."""
     text = str(error)
@@ -198,8 +215,10 @@ def error_kind(error: Exception) -> ErrorKind:
             return ErrorKind.FULL
         case _ if "READONLY" in text or "read only replica" in text:
             return ErrorKind.READ_ONLY
-        case _ if any(word in text for word in ("NOPERM", "NOAUTH", "WRONGPASS", "permission")):
+        case _ if any(word in text for word in ("NOPERM", "NOAUTH", "WRONGPASS", "permission", _NO_RIGHT)):
             return ErrorKind.DENIED
+        case _ if "WRONGTYPE" in text:
+            return ErrorKind.DAMAGED
     return ErrorKind.REPLY
 
 
@@ -207,6 +226,16 @@ def _milliseconds(seconds: float) -> int:
     if seconds <= 0:
         raise ValueError(f"a lease must be longer than 0 s, got {seconds}")
     return max(1, round(seconds * 1000))
+
+
+def _check_arguments(check: SpotCheck) -> list[str | bytes]:
+    names = (check.held, check.gone, check.anywhere_held, check.anywhere_gone)
+    return [
+        index_schema.identity(check.record.worker_id, check.record.incarnation),
+        index_schema.ANYWHERE_SUFFIX,
+        check.record.address,
+        *map(index_schema.pack_names, names),
+    ]
 
 
 def _parse_holders(reply: Sequence[object]) -> list[Holder]:
@@ -231,7 +260,12 @@ def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
     worker_id, incarnation, address, fingerprint, block_size = (
         cast(bytes, field).decode(errors="replace") for field in fields
     )
-    if not block_size.isdecimal():
+    texts = (worker_id, incarnation, address, fingerprint)
+    if not all(text.isprintable() and len(text) <= MAX_RECORD_CHARACTERS for text in texts):
+        return None
+    if not (
+        block_size.isdecimal() and len(block_size) <= MAX_BLOCK_SIZE_DIGITS and _ADDRESS.fullmatch(address)
+    ):
         return None
     return WorkerRecord(
         worker_id=WorkerId(worker_id),

@@ -32,9 +32,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     # Here, because importing transformers takes seconds, and checking stop strings needs none of it.
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        str(path), local_files_only=True, trust_remote_code=False
-    )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except OSError:
+        raise
+    except Exception as error:
+        # A broken file ends in whatever its reader trips over, and the one in Rust raises bare Exceptions.
+        raise ValueError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     return tokenizer
 
 

@@ -8,8 +8,11 @@ import math
 import os
 import signal
 import sys
+from dataclasses import fields
 from typing import get_args
 
+from blockyard.proto.logs import configure_logging
+from blockyard.proto.tls_files import server_tls, session_tls
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
     DEFAULT_MAX_OUTPUTS,
@@ -29,14 +32,23 @@ SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
 GRACE_SECONDS = 600.0
 MAX_PORT = 65535
+FAULT_SETTINGS = (
+    "no_worker_seconds",
+    "slow_reader_seconds",
+    "suspect_seconds",
+    "lost_seconds",
+    "stall_seconds",
+    "max_migrations",
+)
+"""Of RouterConfig: what is borne, and for how long. Each is an option."""
 
 
 def main() -> int:
     # transformers imports torch where it can; it takes seconds and 200 MB, and no tokenizer needs it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     arguments = _parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        _configure_logging()
         return asyncio.run(_serve(_config(arguments), arguments.grace_seconds))
     except StartError as error:
         print(f"blockyard.router: {error}", file=sys.stderr)
@@ -74,9 +86,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-queue-seconds", type=float, default=DEFAULT_MAX_QUEUE_SECONDS)
     parser.add_argument("--tenant-weight", action="append", default=[], metavar="NAME=WEIGHT")
     parser.add_argument("--loop-tick-seconds", type=float, default=0.005, help="of the event loop's watch")
+    defaults = {setting.name: setting.default for setting in fields(RouterConfig)}
+    for name in FAULT_SETTINGS:
+        default = defaults[name]
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=type(default), default=default, help="default: %(default)s"
+        )
+    parser.add_argument(
+        "--auth-file", metavar="FILE", help="tokens that clients must show (blockyard token new)"
+    )
+    parser.add_argument("--tls-cert", metavar="PEM", help="serve clients over TLS, with this certificate")
+    parser.add_argument("--tls-key", metavar="PEM")
+    parser.add_argument("--tls-client-ca", metavar="PEM", help="clients must show a certificate of this CA")
+    parser.add_argument("--session-tls-cert", metavar="PEM", help="shown to workers, which all have the same")
+    parser.add_argument("--session-tls-key", metavar="PEM")
+    parser.add_argument("--session-tls-ca", metavar="PEM", help="of the workers' certificates")
     parser.add_argument("--cluster", default="default")
     parser.add_argument("--grace-seconds", type=float, default=GRACE_SECONDS, help="for streams at SIGTERM")
     return parser
+
+
+def _configure_logging() -> None:
+    try:
+        configure_logging()
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def _config(arguments: argparse.Namespace) -> RouterConfig:
@@ -101,6 +135,11 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         cluster_secret=os.environ.get(SECRET_VARIABLE, ""),
         host=arguments.host,
         port=arguments.port,
+        auth_file=arguments.auth_file,
+        tls=server_tls(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca),
+        session_tls=session_tls(
+            arguments.session_tls_cert, arguments.session_tls_key, arguments.session_tls_ca
+        ),
         reuse_port=arguments.reuse_port,
         redis_url=arguments.redis_url,
         workers=tuple(arguments.worker),
@@ -114,6 +153,7 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         max_queue_seconds=arguments.max_queue_seconds,
         tenant_weights=parse_weights(arguments.tenant_weight),
         loop_tick_seconds=arguments.loop_tick_seconds,
+        **{name: getattr(arguments, name) for name in FAULT_SETTINGS},
     )
 
 

@@ -51,6 +51,10 @@ class RouterActor:
         self._server.set_workers(addresses)
         return self._server.num_ready_workers
 
+    async def ready_incarnations(self) -> tuple[str, ...]:
+        """The lives of workers that get requests from here."""
+        return self._server.ready_incarnations
+
     async def until_stopped(self) -> None:
         """Answers by the actor's death, which Ray reports to the caller within milliseconds, and raises RuntimeError
         for a router that lives and serves no more."""

@@ -109,6 +109,7 @@ class _OutputAssembly:
                 total_seconds=self._clock() - self._record.arrival,
             ),
             worker_id=self._record.progress.worker_id,
+            migrations=self._record.progress.num_migrations,
             cumulative_logprob=self._cumulative_logprob(chunk.finish),
             beam_score=chunk.finish.beam_score if chunk.finish else None,
         )

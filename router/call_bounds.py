@@ -1,6 +1,7 @@
 """What bounds every call that costs work: a deadline, the client's or ours, and its tenant's share of what is admitted.
 
-Does not own the limits themselves (config.py, admission.py) nor what a tenant may be called (validation.py).
+Does not own the limits themselves (config.py, admission.py), what a tenant may be called (validation.py) nor who may
+call what (auth.py).
 """
 
 import asyncio
@@ -9,12 +10,23 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from blockyard.router.admission import AdmissionLedger, Charge
-from blockyard.router.errors import DeadlinePassed
+from blockyard.router.auth import PRINCIPAL, Role
+from blockyard.router.errors import DeadlinePassed, Forbidden
 from blockyard.router.interceptor import Context
-from blockyard.router.validation import valid_tenant
+from blockyard.router.validation import TENANT_KEY, valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
 """A longer one is clamped: nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Whose call it is."""
+
+    tenant: str
+    """For limits and turns: proven where clients authenticate, else as the call says, and "" where it says nothing."""
+    realm: str
+    """Whoever is in another one shares neither prefixes nor ids of requests: the tenant where it is proven, else ""."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +41,21 @@ class CallBounds:
         left = context.time_remaining()
         return self.default_timeout_seconds if left is None else min(left, MAX_DEADLINE_SECONDS)
 
-    def tenant(self, context: Context) -> str:
-        """Raises InvalidRequest."""
-        return valid_tenant(context.invocation_metadata() or ())
+    def caller(self, context: Context) -> Caller:
+        """Raises InvalidRequest, and Forbidden for who names a tenant that is not his and is no admin."""
+        named = valid_tenant(context.invocation_metadata() or ())
+        principal = PRINCIPAL.get()
+        if principal is None:
+            return Caller(tenant=named, realm="")
+        if named not in ("", principal.tenant) and principal.role is not Role.ADMIN:
+            raise Forbidden(f"{TENANT_KEY}: this token is not that tenant's")
+        tenant = named or principal.tenant
+        return Caller(tenant=tenant, realm=tenant)
 
     @asynccontextmanager
     async def admitted(self, context: Context, tokens: int) -> AsyncIterator[Charge]:
-        """Charged and within the deadline. Raises InvalidRequest, Overloaded, DeadlinePassed."""
-        with self.ledger.charge(tokens, tenant=self.tenant(context)) as charge:
+        """Charged and within the deadline. Raises InvalidRequest, Forbidden, Overloaded, DeadlinePassed."""
+        with self.ledger.charge(tokens, tenant=self.caller(context).tenant) as charge:
             async with self.deadline(context):
                 yield charge
 

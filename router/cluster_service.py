@@ -5,8 +5,8 @@ page tokens are the worker's own and opaque here.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import grpc
@@ -15,9 +15,9 @@ from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
 from blockyard.router.call_bounds import CallBounds
 from blockyard.router.cluster_view import WorkerState, WorkerView
 from blockyard.router.engine_link import EngineLink
-from blockyard.router.errors import InvalidRequest, RouterError, UnknownWorker, WorkerUnreachable
+from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, UnknownWorker, WorkerUnreachable
 from blockyard.router.fleet import Fleet
-from blockyard.router.generation import RouterParts, tokenise
+from blockyard.router.generation import RouterParts, scoped_session, tokenise
 from blockyard.router.index_report import current_condition, index_info
 from blockyard.router.interceptor import Context
 from blockyard.router.requests import RequestRecord, RequestState
@@ -33,10 +33,14 @@ from blockyard.router.validation import (
 
 WATCH_SECONDS = 0.25
 """The least time between two lists of WatchWorkers."""
+MAX_WATCHES = 64
+"""At once, of one router."""
+WATCH_RETRY_SECONDS = 5.0
 MAX_PAGE_SIZE = 1000
 WORKER_STATES = {
     WorkerState.CONNECTING: cluster_pb2.WORKER_STATE_CONNECTING,
     WorkerState.READY: cluster_pb2.WORKER_STATE_READY,
+    WorkerState.DRAINING: cluster_pb2.WORKER_STATE_DRAINING,
     WorkerState.SUSPECT: cluster_pb2.WORKER_STATE_SUSPECT,
     WorkerState.REFUSED: cluster_pb2.WORKER_STATE_REFUSED,
     WorkerState.LOST: cluster_pb2.WORKER_STATE_LOST,
@@ -61,11 +65,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self._cluster = cluster
         self._version = version
         self._policy = policy
+        self._num_watches = 0
 
     async def GetClusterInfo(
         self, request: cluster_pb2.GetClusterInfoRequest, context: Context
     ) -> cluster_pb2.ClusterInfo:
-        view = self._parts.fleet.view
+        relay, view = self._parts.relay, self._parts.fleet.view
         records = self._parts.registry.records()
         num_waiting = sum(record.state is RequestState.QUEUED for record in records)
         async with self._bounds.deadline(context):
@@ -77,6 +82,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             policy=self._policy,
             index_available=condition.is_available,
             index_state=condition.state,
+            migrations=relay.num_migrations,
+            requests_lost=relay.num_lost,
+            requests_quarantined=relay.num_quarantined,
             workers_ready=len(view.ready()),
             workers_known=len(view.workers()),
             requests_running=len(records) - num_waiting,
@@ -95,6 +103,21 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return _workers_message(self._parts.fleet)
 
     async def WatchWorkers(self, request: cluster_pb2.WatchWorkersRequest, context: Context) -> None:
+        with self._watching():
+            await self._watch_workers(context)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Each watch looks at all workers again and again. Raises Overloaded beyond MAX_WATCHES."""
+        if self._num_watches >= MAX_WATCHES:
+            raise Overloaded(f"{MAX_WATCHES} watches run already", retry_after_seconds=WATCH_RETRY_SECONDS)
+        self._num_watches += 1
+        try:
+            yield
+        finally:
+            self._num_watches -= 1
+
+    async def _watch_workers(self, context: Context) -> None:
         told: cluster_pb2.ListWorkersResponse | None = None
         while not self._parts.registry.is_draining:
             # Silence changes states without any event, so the watch looks rather than listens.
@@ -141,7 +164,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ExplainPlacement(
         self, request: cluster_pb2.ExplainPlacementRequest, context: Context
     ) -> cluster_pb2.ExplainPlacementResponse:
-        session_id = valid_session(request)
+        session_id = scoped_session(valid_session(request), self._bounds.caller(context).realm)
         async with self._named(request, context) as (prompt_tokens, names):
             placement, index_available = await self._parts.placer.explain(
                 names, prompt_tokens, session_id=session_id
@@ -168,14 +191,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """A prompt's length in tokens and the names of its full blocks; admitted like a generation."""
         parts = self._parts
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
-        salt = valid_salt(request)
+        salt, realm = valid_salt(request), self._bounds.caller(context).realm
         async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
             identity = await parts.placer.identity()
             prepared = await tokenise(
                 parts.tokenizing,
                 prompt,
                 charge,
-                root=parts.root(identity, salt),
+                root=parts.root(identity, salt, realm=realm, is_public=request.public_prefix),
                 block_size=identity.block_size,
             )
             check_context(prepared.num_tokens, identity.max_model_len)

@@ -44,6 +44,7 @@ class LinkState(Enum):
 class WorkerState(Enum):
     CONNECTING = auto()
     READY = auto()
+    DRAINING = auto()
     SUSPECT = auto()
     REFUSED = auto()
     LOST = auto()
@@ -65,7 +66,7 @@ class WorkerView:
     """What it last said of its part of the prefix index."""
     last_heard: float | None = None
     is_draining: bool = False
-    """It said that it takes nothing new, until its next life."""
+    """It said that it takes nothing new."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
@@ -112,6 +113,7 @@ class ClusterView:
             link=LinkState.ACCEPTED,
             hello=hello,
             load=hello.load,
+            is_draining=hello.is_draining,
             last_heard=self._clock(),
         )
 
@@ -203,11 +205,11 @@ class ClusterView:
             self.promised_blocks += placed.promised_blocks
             self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 
-    def draining(self, address: str) -> None:
-        """The worker refused a request because it takes nothing new."""
+    def draining(self, address: str, is_draining: bool = True) -> None:
+        """The worker takes nothing new, or does again. What it has goes on."""
         worker = self._workers.get(address)
         if worker is not None:
-            worker.is_draining, worker.reason = True, "draining"
+            worker.is_draining = is_draining
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """It finished, was cancelled or rejected; `busy` says that the worker's queue was full."""
@@ -232,8 +234,8 @@ class ClusterView:
             case LinkState.LOST:
                 return WorkerState.LOST
             case LinkState.ACCEPTED:
-                if self._is_ready(worker, self._clock()):
-                    return WorkerState.READY
+                if self.silence_seconds(worker) < self._suspect_seconds:
+                    return WorkerState.DRAINING if worker.is_draining else WorkerState.READY
                 is_suspect = self.silence_seconds(worker) < self._lost_seconds
                 return WorkerState.SUSPECT if is_suspect else WorkerState.LOST
 
@@ -261,6 +263,12 @@ class ClusterView:
             and worker.last_heard is not None
             and now - worker.last_heard < self._suspect_seconds
         )
+
+    def is_alive(self, life: tuple[str, str]) -> bool:
+        """Whether this incarnation is connected at this address, however silent."""
+        address, incarnation = life
+        worker = self._workers.get(address)
+        return worker is not None and worker.link is LinkState.ACCEPTED and worker.incarnation == incarnation
 
     def find(self, worker_id: str) -> WorkerView | None:
         """By id; among several lives the one heard last."""

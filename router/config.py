@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from blockyard.proto.tls_files import ServerTls, SessionTls
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.router.tenants import checked_weights
 
@@ -41,8 +42,15 @@ class RouterConfig:
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
     host: str = "127.0.0.1"
+    """The interface to bind."""
     port: int = 0
     """0 takes a free one."""
+    auth_file: str | None = None
+    """The clients' tokens (auth.py), read again when it changes. None: whoever reaches the port may call everything."""
+    tls: ServerTls | None = None
+    """Of the public port. None: in plaintext."""
+    session_tls: SessionTls | None = None
+    """Of the sessions with workers. None: in plaintext, with the cluster secret in each call."""
     redis_url: str | None = field(default=None, repr=False)
     workers: tuple[str, ...] = ()
     """Addresses "host:port" known from the start; others are learned from Redis and the supervisor."""
@@ -76,10 +84,15 @@ class RouterConfig:
     takes, so that a worker's death fails nothing that has not started. Health says NOT_SERVING at once."""
     priority_ageing_seconds: float = 10.0
     """Waiting that makes up for one step of priority, as in the workers."""
-    suspect_seconds: float = 2.0
-    """Silence after which a worker gets nothing new."""
-    lost_seconds: float = 6.0
+    suspect_seconds: float = 1.5
+    """Silence after which a worker gets nothing new. Workers are asked for a sign of life each half second."""
+    lost_seconds: float = 2.5
     """Silence after which a worker is given up and its requests are placed elsewhere."""
+    stall_seconds: float = 60.0
+    """A worker that answers, but whose engine has had work for so long without finishing a step, is given up as well.
+    It must be longer than the longest step of the model."""
+    max_migrations: int = 3
+    """Workers that a request may lose and still go on elsewhere; 0 switches replay off."""
 
     def __post_init__(self) -> None:
         check_limits(
@@ -98,3 +111,5 @@ class RouterConfig:
             raise ValueError("no_worker_seconds and priority_ageing_seconds must not be negative")
         if not 0 < self.suspect_seconds < self.lost_seconds:
             raise ValueError("need 0 < suspect_seconds < lost_seconds")
+        if self.stall_seconds <= 0 or self.max_migrations < 0:
+            raise ValueError("stall_seconds must be above 0, and max_migrations at least 0")

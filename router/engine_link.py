@@ -2,7 +2,8 @@
 
 Every request that is open on a stream ends with it: its sink gets `Lost`, and the relay places it elsewhere. An output
 that ends leaves its request open as long as there are others. Any message is a sign of life; a stream that is silent
-for too long is ended like a broken one, because a hung process keeps its connections. Does not own what the columns
+for too long is ended like a broken one, because a hung process keeps its connections, and so is that of a worker which
+answers but whose engine gets nothing done. Does not own what the columns
 of a step say (engine_events.py), what is believed of the worker (cluster_view.py) nor what becomes of a request
 (relay.py).
 """
@@ -14,11 +15,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 import grpc
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.engine_events import Lost, Refused, Sink, Tokens, events_of
+from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,12 @@ class _Open:
 
 
 _Call = grpc.aio.StreamStreamCall[session_pb2.ToWorker, session_pb2.ToRouter]
+OpenChannel = Callable[[str], grpc.aio.Channel]
+"""How a worker's address becomes a connection."""
+
+
+def open_insecure_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class LinkEvents:
@@ -68,6 +78,9 @@ class LinkEvents:
         raise NotImplementedError
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+        raise NotImplementedError
+
+    def draining(self, address: str, is_draining: bool) -> None:
         raise NotImplementedError
 
     def index_reported(self, address: str, index: cluster_pb2.WorkerIndex) -> None:
@@ -81,6 +94,10 @@ class _StreamOver(Exception):
     """Ends the tasks of a stream; its text is the reason that operators see."""
 
 
+class _GivenUp(_StreamOver):
+    """By us: the worker has not ended, as far as we know."""
+
+
 class EngineLink:
     """`run` keeps the link up until it is cancelled; the other methods may be called at any time."""
 
@@ -91,13 +108,19 @@ class EngineLink:
         *,
         secret: str,
         lost_seconds: float,
+        stall_seconds: float = inf,
         clock: Callable[[], float] = time.monotonic,
+        open_channel: OpenChannel = open_insecure_channel,
     ) -> None:
+        """A worker is given up after `lost_seconds` without a word, and when its engine has had work for
+        `stall_seconds` without finishing a step."""
         self.address = address
         self._events = events
         self._secret = secret
         self._lost_seconds = lost_seconds
+        self._stall_seconds = stall_seconds
         self._clock = clock
+        self._open_channel = open_channel
         self._open: dict[int, _Open] = {}
         self._next_handle = 0
         self._outgoing: asyncio.Queue[session_pb2.ToWorker] | None = None
@@ -172,6 +195,12 @@ class EngineLink:
         )
         return page
 
+    async def administer(self, method: str, request: Message, timeout_seconds: float) -> Any:
+        """One of AdminService's calls, for this worker. Raises grpc.aio.AioRpcError, ConnectionError where the link is
+        down."""
+        call = getattr(self._connected_stub(), method)
+        return await call(request, timeout=timeout_seconds, metadata=self._metadata())
+
     def _connected_stub(self) -> EngineServiceStub:
         if self._stub is None:
             raise ConnectionError("the worker is not connected")
@@ -182,7 +211,7 @@ class EngineLink:
 
     async def _one_stream(self) -> tuple[bool, str]:
         """Runs one stream to its end: whether it ever was up, and why it ended."""
-        was_up = False
+        was_up = was_silent = False
         try:
             async with self._open_stream() as call:
                 hello = await self._read_hello(call)
@@ -200,16 +229,17 @@ class EngineLink:
             reasons = group.subgroup((_StreamOver, grpc.aio.AioRpcError))
             if reasons is None or group.split((_StreamOver, grpc.aio.AioRpcError))[1] is not None:
                 raise
+            was_silent = group.subgroup(_GivenUp) is not None
             return was_up, _first_reason(reasons)
         except _StreamOver as over:
             return was_up, str(over)
         finally:
-            self._end_all()
+            self._end_all(was_silent=was_silent)
         return was_up, "the worker closed the stream"
 
     @asynccontextmanager
     async def _open_stream(self) -> AsyncIterator[_Call]:
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with self._open_channel(self.address) as channel:
             self._stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
             call = self._stub.Session(metadata=self._metadata())
             try:
@@ -249,7 +279,7 @@ class EngineLink:
     async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
         while True:
             if self._clock() - self._last_heard > self._lost_seconds:
-                raise _StreamOver(f"silent for more than {self._lost_seconds:g} s")
+                raise _GivenUp(f"silent for more than {self._lost_seconds:g} s")
             self._nonce += 1
             outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
@@ -266,7 +296,14 @@ class EngineLink:
                     self._events.heard(self.address, None)
                     rejected = message.rejected
                     self._end(rejected.handle, Refused(reason=rejected.reason, detail=rejected.detail))
+                case "draining":
+                    self._events.draining(self.address, message.draining.is_draining)
+                    self._events.heard(self.address, None)
                 case "pong":
+                    if message.pong.stalled_seconds > self._stall_seconds:
+                        raise _GivenUp(
+                            f"its engine has finished no step for {message.pong.stalled_seconds:.0f} s"
+                        )
                     if message.pong.HasField("index"):
                         self._events.index_reported(self.address, message.pong.index)
                     self._events.heard(
@@ -307,11 +344,11 @@ class EngineLink:
         if request is not None:
             request.sink(refused)
 
-    def _end_all(self) -> None:
+    def _end_all(self, *, was_silent: bool) -> None:
         self._outgoing = None
         requests, self._open = self._open, {}
         for request in requests.values():
-            request.sink(Lost())
+            request.sink(Lost(was_silent=was_silent))
 
 
 def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:

@@ -3,6 +3,7 @@
     RouterError                     code                  reason
     ├── InvalidRequest              INVALID_ARGUMENT      INVALID_REQUEST (+ field violations)
     │   └── ContextLengthExceeded   INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED
+    ├── Unsupported                 UNIMPLEMENTED         UNSUPPORTED (+ field violations)
     ├── MalformedMessage            INVALID_ARGUMENT      MALFORMED_MESSAGE
     ├── Unauthenticated             UNAUTHENTICATED       UNAUTHENTICATED
     ├── Forbidden                   PERMISSION_DENIED     PERMISSION_DENIED
@@ -15,6 +16,7 @@
     ├── Overloaded                  RESOURCE_EXHAUSTED    OVERLOADED (+ retry delay)
     ├── SlowReader                  RESOURCE_EXHAUSTED    SLOW_READER
     ├── DeadlinePassed              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED
+    │   └── DeadlineUnreachable     DEADLINE_EXCEEDED     DEADLINE_UNREACHABLE
     ├── RequestAborted              CANCELLED             ABORTED
     ├── Unavailable
     │   ├── NoWorkers               UNAVAILABLE           NO_WORKERS (+ retry delay)
@@ -75,6 +77,12 @@ class ContextLengthExceeded(InvalidRequest):
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
+class Unsupported(RouterError):
+    """What the contract has a place for, and this version does not do yet."""
+
+    reason = "UNSUPPORTED"
+
+
 class MalformedMessage(RouterError):
     reason = "MALFORMED_MESSAGE"
 
@@ -121,6 +129,10 @@ class SlowReader(RouterError):
 
 class DeadlinePassed(RouterError):
     reason = "DEADLINE_EXCEEDED"
+
+
+class DeadlineUnreachable(DeadlinePassed):
+    reason = "DEADLINE_UNREACHABLE"
 
 
 class RequestAborted(RouterError):

@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from blockyard.proto.block_hash import root_name
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster_view import ClusterView
-from blockyard.router.engine_link import EngineLink, LinkEvents
+from blockyard.router.engine_link import EngineLink, LinkEvents, OpenChannel, open_insecure_channel
 from blockyard.router.placement_config import PlacementConfig
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,15 @@ class ModelIdentity:
             index_stride_blocks=max(1, hello.index_stride_blocks),
         )
 
-    def root(self, *, cluster_secret: str, salt: str) -> bytes:
-        """The name that the names of a prompt's blocks are chained from."""
+    def root(self, *, cluster_secret: str, salt: str, tenant: str = "") -> bytes:
+        """The name that the names of a prompt's blocks are chained from: a tenant's own, or public."""
         return root_name(
             cluster_secret=cluster_secret,
             model_fingerprint=self.model_fingerprint,
             block_size=self.block_size,
             kv_dtype=self.kv_dtype,
             salt=salt,
+            tenant=tenant,
         )
 
     def difference(self, hello: session_pb2.Hello) -> str | None:
@@ -78,8 +80,10 @@ class Fleet(LinkEvents):
         secret: str,
         suspect_seconds: float,
         lost_seconds: float,
+        stall_seconds: float = inf,
         clock: Callable[[], float] = time.monotonic,
         placement: PlacementConfig | None = None,
+        open_channel: OpenChannel = open_insecure_channel,
     ) -> None:
         self.view = ClusterView(
             suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock, config=placement
@@ -89,7 +93,9 @@ class Fleet(LinkEvents):
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._secret = secret
         self._lost_seconds = lost_seconds
+        self._stall_seconds = stall_seconds
         self._clock = clock
+        self._open_channel = open_channel
         self._wanted: frozenset[str] = frozenset()
         self._rearrange = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
@@ -109,9 +115,9 @@ class Fleet(LinkEvents):
             try:
                 while True:
                     self._rearrange.clear()
-                    for address in self._wanted - running.keys():
+                    for address in sorted(self._wanted - running.keys()):
                         running[address] = tasks.create_task(self._link(address).run())
-                    for address in running.keys() - self._wanted:
+                    for address in sorted(running.keys() - self._wanted):
                         if not self.links[address].is_up:
                             self._drop(address, running.pop(address))
                     await self._rearrange.wait()
@@ -136,6 +142,10 @@ class Fleet(LinkEvents):
         self.view.heard(address, load)
         self._changed()
 
+    def draining(self, address: str, is_draining: bool) -> None:
+        self.view.draining(address, is_draining)
+        self._changed()
+
     def index_reported(self, address: str, index: cluster_pb2.WorkerIndex) -> None:
         worker = self.view.at(address)
         if worker is not None:
@@ -150,7 +160,13 @@ class Fleet(LinkEvents):
     def _link(self, address: str) -> EngineLink:
         self.view.known(address)
         link = EngineLink(
-            address, self, secret=self._secret, lost_seconds=self._lost_seconds, clock=self._clock
+            address,
+            self,
+            secret=self._secret,
+            lost_seconds=self._lost_seconds,
+            stall_seconds=self._stall_seconds,
+            clock=self._clock,
+            open_channel=self._open_channel,
         )
         self.links[address] = link
         return link
@@ -166,6 +182,8 @@ class Fleet(LinkEvents):
             return "another tokenizer than the router's"
         if hello.block_size < 1 or hello.max_model_len < 1 or hello.vocab_size < 1:
             return "a greeting without block size, context or vocabulary"
+        if hello.stalled_seconds > self._stall_seconds:
+            return f"its engine has finished no step for {hello.stalled_seconds:.0f} s"
         return self.identity.difference(hello) if self.identity else None
 
     def _changed(self) -> None:

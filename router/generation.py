@@ -57,8 +57,15 @@ class RouterParts:
         identity = self.fleet.identity
         return identity.max_model_len if identity else self.facts.max_position_embeddings
 
-    def root(self, identity: ModelIdentity, salt: str) -> bytes:
-        return identity.root(cluster_secret=self.cluster_secret, salt=salt)
+    def root(self, identity: ModelIdentity, salt: str, *, realm: str, is_public: bool) -> bytes:
+        """What a prompt's names begin with: only within one realm are prefixes shared, but for those made public."""
+        tenant = "" if is_public else realm
+        return identity.root(cluster_secret=self.cluster_secret, salt=salt, tenant=tenant)
+
+
+def scoped_session(session_id: str, realm: str) -> str:
+    """A conversation's name that no other realm has: neither part may hold a slash."""
+    return f"{realm}/{session_id}" if realm and session_id else session_id
 
 
 async def tokenise(
@@ -99,7 +106,7 @@ async def generate(
         parts.tokenizing,
         valid.prompt,
         charge,
-        root=parts.root(identity, valid.cache_salt),
+        root=parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix),
         block_size=identity.block_size,
     )
     check_context(prepared.num_tokens, identity.max_model_len)
@@ -115,7 +122,8 @@ async def generate(
         deadline=deadline,
         priority=valid.priority,
         tenant=record.tenant,
-        session_id=valid.session_id,
+        cache_account="" if valid.public_prefix else record.tenant,
+        session_id=scoped_session(valid.session_id, record.realm),
     )
     assembly = Assembly(parts.tokenizing.tokenizer, valid.sampling, record, clock=parts.clock)
     stopped: set[int] = set()

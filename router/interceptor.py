@@ -1,37 +1,101 @@
-"""What stands between the wire and every handler: parsing, and the one place where exceptions become
+"""What stands between the wire and every handler: who calls, parsing, and the one place where exceptions become
 statuses.
 
 gRPC's own deserialiser answers a malformed message with UNKNOWN and sends the text of an uncaught exception
-to the client. So every unary-request method of every service on the server is wrapped: its bytes are parsed
-here, and whatever the handler raises goes through status.py. Cancellation passes untouched.
+to the client. So every method of every service on the server is wrapped: its bytes are parsed here, and whatever
+the handler raises goes through status.py. Cancellation passes untouched.
+
+Where clients authenticate, AuthInterceptor stands before that: a call that is refused is never read. It sees every
+method, streams of requests and unknown ones too. The rules are in auth.py.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
-from blockyard.router.errors import InternalError, MalformedMessage, as_router_error
+from blockyard.router.auth import METHOD_ROLES, PRINCIPAL, TokenTable, authenticate, check_role
+from blockyard.router.errors import (
+    Forbidden,
+    InternalError,
+    MalformedMessage,
+    RouterError,
+    Unauthenticated,
+    as_router_error,
+)
 from blockyard.router.status import code_of, trailing_metadata
 from google.protobuf.message import DecodeError
 
 logger = logging.getLogger(__name__)
+audit = logging.getLogger("blockyard.audit")
+
+UNKNOWN_LOG_SECONDS = 10.0
+"""Calls without a known token are counted, and told so often at most: whoever makes them must not fill the log."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Admits calls by their token; the caller is PRINCIPAL in the handler."""
+
+    def __init__(self, tokens: Callable[[], TokenTable]) -> None:
+        """`tokens`: those of now."""
+        self._tokens = tokens
+        self._num_unknown = 0
+        self._told_at = -UNKNOWN_LOG_SECONDS
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        method = handler_call_details.method
+        try:
+            principal = authenticate(method, handler_call_details.invocation_metadata or (), self._tokens())
+        except Unauthenticated as error:
+            self._count_unknown()
+            return _refusal(error)
+        if principal is not None:
+            try:
+                check_role(method, principal)
+            except Forbidden as error:
+                # A method's name is the client's text, unless it is one of ours.
+                told = method if method in METHOD_ROLES else "an unknown method"
+                audit.warning("denied: %s as %s called %s", principal.name, principal.role, told)
+                return _refusal(error)
+        PRINCIPAL.set(principal)
+        return await continuation(handler_call_details)
+
+    def _count_unknown(self) -> None:
+        self._num_unknown += 1
+        now = time.monotonic()
+        if now - self._told_at >= UNKNOWN_LOG_SECONDS:
+            audit.warning("%d calls came without a token that is known", self._num_unknown)
+            self._num_unknown, self._told_at = 0, now
+
+
+def _refusal(error: RouterError) -> Any:
+    """Stands in for a handler of any kind: on the wire an end without a message is the same for all."""
+
+    async def refuse(_: Any, context: Context) -> None:
+        await context.abort(code_of(error), error.message, trailing_metadata(error))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps methods with one request message; handlers must be coroutines (streams use `context.write`)."""
+    """Wraps methods with one request message, whose handlers must be coroutines (streams use `context.write`), and
+    those with a stream of them."""
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or handler.request_deserializer is None:
             return handler
+        if handler.request_streaming:
+            return _guarded_stream(handler, handler_call_details.method)
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
         make = (
             grpc.unary_stream_rpc_method_handler
@@ -52,6 +116,25 @@ def _guarded(inner: Behaviour, parse: Callable[[bytes], Any], method: str) -> Be
             await _abort(context, error, method)
 
     return behave
+
+
+def _guarded_stream(handler: Any, method: str) -> Any:
+    """Of reflection, the one method whose requests are a stream; its handler is an async generator."""
+    assert handler.response_streaming
+
+    async def behave(raws: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        requests = (_parsed(handler.request_deserializer, raw) async for raw in raws)
+        try:
+            async for response in handler.stream_stream(requests, context):
+                yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return grpc.stream_stream_rpc_method_handler(
+        behave, request_deserializer=None, response_serializer=handler.response_serializer
+    )
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

@@ -99,7 +99,7 @@ def longest_token_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read as JSON") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no JSON object")

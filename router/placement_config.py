@@ -20,7 +20,7 @@ class PlacementConfig:
     decode_step_fraction: float = 0.5
     """Price of each sequence on a worker that has, as a part of the time that its token takes there: a prompt
     finds a step half done on average."""
-    context_fraction: float = 0.1
+    context_fraction: float = 0.07
     """Price of the tokens that every decode step on a worker reads, as a part of the time that computing them would
     take."""
     others_fraction: float = 0.1
@@ -48,6 +48,9 @@ class PlacementConfig:
     """Who is first in a worker's line looks that often whether another worker has become cheaper."""
     stale_lookup_seconds: float = 1.0
     """What the index said is asked again by who waits for longer."""
+    hopeless_factor: float = 2.0
+    """A request is refused at once where its first token is expected later than its deadline by this factor: work that
+    nobody waits for helps nobody. 0: never."""
     max_unstarted: int = 32
     """Requests of one router that one worker may have without a first token: more wait in the router's line, where
     they can still go elsewhere. It bounds how many are on their way before a BUSY can be heard."""

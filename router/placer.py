@@ -12,7 +12,7 @@ from math import inf
 
 from blockyard.router.bookings import Placed
 from blockyard.router.cluster_view import NOTHING_CACHED, usable_cached_tokens
-from blockyard.router.errors import DeadlinePassed, NoWorkers
+from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
 from blockyard.router.fleet import Fleet, ModelIdentity
 from blockyard.router.placement import Placement, PlacementRequest, place
 from blockyard.router.placement_config import PlacementConfig, PolicyName
@@ -114,7 +114,8 @@ class Placer:
         deadline: float = inf,
     ) -> Placed:
         """Chooses a worker, books the request on it, and waits until it has room. Raises NoWorkers after a while
-        without a live one, Overloaded after the longest wait in line, DeadlinePassed where it is too late for any.
+        without a live one, Overloaded after the longest wait in line, DeadlinePassed where it is too late for any, or
+        would be by far once it is served.
 
         A request that waits counts as load and prefix of its worker, and goes to another as soon as that is cheaper:
         to send it wherever there is room would scatter the sharers of a prefix just when memory is short.
@@ -127,6 +128,7 @@ class Placer:
                 await self._some_worker(ticket)
                 found = await self._find(names)
                 continue
+            self._refuse_hopeless(placement, deadline - self._clock())
             placed = self._book(placement, prompt, found)
             try:
                 await self._room(placed, prompt, found, ticket)
@@ -243,6 +245,17 @@ class Placer:
             session_worker=self._sessions.last_worker(session_id) if session_id else None,
         )
         return place(request, candidates, self._policy, self._rng, self._config)
+
+    def _refuse_hopeless(self, placement: Placement, seconds_left: float) -> None:
+        """Raises DeadlineUnreachable. Only what was measured is believed."""
+        worker = self._fleet.view.at(placement.chosen.address)
+        if worker is None or worker.load.prefill_tokens_per_second <= 0:
+            return
+        least_ms = min(
+            score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered
+        )
+        if least_ms / 1000 > seconds_left * self._config.hopeless_factor > 0:
+            raise DeadlineUnreachable("the first token is expected long after the deadline")
 
     def _book(self, placement: Placement, prompt: _Prompt, found: _Found) -> Placed:
         self._turn += 1

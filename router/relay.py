@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 
 from blockyard.proto.block_hash import split_names
 from blockyard.proto.v1 import session_pb2
@@ -21,20 +22,23 @@ from blockyard.router.errors import (
     DeadlinePassed,
     EngineFailed,
     InvalidRequest,
+    PoisonRequest,
     RequestTooLarge,
     WorkerLost,
 )
 from blockyard.router.fleet import Fleet
+from blockyard.router.losses import Life, Losses, Quarantine
 from blockyard.router.outputs import Outputs, TokenChunk
 from blockyard.router.placer import Placer
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKER_DEATHS = 3
-"""The quarantine: a request that so many workers died under is given up, because it may be what kills them. Only
-deaths of workers that could have had it count."""
 LINK_DOWN_SECONDS = 0.01
 """Before another try where a link was down: the view of it follows in a moment."""
+
+SETTLE_SECONDS = 0.05
+"""After a worker was lost: one that dies with it is known by then. Sent there meanwhile, a request would be taken for
+what killed both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,8 @@ class Generation:
     priority: int = 0
     """Lower is served earlier."""
     tenant: str = ""
+    cache_account: str = ""
+    """On whose share of the workers' caches its blocks go; empty: nobody's in particular."""
     session_id: str = ""
     """The conversation that it belongs to; empty: none."""
 
@@ -73,17 +79,33 @@ class Progress:
     """Prompt tokens reused, as the first worker that answered said."""
     num_generated: int = 0
     """Tokens, of all outputs together."""
-    num_deaths: int = 0
+    num_migrations: int = 0
+    """How often its worker was lost."""
     is_placed: bool = False
 
 
 class Relay:
-    """One for each router; shared by all its requests."""
+    """One for each router; shared by all its requests. `max_migrations`: how many workers a request may lose and still
+    go on."""
 
-    def __init__(self, fleet: Fleet, placer: Placer, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        placer: Placer,
+        *,
+        max_migrations: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._fleet = fleet
         self._placer = placer
+        self._max_migrations = max_migrations
         self._clock = clock
+        self._quarantine = Quarantine(clock)
+        self.num_migrations = 0
+        self.num_lost = 0
+        """Requests given up because their budget of migrations was used."""
+        self.num_quarantined = 0
+        """Requests given up because workers died under them."""
 
     async def run(
         self, generation: Generation, progress: Progress, stopped: Container[int] = ()
@@ -91,9 +113,11 @@ class Relay:
         """Tokens to the end of the last output. Closing the generator cancels the request on its worker at once.
 
         An output whose index the caller has put into `stopped` by the time he asks for more has ended for him: it is
-        cancelled, and the others go on. Raises InvalidRequest (a grammar), NoWorkers, WorkerLost (the quarantine),
-        RequestTooLarge, DeadlinePassed, EngineFailed.
+        cancelled, and the others go on. Raises InvalidRequest (a grammar), NoWorkers, WorkerLost (the budget of
+        migrations is used), PoisonRequest, RequestTooLarge, DeadlinePassed, EngineFailed.
         """
+        self._quarantine.check(generation.prompt)
+        losses = Losses(max_migrations=self._max_migrations)
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
         ticket = self._placer.ticket(
@@ -119,6 +143,13 @@ class Relay:
                     if chunk.index in stopped:
                         outputs.end(chunk.index)
                         attempt.cancel(chunk.index)
+            if attempt.was_lost:
+                self._count_loss(generation, progress, losses, attempt)
+                await asyncio.sleep(SETTLE_SECONDS)
+            elif attempt.has_failed:
+                losses.add_failure(brought_tokens=attempt.brought_tokens)
+                progress.num_migrations = losses.num
+                self.num_migrations += 1
 
     @contextmanager
     def _submitted(
@@ -127,7 +158,8 @@ class Relay:
         worker = self._fleet.view.at(placed.address)
         progress.worker_id = worker.worker_id if worker else ""
         progress.is_placed = True
-        attempt = _Attempt(self._fleet.links[placed.address], self._placer, placed, progress)
+        life = (placed.address, worker.incarnation if worker else "")
+        attempt = _Attempt(self._fleet.links[placed.address], self._placer, placed, progress, life)
         attempt.submit(self._submit(generation, outputs), outputs)
         try:
             yield attempt
@@ -135,6 +167,27 @@ class Relay:
             progress.is_placed = False
             attempt.cancel()
             self._placer.ended(placed, busy=attempt.found_busy)
+
+    def _count_loss(
+        self, generation: Generation, progress: Progress, losses: Losses, attempt: "_Attempt"
+    ) -> None:
+        """Raises PoisonRequest, WorkerLost."""
+        try:
+            losses.add(
+                attempt.life,
+                is_suspicious=not (attempt.brought_tokens or attempt.was_silent),
+                is_alive=self._fleet.view.is_alive,
+                tokens_emitted=progress.num_generated,
+            )
+        except PoisonRequest:
+            self.num_quarantined += 1
+            self._quarantine.add(generation.prompt)
+            raise
+        except WorkerLost:
+            self.num_lost += 1
+            raise
+        progress.num_migrations = losses.num
+        self.num_migrations += 1
 
     def _submit(self, generation: Generation, outputs: Outputs) -> session_pb2.Submit:
         submit = session_pb2.Submit(
@@ -146,17 +199,30 @@ class Relay:
             deadline_seconds=max(generation.deadline - self._clock(), 0.001),
             continuations=outputs.continuations(),
             priority=generation.priority,
+            tenant=tenant_key(generation.cache_account),
         )
         if not outputs.wants_prompt_logprobs:
             submit.sampling.ClearField("prompt_logprobs")
         return submit
 
 
+def tenant_key(tenant: str) -> int:
+    """What stands for a tenant on workers, who need no names. 0 is nobody in particular."""
+    return int.from_bytes(sha256(tenant.encode()).digest()[:8]) | 1 if tenant else 0
+
+
 class _Attempt:
     """One request on one worker."""
 
-    def __init__(self, link: EngineLink, placer: Placer, placed: Placed, progress: Progress) -> None:
+    def __init__(
+        self, link: EngineLink, placer: Placer, placed: Placed, progress: Progress, life: Life
+    ) -> None:
+        self.life = life
         self.found_busy = False
+        self.was_lost = False
+        self.was_silent = False
+        self.has_failed = False
+        self.brought_tokens = False
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._link, self._placer = link, placer
         self._handle = 0
@@ -181,9 +247,9 @@ class _Attempt:
                 return tokens
             case Tokens():
                 logger.error("worker %s left out a part of a request", self._progress.worker_id)
-                self._count_death()
-            case Lost(was_sent=True):
-                self._count_death()
+                self.was_lost = True
+            case Lost(was_sent=True, was_silent=was_silent):
+                self.was_lost, self.was_silent = True, was_silent
             case Lost():
                 await asyncio.sleep(LINK_DOWN_SECONDS)
             case Refused() as refused:
@@ -191,17 +257,10 @@ class _Attempt:
         return None
 
     def _note(self, tokens: Tokens) -> None:
+        self.brought_tokens = True
         self._placer.started(self._placed, cached_tokens=tokens.cached_tokens)
         if self._progress.cached_tokens is None:
             self._progress.cached_tokens = tokens.cached_tokens
-
-    def _count_death(self) -> None:
-        self._progress.num_deaths += 1
-        if self._progress.num_deaths >= MAX_WORKER_DEATHS:
-            raise WorkerLost(
-                f"quarantined: {self._progress.num_deaths} workers died under this request",
-                metadata={"tokens_emitted": str(self._progress.num_generated)},
-            )
 
     def _refused(self, refused: Refused) -> None:
         match refused.reason:
@@ -209,6 +268,8 @@ class _Attempt:
                 self.found_busy = True
             case session_pb2.REJECT_REASON_DRAINING:
                 self._placer.draining(self._placed.address)
+            case session_pb2.REJECT_REASON_INTERNAL:
+                self.has_failed = True
             case session_pb2.REJECT_REASON_TOO_LARGE:
                 raise RequestTooLarge(
                     "prompt, max_tokens and outputs or beams can never fit a worker together"

@@ -1,6 +1,7 @@
 """The requests that this router holds now: by id, with how far they are, and the way to end one from outside.
 
-Owns uniqueness of ids and draining. Does not own what a request does (generation.py).
+Owns uniqueness of ids within a realm (call_bounds.py), so that no tenant finds out another's, and draining. Does not
+own what a request does (generation.py).
 """
 
 import asyncio
@@ -30,6 +31,7 @@ class RequestRecord:
     """On the registry's clock."""
     task: asyncio.Task[object]
     tenant: str = ""
+    realm: str = ""
     prompt_tokens: int = 0
     """0 until the prompt is tokenised."""
     progress: Progress = field(default_factory=Progress)
@@ -47,7 +49,8 @@ class RequestRegistry:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._records: dict[str, RequestRecord] = {}
+        self._records: dict[tuple[str, str], RequestRecord] = {}
+        """By realm and id."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
@@ -56,19 +59,22 @@ class RequestRegistry:
         return list(self._records.values())
 
     @contextmanager
-    def hold(self, request_id: str, *, tenant: str = "") -> Iterator[RequestRecord]:
+    def hold(self, request_id: str, *, tenant: str = "", realm: str = "") -> Iterator[RequestRecord]:
         """The calling task runs this request for the life of the context.
 
         Raises DuplicateRequest, RouterDraining, and RequestAborted if `abort` ended it.
         """
         if self.is_draining:
             raise RouterDraining("this router is shutting down", retry_after_seconds=RETRY_AFTER_SECONDS)
-        if request_id in self._records:
+        key = realm, request_id
+        if key in self._records:
             raise DuplicateRequest("request_id: a request of this id is running")
         task = asyncio.current_task()
         assert task is not None
-        record = RequestRecord(request_id=request_id, arrival=self._clock(), task=task, tenant=tenant)
-        self._records[request_id] = record
+        record = RequestRecord(
+            request_id=request_id, arrival=self._clock(), task=task, tenant=tenant, realm=realm
+        )
+        self._records[key] = record
         self._idle.clear()
         try:
             yield record
@@ -78,18 +84,23 @@ class RequestRegistry:
                 raise RequestAborted("the request was aborted") from None
             raise
         finally:
-            del self._records[request_id]
+            del self._records[key]
             if not self._records:
                 self._idle.set()
 
-    def abort(self, request_id: str) -> None:
-        """Raises UnknownRequest."""
-        record = self._records.get(request_id)
-        if record is None:
+    def abort(self, request_id: str, *, realm: str | None = None) -> None:
+        """Ends a request of this realm; None: whoever's it is. Raises UnknownRequest, for another realm's as well."""
+        records = [
+            record
+            for record in self._records.values()
+            if record.request_id == request_id and realm in (None, record.realm)
+        ]
+        if not records:
             raise UnknownRequest("request_id: no such request runs here")
-        if not record.is_aborted:
-            record.is_aborted = True
-            record.task.cancel()
+        for record in records:
+            if not record.is_aborted:
+                record.is_aborted = True
+                record.task.cancel()
 
     async def until_idle(self) -> None:
         await self._idle.wait()

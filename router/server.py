@@ -8,23 +8,29 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 from blockyard.proto.fingerprint import tokenizer_fingerprint
 from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.tls import listen, server_credentials, session_channel, session_credentials
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
+from blockyard.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from blockyard.proto.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from blockyard.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from blockyard.router.admin_service import AdminService
 from blockyard.router.admission import AdmissionLedger
 from blockyard.router.call_bounds import CallBounds
 from blockyard.router.cluster_service import ClusterService
 from blockyard.router.config import RouterConfig
+from blockyard.router.engine_link import CHANNEL_OPTIONS
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
-from blockyard.router.interceptor import BoundaryInterceptor
+from blockyard.router.interceptor import AuthInterceptor, BoundaryInterceptor
 from blockyard.router.loop_watch import LoopWatch, spared_by_garbage_collection
+from blockyard.router.loopback import is_loopback
 from blockyard.router.model_facts import model_name, read_facts, resolve_model
 from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup
@@ -32,6 +38,7 @@ from blockyard.router.relay import Relay
 from blockyard.router.requests import RequestRegistry
 from blockyard.router.sampling_checks import SamplingLimits
 from blockyard.router.service import InferenceService
+from blockyard.router.token_file import TokenFile
 from blockyard.router.tokenizing import TokenizerService
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -48,8 +55,12 @@ SERVICES = tuple(
     for descriptor, name in (
         (inference_pb2.DESCRIPTOR, "InferenceService"),
         (cluster_pb2.DESCRIPTOR, "ClusterService"),
+        (admin_pb2.DESCRIPTOR, "AdminService"),
     )
 )
+HANDSHAKE_SECONDS = 10
+MAX_STREAMS = 4096
+"""Well above max_requests, so that a burst is refused with advice rather than held."""
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     # As much as our client takes: log-probabilities of many outputs come in one answer.
@@ -60,8 +71,17 @@ SERVER_OPTIONS = (
     # A client that vanished without a word is noticed after 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # The other sets TCP's own time-out, which a frozen client's kernel never trips: without this one it is 60 s.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Who connects and says nothing, or a byte a second, would keep his connection for two minutes.
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+    # Of one connection: what comes beyond it waits in the client.
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    # Of a burst that comes in one moment gRPC would end a part as CANCELLED: each is to be refused with advice.
+    ("grpc.server.max_pending_requests", 4 * MAX_STREAMS),
+    ("grpc.server.max_pending_requests_hard_limit", 8 * MAX_STREAMS),
 )
 
 
@@ -108,12 +128,20 @@ class RouterServer:
     def num_ready_workers(self) -> int:
         return len(self._fleet.view.ready()) if self._fleet is not None else 0
 
+    @property
+    def ready_incarnations(self) -> tuple[str, ...]:
+        """The lives of workers that get requests from here."""
+        return tuple(worker.incarnation for worker in self._fleet.view.ready()) if self._fleet else ()
+
     def set_workers(self, addresses: Sequence[str]) -> None:
         """The supervisor's list, "host:port" each; adds to the config's and to the index's directory."""
         self._supervised = tuple(addresses)
         self._tell_fleet()
 
     async def _serve(self, started: "asyncio.Future[str]") -> None:
+        # What an operator may have got wrong first: the rest takes seconds.
+        token_file = None if self._config.auth_file is None else TokenFile(self._config.auth_file)
+        credentials = server_credentials(self._config.tls)
         async with AsyncExitStack() as stack:
             parts, index = await self._build(stack)
             if self._owns_process:
@@ -121,13 +149,17 @@ class RouterServer:
             self._fleet = parts.fleet
             self._tell_fleet()
             # The group inside: what `_listen` raises is for the caller of `start` and must not come in a group.
-            async with self._listen(parts) as (address, health_service), asyncio.TaskGroup() as tasks:
+            listening = self._listen(parts, token_file, credentials)
+            async with listening as (address, health_service), asyncio.TaskGroup() as tasks:
                 duties = [parts.fleet.run(), self._keep_health(parts, health_service), self.loop_watch.run()]
                 if index is not None:
                     duties.append(self._follow_directory(index))
+                if token_file is not None:
+                    duties.append(token_file.follow())
                 background = [tasks.create_task(self._background(duty)) for duty in duties]
                 started.set_result(address)
                 logger.info("router serving %s on %s", parts.facts.name, address)
+                _warn_of_openness(self._config)
                 await self._stopping.wait()
                 await self._drain(parts, health_service)
                 for task in background:
@@ -158,7 +190,9 @@ class RouterServer:
             secret=config.cluster_secret,
             suspect_seconds=config.suspect_seconds,
             lost_seconds=config.lost_seconds,
+            stall_seconds=config.stall_seconds,
             placement=config.placement,
+            open_channel=partial(session_channel, session_credentials(config.session_tls), CHANNEL_OPTIONS),
         )
         lookup_index = await self._index(stack, DIRECTORY_SECONDS)
         lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
@@ -178,7 +212,7 @@ class RouterServer:
             tokenizing=tokenizing,
             fleet=fleet,
             placer=placer,
-            relay=Relay(fleet, placer),
+            relay=Relay(fleet, placer, max_migrations=config.max_migrations),
             ledger=AdmissionLedger(
                 max_requests=config.max_requests,
                 max_tokens=config.max_tokens_admitted,
@@ -198,11 +232,16 @@ class RouterServer:
         return RedisPrefixIndex(client, self._config.cluster)
 
     @asynccontextmanager
-    async def _listen(self, parts: RouterParts) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
+    async def _listen(
+        self, parts: RouterParts, token_file: TokenFile | None, credentials: grpc.ServerCredentials | None
+    ) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
         config = self._config
         # Unless it is shared on purpose, a taken port is an error, not a share of its traffic.
         options = (*SERVER_OPTIONS, ("grpc.so_reuseport", int(config.reuse_port)))
-        server = grpc.aio.server(interceptors=(BoundaryInterceptor(),), options=options)
+        interceptors: list[grpc.aio.ServerInterceptor] = [BoundaryInterceptor()]
+        if token_file is not None:
+            interceptors.insert(0, AuthInterceptor(lambda: token_file.tokens))
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         bounds = CallBounds(ledger=parts.ledger, default_timeout_seconds=config.default_timeout_seconds)
         inference = InferenceService(parts, bounds, slow_reader_seconds=config.slow_reader_seconds)
         cluster = ClusterService(
@@ -210,11 +249,12 @@ class RouterServer:
         )
         add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
         add_ClusterServiceServicer_to_server(cluster, server)  # type: ignore[no-untyped-call]
+        add_AdminServiceServicer_to_server(AdminService(parts), server)  # type: ignore[no-untyped-call]
         health_service = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
-            port = server.add_insecure_port(f"{config.host}:{config.port}")
+            port = listen(server, f"{config.host}:{config.port}", credentials)
         except RuntimeError:
             raise RuntimeError(f"cannot listen on {config.host}:{config.port}: is the port taken?") from None
         await server.start()
@@ -261,6 +301,15 @@ class RouterServer:
     def _tell_fleet(self) -> None:
         if self._fleet is not None:
             self._fleet.set_addresses({*self._config.workers, *self._supervised, *self._listed})
+
+
+def _warn_of_openness(config: RouterConfig) -> None:
+    if is_loopback(config.host):
+        return
+    if config.auth_file is None:
+        logger.warning("whoever reaches %s may call everything: there is no auth file", config.host)
+    if config.tls is None:
+        logger.warning("prompts and tokens go over %s in plaintext: there is no TLS", config.host)
 
 
 def _version() -> str:

@@ -80,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.AbortResponse:
         if not request.request_id or not is_name(request.request_id):
             raise InvalidRequest.of("request_id", "is required, as Generate allows it")
-        self._parts.registry.abort(request.request_id)
+        self._parts.registry.abort(request.request_id, realm=self._bounds.caller(context).realm)
         return inference_pb2.AbortResponse()
 
     @asynccontextmanager
@@ -90,13 +90,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """An admitted request's id and output; all that it holds is given back at the end."""
         parts = self._parts
         await self._arrivals.take()
-        valid, tenant = admit(parts, request), self._bounds.tenant(context)
+        valid, caller = admit(parts, request), self._bounds.caller(context)
         deadline = parts.clock() + self._bounds.seconds_left(context)
         with (
             parts.ledger.charge(
-                valid.estimated_tokens, outputs=valid.sampling.num_sequences, tenant=tenant
+                valid.estimated_tokens, outputs=valid.sampling.num_sequences, tenant=caller.tenant
             ) as charge,
-            parts.registry.hold(valid.request_id, tenant=tenant) as record,
+            parts.registry.hold(valid.request_id, tenant=caller.tenant, realm=caller.realm) as record,
         ):
             async with (
                 self._bounds.deadline(context),

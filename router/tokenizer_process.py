@@ -3,8 +3,8 @@
 Owns a life of the process: its start, questions and answers in order, its end with its parent's. Does not own deadlines
 nor what follows a death (tokenizing.py), nor what is computed (prompts.py).
 
-The wire is a socket on the event loop, each way a length and then a pickle. Python's own pool of processes has two
-threads between caller and process, which cost a request more than tokenising its prompt takes.
+The wire is a socket on the event loop; what goes over it is in tokenizer_wire.py. Python's own pool of processes has
+two threads between caller and process, which cost a request more than tokenising its prompt takes.
 """
 
 from __future__ import annotations
@@ -12,40 +12,39 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import pickle
+import resource
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 from blockyard.proto.block_hash import chain, pack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.prompts import PromptEncoder, PromptError, PromptInput
+from blockyard.router.tokenizer_wire import (
+    Answer,
+    Frames,
+    Prepared,
+    Question,
+    TokenizingError,
+    answer_frame,
+    parse_answer,
+    parse_question,
+    question_frame,
+    read_frame,
+)
 
-_LENGTH = struct.Struct("<Q")
+MAX_EXTRA_BYTES = 2 * 2**30
+"""Of address space, beyond what is there once the tokenizer is loaded."""
 
-
-class TokenizingError(RuntimeError):
-    """Our failure, not the client's. The message holds nothing of the prompt."""
+__all__ = ["Prepared", "ProcessDied", "TokenizerProcess", "TokenizingError"]
 
 
 class ProcessDied(Exception):
     """The process ended before it answered."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A prompt as the engine session's Submit carries it."""
-
-    token_ids: bytes
-    """Packed little-endian int32."""
-    num_tokens: int
-    block_names: bytes
-    """The root's name, then those of the prompt's full blocks, 16 bytes each; empty without a root."""
 
 
 class TokenizerProcess:
@@ -75,7 +74,7 @@ class TokenizerProcess:
     def prepare(self, prompt: PromptInput, root: bytes | None, block_size: int) -> asyncio.Future[Prepared]:
         """Its result raises PromptError, TokenizingError or ProcessDied."""
         assert self._wire is not None
-        return self._wire.ask((prompt, root, block_size))
+        return self._wire.ask(Question(prompt=prompt, root=root, block_size=block_size))
 
     def end(self) -> None:
         """Ends it whatever it is doing; calls in it end with ProcessDied."""
@@ -96,31 +95,25 @@ class _Wire(asyncio.Protocol):
     def __init__(self) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._awaited: deque[asyncio.Future[Any]] = deque((self.ready,))
-        self._received = bytearray()
+        self._frames = Frames()
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 
-    def ask(self, question: object) -> asyncio.Future[Any]:
+    def ask(self, question: Question) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._transport is None or self._transport.is_closing():
             answer.set_exception(ProcessDied())
         else:
             self._awaited.append(answer)
-            self._transport.write(_framed(question))
+            self._transport.write(question_frame(question))
         return answer
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                return
-            answer = pickle.loads(bytes(self._received[_LENGTH.size : end]))
-            del self._received[:end]
-            _settle(self._awaited.popleft(), answer)
+        for content in self._frames.push(data):
+            _settle(self._awaited.popleft(), parse_answer(content))
 
     def connection_lost(self, exc: Exception | None) -> None:
         for future in self._awaited:
@@ -142,11 +135,6 @@ def _settle(future: asyncio.Future[Any], answer: object) -> None:
         future.set_result(answer)
 
 
-def _framed(message: object) -> bytes:
-    content = pickle.dumps(message)
-    return _LENGTH.pack(len(content)) + content
-
-
 def _serve(path: str, connection: socket.socket) -> None:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -159,11 +147,19 @@ def _serve(path: str, connection: socket.socket) -> None:
         try:
             encoder = PromptEncoder(load_tokenizer(path))
         except Exception as error:
-            connection.sendall(_framed(error))
+            connection.sendall(answer_frame(error))
             return
-        connection.sendall(_framed(None))
-        while (question := _read(questions)) is not None:
-            connection.sendall(_framed(_answer(encoder, *question)))
+        _limit_memory()
+        connection.sendall(answer_frame(None))
+        while (content := read_frame(questions)) is not None:
+            connection.sendall(answer_frame(_answer(encoder, parse_question(content))))
+
+
+def _limit_memory() -> None:
+    """A template may write gigabytes before its time is over."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    most = pages * resource.getpagesize() + MAX_EXTRA_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _end_with_parent() -> None:
@@ -174,25 +170,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _read(stream: IO[bytes]) -> tuple[PromptInput, bytes | None, int] | None:
-    """None at the end of the stream."""
-    length = stream.read(_LENGTH.size)
-    if len(length) < _LENGTH.size:
-        return None
-    question: tuple[PromptInput, bytes | None, int] = pickle.loads(stream.read(_LENGTH.unpack(length)[0]))
-    return question
-
-
-def _answer(
-    encoder: PromptEncoder, prompt: PromptInput, root: bytes | None, block_size: int
-) -> Prepared | Exception:
+def _answer(encoder: PromptEncoder, question: Question) -> Answer:
     try:
-        token_ids = encoder.encode(prompt)
+        token_ids = encoder.encode(question.prompt)
     except PromptError as error:
         return error
     except Exception as error:
         # Only the type: the message may quote the prompt, and ends in a log.
         return TokenizingError(f"tokenising failed with {type(error).__name__}")
     packed = pack_tokens(token_ids)
-    names = [] if root is None else [root, *chain(root, packed, block_size)]
+    root = question.root
+    names = [] if root is None else [root, *chain(root, packed, question.block_size)]
     return Prepared(token_ids=packed, num_tokens=len(token_ids), block_names=b"".join(names))

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.admission import estimate_tokens
-from blockyard.router.errors import ContextLengthExceeded, FieldViolation, InvalidRequest, UnknownModel
+from blockyard.router.errors import (
+    ContextLengthExceeded,
+    FieldViolation,
+    InvalidRequest,
+    UnknownModel,
+    Unsupported,
+)
 from blockyard.router.model_facts import ModelFacts
 from blockyard.router.names import NAME_RULE, is_id
 from blockyard.router.names import is_name as is_name
@@ -53,13 +59,17 @@ class ValidGeneration:
     """Lower is served earlier."""
     session_id: str
     """The conversation that it belongs to; empty: none."""
+    public_prefix: bool
+    """Its prefix may be shared with anybody's that is public too."""
 
 
 def valid_generation(
     message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int, limits: SamplingLimits
 ) -> ValidGeneration:
-    """Raises InvalidRequest with every violation found, ContextLengthExceeded, UnknownModel."""
+    """Raises InvalidRequest with every violation found, ContextLengthExceeded, UnknownModel, Unsupported."""
     check_model(message, facts)
+    if message.HasField("lora_name"):
+        raise _unsupported("lora_name")
     violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
     try:
         prompt = valid_prompt(message, facts, max_model_len=max_model_len)
@@ -77,6 +87,7 @@ def valid_generation(
         cache_salt=message.cache_salt,
         priority=message.priority,
         session_id=message.session_id,
+        public_prefix=message.public_prefix,
     )
 
 
@@ -89,7 +100,7 @@ def check_model(
 
 
 def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:
-    """The prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded."""
+    """The prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded, Unsupported."""
     match message.WhichOneof("input"):
         case "prompt":
             if not message.prompt:
@@ -121,9 +132,9 @@ def valid_session(message: cluster_pb2.ExplainPlacementRequest) -> str:
 
 
 def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Whose call it is, by its metadata; the default tenant's, "", where that names none. Raises InvalidRequest.
+    """Whose call it says it is, in its metadata; "" where that names none. Raises InvalidRequest.
 
-    The name is trusted: whoever reaches this port may call himself whatever he likes, until clients authenticate.
+    Whether to believe it is decided in call_bounds.py.
     """
     names = [value for key, value in metadata if key == TENANT_KEY]
     if not names:
@@ -192,6 +203,8 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
         raise InvalidRequest.of("chat.messages", "must not be empty")
     if len(chat.messages) > MAX_MESSAGES:
         raise InvalidRequest.of("chat.messages", f"at most {MAX_MESSAGES} are allowed")
+    if any(message.media for message in chat.messages):
+        raise _unsupported("chat.messages.media")
     if any(message.role not in ROLES for message in chat.messages):
         raise InvalidRequest.of("chat.messages.role", "must be system, user or assistant")
     if all(message.role == "assistant" for message in chat.messages):
@@ -221,6 +234,11 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
         description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
     return violations
+
+
+def _unsupported(field: str) -> Unsupported:
+    violation = FieldViolation(field=field, description="is not supported yet")
+    return Unsupported(f"{field}: is not supported yet", violations=(violation,))
 
 
 def _invalid(violations: list[FieldViolation]) -> InvalidRequest:

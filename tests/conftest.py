@@ -1,8 +1,19 @@
-"""For every test: where there is no GPU, Triton interprets its kernels. To be said before anything imports it."""
+"""For every test: where there is no GPU, Triton interprets its kernels, which is to be said before anything imports it;
+and where a row of the fault matrix says what it measured."""
 
 import os
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A row puts in what the report shows: `failed`, `migrated` (requests), `recovery_seconds`, `note`."""
+    figures: dict[str, Any] = {}
+    request.node.user_properties.append(("measured", figures))
+    return figures

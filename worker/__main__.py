@@ -11,7 +11,9 @@ import signal
 import sys
 from collections.abc import Iterable
 
-from blockyard.worker.config import WorkerConfig, add_engine_arguments, engine_config
+from blockyard.proto.logs import configure_logging
+from blockyard.proto.tls_files import session_tls
+from blockyard.worker.config import DEFAULT_GRACE_SECONDS, WorkerConfig, add_engine_arguments, engine_config
 from blockyard.worker.server import WorkerServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,7 +21,17 @@ from prometheus_client.registry import Collector
 
 logger = logging.getLogger("blockyard.worker")
 
-COUNTERS = {"prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "swaps"}
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+COUNTERS = {
+    "prompt_tokens",
+    "generated_tokens",
+    "cached_tokens",
+    "preemptions",
+    "swaps",
+    "index_errors",
+    "index_resyncs",
+    "index_damages",
+}
 
 
 class StatsCollector(Collector):
@@ -48,6 +60,15 @@ def parse(arguments: list[str]) -> WorkerConfig:
         "--metrics-port", type=int, default=0, help="Prometheus endpoint; 0 takes a free port, -1 has none"
     )
     parser.add_argument("--pool-map-path", default=None, help="text map of the pool, rewritten each second")
+    parser.add_argument("--session-tls-cert", metavar="PEM", help="shown to routers, which all have the same")
+    parser.add_argument("--session-tls-key", metavar="PEM")
+    parser.add_argument("--session-tls-ca", metavar="PEM", help="of the routers' certificates")
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=DEFAULT_GRACE_SECONDS,
+        help="at SIGTERM, for what runs to finish before it goes on on other workers; default: %(default)s",
+    )
     options = parser.parse_args(arguments)
     return WorkerConfig(
         engine=engine_config(options),
@@ -57,17 +78,20 @@ def parse(arguments: list[str]) -> WorkerConfig:
         host=options.host,
         advertise_host=options.advertise_host,
         port=options.port,
+        session_tls=session_tls(options.session_tls_cert, options.session_tls_key, options.session_tls_ca),
         redis_url=os.environ.get("BLOCKYARD_REDIS_URL"),
         metrics_port=None if options.metrics_port < 0 else options.metrics_port,
         pool_map_path=options.pool_map_path,
+        grace_seconds=options.grace_seconds,
     )
 
 
 async def serve(config: WorkerConfig) -> int:
-    """Until SIGTERM or SIGINT, or until the worker fails; the exit code."""
+    """Until SIGTERM or SIGINT, or until the worker fails; the exit code. The first signal drains, a second ends the
+    process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop.set)
     server = WorkerServer(config)
     await server.start()
@@ -79,6 +103,8 @@ async def serve(config: WorkerConfig) -> int:
         for end in ends:
             end.cancel()
     finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
         logger.info("stopping")
         await server.stop()
     return int(server.failed.is_set())
@@ -92,8 +118,8 @@ def _serve_metrics(server: WorkerServer, port: int) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        configure_logging()
         return asyncio.run(serve(parse(sys.argv[1:])))
     except (ValueError, OSError) as error:
         logger.error("%s", error)

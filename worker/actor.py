@@ -33,6 +33,9 @@ GAUGES = {
     "index_lag_seconds": "Age of the oldest change of the cache that the prefix index has not confirmed.",
     "index_entries": "Names that the prefix index should hold of this worker.",
     "index_state": "What the prefix index knows of this worker: 1 no index, 2 exact, 3 degraded.",
+    "index_errors": "Calls of the prefix index that failed since the worker's start.",
+    "index_resyncs": "How often the prefix index was told everything anew since the worker's start.",
+    "index_damages": "How often the prefix index did not say what it had been told since the worker's start.",
 }
 
 
@@ -73,11 +76,15 @@ class WorkerActor:
         await self._server.failed.wait()
         raise RuntimeError("the engine has failed; the worker's log says why")
 
-    async def stop(self) -> None:
-        """Says goodbye to routers and index; the caller ends the actor."""
+    async def is_draining(self) -> bool:
+        """Whether it takes nothing new, whoever said so."""
+        return self._server.is_draining
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Drains, and says goodbye to routers and index; the caller ends the actor."""
         if self._reporting is not None:
             self._reporting.cancel()
-        await self._server.stop()
+        await self._server.stop(grace_seconds)
 
     async def _start(self) -> StartedWorker:
         address = await self._server.start()

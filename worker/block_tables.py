@@ -13,7 +13,7 @@ from blockyard.proto.block_hash import chain
 from blockyard.worker.block_pool import BlockPool
 from blockyard.worker.host_memory import HostCache, SwappedBlocks, SwapSpace
 from blockyard.worker.prefix_cache import PrefixCache
-from blockyard.worker.sequence import BlockId, BlockName, HostSlot, Sequence
+from blockyard.worker.sequence import BlockId, BlockName, HostSlot, Sequence, TenantId
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class BlockTables:
 
     def _offload(self, block: BlockId, name: BlockName) -> None:
         assert self.host_cache is not None
-        slot = self.host_cache.store(name)
+        slot = self.host_cache.store(name, self.pool.owner(block))
         if slot is not None:
             self._moves.to_host[slot] = block
 
@@ -164,10 +164,23 @@ class BlockTables:
         if full > known:
             tail = sequence.tokens[known * size : full * size]
             sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
+        owner = self._owner(sequence)
         for index in range(sequence.num_named, full):
+            block, name = sequence.block_table[index], sequence.names[index + 1]
             is_told = (index + 1) % self._index_stride_blocks == 0
-            self.cache.assign(sequence.block_table[index], sequence.names[index + 1], is_told=is_told)
+            self.cache.assign(block, name, owner, is_told=is_told)
         sequence.num_named = full
+
+    def _owner(self, sequence: Sequence) -> TenantId:
+        """On whose account the sequence's blocks are: all that begins with one block is its owner's, whoever builds on
+        it, wherever it lies. So they go in one order, and a child before its parent."""
+        if sequence.num_named:
+            return self.pool.owner(sequence.block_table[0])
+        first = sequence.names[1]
+        owner = self.cache.owner(first)
+        if owner is None and self.host_cache is not None:
+            owner = self.host_cache.owner(first)
+        return sequence.tenant if owner is None else owner
 
     def confirm(self, sequence: Sequence, computed_from: int) -> None:
         """Publishes the names of blocks that are computed, root first. The step began at position `computed_from`.

@@ -40,6 +40,11 @@ def _blocks_held(sequence: Sequence) -> int:
     return len({block for beam in sequence.group.live for block in beam.block_table})
 
 
+def spared_blocks(sequence: Sequence, tables: BlockTables, most: int) -> int:
+    """Cached blocks that its work leaves to other tenants, `most` of them at the most."""
+    return min(most, tables.pool.num_cached_by_others(sequence.tenant)) if most else 0
+
+
 def places(sequence: Sequence, running: Items[Sequence]) -> int:
     """Of max_num_seqs, that it would take beside those that run: all that it will fork into."""
     if sequence.group is None:
@@ -60,10 +65,12 @@ def fits(
     waiting: Items[Sequence],
     tables: BlockTables,
     is_reserved: bool,
+    most_spared: int,
 ) -> bool:
     """Whether all that is uncached fits beside what running prompts still need and a block for each decode.
 
-    `is_reserved` asks for room for all that it can ever need.
+    `is_reserved` asks for room for all that it can ever need. `most_spared` blocks that other tenants have cached
+    are no room for it.
     """
     if is_reserved and any(
         other.is_reserved and other.group is sequence.group is not None for other in running
@@ -76,4 +83,5 @@ def fits(
     promised = sum(max(1, blocks_soon(other, tables) - len(other.block_table)) for other in running)
     unused_hits = sum(tables.pool.references(block) == 0 for block in hits.blocks)
     available = tables.pool.num_allocatable - reserved_blocks(running, tables) - unused_hits
+    available -= spared_blocks(sequence, tables, most_spared)
     return needed - len(hits.blocks) + promised <= available

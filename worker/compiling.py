@@ -60,9 +60,12 @@ class Compiling:
         if handle in self._tasks:
             self._tasks[handle].cancel()
 
-    def cancel_all(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
+    def cancel_all(self) -> list[int]:
+        """The handles of those that were waiting."""
+        waiting = [handle for handle, task in self._tasks.items() if not task.done()]
+        for handle in waiting:
+            self._tasks[handle].cancel()
+        return waiting
 
     def afterwards(self, handle: int, call: Callable[[], object]) -> None:
         """Calls at once, or when this one waits no more."""

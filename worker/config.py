@@ -5,9 +5,12 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from blockyard.proto.tls_files import SessionTls
 from blockyard.worker.preemption import PreemptionMode
+from blockyard.worker.simulated_faults import SimulatedFault
 
 EngineKind = Literal["model", "simulated"]
+DEFAULT_GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class EngineConfig:
     takes what is faster, by measured rates."""
     max_preemptions: int = 4
     """Of one sequence; after so many it is safe from them."""
+    spared_cache_share: float = 0.05
+    """Of the KV cache: so much of what the others have cached no tenant's work takes, however much of it there is."""
     priority_ageing_seconds: float = 10.0
     """So long a request waits until it passes younger ones that are one step of priority better."""
     mixed_step_seconds: float = 0.1
@@ -61,6 +66,8 @@ class EngineConfig:
     """fp32 with fixed tiles: a request's tokens do not depend on what else runs."""
     simulated_prefill_tokens_per_second: float = 20_000.0
     simulated_step_seconds: float = 0.01
+    simulated_fault: str | None = None
+    """TOKEN:KIND, a fault for tests (simulated_faults.py). The model's own engine refuses it."""
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64, 128):
@@ -77,6 +84,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if not 0.0 <= self.spared_cache_share < 1.0:
+            raise ValueError(f"spared_cache_share must be in [0, 1), not {self.spared_cache_share}")
         for name in ("swap_space_gib", "host_cache_gib", "max_preemptions", "mixed_step_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
@@ -91,6 +100,10 @@ class EngineConfig:
             raise ValueError("preempt swap needs swap space (--swap-space-gib)")
         if self.simulated_prefill_tokens_per_second <= 0 or self.simulated_step_seconds < 0:
             raise ValueError("the simulated engine's rates must be positive")
+        if self.simulated_fault is not None:
+            SimulatedFault.parse(self.simulated_fault)
+            if self.engine != "simulated":
+                raise ValueError("simulated_fault is for the simulated engine alone")
 
     @property
     def index_stride_blocks(self) -> int:
@@ -106,6 +119,8 @@ class WorkerConfig:
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
     """Shared by routers and workers of a cluster; every session must show it."""
+    session_tls: SessionTls | None = None
+    """None: sessions in plaintext."""
     host: str = "127.0.0.1"
     """The interface to bind, and the name under which routers reach it unless `advertise_host` says otherwise."""
     advertise_host: str | None = None
@@ -120,8 +135,12 @@ class WorkerConfig:
     """Requests that wait inside the worker; beyond it they are rejected as busy, and the router keeps them."""
     pool_map_path: str | None = None
     """A file that shows the block pool as text, rewritten each second."""
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    """At the end what runs has so long to finish; then it goes on on other workers."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.grace_seconds < math.inf:
+            raise ValueError(f"grace_seconds must be finite and not negative, not {self.grace_seconds:g}")
         if self.host in ("0.0.0.0", "::") and self.advertise_host is None:
             raise ValueError(
                 f"host {self.host} binds every interface: say with advertise_host where routers find it"
@@ -143,6 +162,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "max_model_len": int,
         "kv_cache_memory": int,
         "swap_space_gib": float,
+        "simulated_fault": str,
     }
     for setting in fields(EngineConfig):
         option = "--" + setting.name.replace("_", "-")

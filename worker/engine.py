@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.runner import Runner
-from blockyard.worker.scheduler import Scheduler, SchedulerConfig, uncached_tokens
+from blockyard.worker.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_tokens
 from blockyard.worker.sequence import (
     RequestId,
     Sequence,
@@ -130,6 +130,8 @@ class Engine:
             raise ValueError(
                 "continuations need a prompt alone, no beams, and tokens for each of different outputs"
             )
+        if len(request.continuations) > self.scheduler.config.max_num_seqs:
+            raise CapacityError(f"more outputs than max_num_seqs {self.scheduler.config.max_num_seqs}")
         parts = request.continuations or (Continuation(index=0, token_ids=()),)
         forks = not request.continuations and not sampling.beam_width
         sequences = []
@@ -143,6 +145,7 @@ class Engine:
                 arrival=self._next_sequence,
                 rank=now + request.priority * self._ageing_seconds,
                 priority=request.priority,
+                tenant=request.tenant,
                 request_id=request_id,
                 index=part.index,
                 num_outputs=sampling.n if forks else 1,
@@ -324,6 +327,21 @@ class Engine:
         elif prefill >= limit // 2:
             limit = min(self.scheduler.config.max_num_batched_tokens, int(limit * min(change, 1.25)) + 1)
         self.scheduler.prefill_tokens_beside_decodes = limit
+
+    def flush(self) -> tuple[int, int]:
+        """Forgets every cached block that no sequence holds: so many on the device, and so many in host memory."""
+        host_cache = self.scheduler.host_cache
+        num_host_blocks = 0 if host_cache is None else len(host_cache)
+        if host_cache is not None:
+            host_cache.clear()
+        return self.cache.flush(), num_host_blocks
+
+    def forget_history(self, *, keeps_rates: bool) -> None:
+        """What ran so far was a trial and counts for nothing; what it measured may stay."""
+        rate = self._counters.decode_tokens_per_second if keeps_rates else 0.0
+        self._counters = _Counters(decode_tokens_per_second=rate)
+        if not keeps_rates:
+            self.scheduler.rates.prefill_tokens_per_second = 0.0
 
     def load(self) -> EngineLoad:
         counters, rates, host_cache = self._counters, self.scheduler.rates, self.scheduler.host_cache

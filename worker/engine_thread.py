@@ -4,6 +4,7 @@ through one callback."""
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -32,6 +33,14 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._reported = engine.load()
+        self._busy_since: float | None = None
+        """When the step that runs now began; None without work."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the engine has had work without finishing a step. May be asked on any thread."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> None:
         self._thread.start()
@@ -66,7 +75,9 @@ class EngineThread:
     def _turn(self) -> None:
         while self._run_commands():
             if self._engine.has_work:
+                self._busy_since = time.monotonic()
                 result = self._engine.step()
+                self._busy_since = None
             elif self._engine.load() != self._reported:
                 # A command ended the last work: nobody must go on believing in it.
                 result = StepResult(outputs=(), changes=self._engine.cache.take_changes())

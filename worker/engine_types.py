@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 from blockyard.worker.prefix_cache import CacheChanges
 from blockyard.worker.sequence import (
+    NOBODY,
     BlockName,
     FinishReason,
     RequestId,
     SamplingParams,
     SequenceState,
+    TenantId,
     TokenLogprob,
 )
 
@@ -34,6 +36,8 @@ class EngineRequest:
     deadline_seconds: float | None = None
     priority: int = 0
     """Lower is served earlier, and preempted later."""
+    tenant: TenantId = NOBODY
+    """On whose account it is cached."""
     continuations: tuple[Continuation, ...] = ()
     """A replay of a request with several outputs: those that are unfinished. `token_ids` is then the prompt alone."""
     grammar: object | None = None

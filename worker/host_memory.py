@@ -5,11 +5,12 @@ again; `HostCache` holds named blocks in order of their last use. Pure: says whi
 bytes is the runner's (StepPlan.to_host, from_host).
 """
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from blockyard.worker.sequence import BlockName, HostSlot
+from blockyard.worker.sequence import NOBODY, BlockName, HostSlot, TenantId
+from blockyard.worker.tenant_shares import Account, TenantShares
 from blockyard.worker.tiers import AnywhereNames
 
 
@@ -46,10 +47,12 @@ class SwapSpace:
 
 
 class HostCache:
-    """Slots `first_slot` and following. Evicted is the longest unused name that no step is reading.
+    """Slots `first_slot` and following. Evicted is the longest unused name that no step is reading, of the tenant that
+    holds most.
 
-    A child is always older than its parent here, because blocks leave the GPU leaf first and are touched leaf first:
-    so what is left is closed under prefixes, together with what the GPU holds.
+    Of the names that begin with one block, all one tenant's, a child is always older than its parent here, because
+    blocks leave the GPU leaf first and are touched leaf first: so what is left is closed under prefixes, together with
+    what the GPU holds.
     """
 
     def __init__(self, num_slots: int, *, first_slot: int, anywhere: AnywhereNames) -> None:
@@ -57,32 +60,50 @@ class HostCache:
         self.num_evictions = 0
         self._anywhere = anywhere
         self._free = [HostSlot(first_slot + slot) for slot in reversed(range(num_slots))]
-        self._slots = OrderedDict[BlockName, HostSlot]()
+        self._slots: dict[BlockName, HostSlot] = {}
+        self._accounts: dict[BlockName, Account[BlockName]] = {}
+        self._shares = TenantShares[BlockName]()
+        """What no step is reading is offered."""
         self._reading: dict[BlockName, int] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def store(self, name: BlockName) -> HostSlot | None:
+    def owner(self, name: BlockName) -> TenantId | None:
+        """On whose account it is; None where it is not here."""
+        account = self._accounts.get(name)
+        return None if account is None else account.tenant
+
+    def store(self, name: BlockName, tenant: TenantId = NOBODY) -> HostSlot | None:
         """Where a block that the GPU is about to lose goes; None where it is here already, or nothing can go."""
         if name in self._slots:
-            self._slots.move_to_end(name)
+            self._touch(name)
             return None
         if not self._free and not self._evict():
             return None
         slot = self._slots[name] = self._free.pop()
+        self._accounts[name] = self._shares.hold(tenant)
+        self._touch(name)
         self._anywhere.add(name)
         return slot
 
-    def _evict(self) -> bool:
-        for name in self._slots:
-            if name not in self._reading:
-                self._forget(name)
-                self.num_evictions += 1
-                return True
-        return False
+    def _touch(self, name: BlockName) -> None:
+        """It is the most recently used, unless a step is reading it: then it will be once that is over."""
+        if name not in self._reading:
+            account = self._accounts[name]
+            account.offered[name] = None
+            account.offered.move_to_end(name)
+            self._shares.offers(account)
 
-    def _forget(self, name: BlockName) -> None:
+    def _evict(self) -> bool:
+        if not self._shares.can_give:
+            return False
+        self._free_slot(self._shares.give())
+        self.num_evictions += 1
+        return True
+
+    def _free_slot(self, name: BlockName) -> None:
+        del self._accounts[name]
         self._free.append(self._slots.pop(name))
         self._anywhere.remove(name)
 
@@ -96,26 +117,35 @@ class HostCache:
         return found
 
     def read(self, names: Sequence[BlockName]) -> list[HostSlot]:
-        """Slots that the next step reads: kept until `done`, and most recently used."""
-        for name in reversed(names):
-            self._slots.move_to_end(name)
+        """Slots that the next step reads: kept until `done`."""
+        for name in names:
             self._reading[name] = self._reading.get(name, 0) + 1
+            self._accounts[name].offered.pop(name, None)
         return [self._slots[name] for name in names]
 
-    def done(self, names: Iterable[BlockName]) -> None:
-        """The step that read them is over."""
-        for name in names:
+    def done(self, names: Sequence[BlockName]) -> None:
+        """The step that read them is over: they are the most recently used, the first of the list last."""
+        for name in reversed(names):
             self._reading[name] -= 1
             if not self._reading[name]:
                 del self._reading[name]
+                if name in self._slots:
+                    self._touch(name)
 
     def clear(self) -> None:
         """After a failed step nobody knows what was written."""
-        for name in tuple(self._slots):
-            self._forget(name)
+        for name, account in tuple(self._accounts.items()):
+            account.offered.pop(name, None)
+            self._shares.drop(account)
+            self._free_slot(name)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where slots are lost or held twice. O(slots)."""
         held = [*self._free, *self._slots.values()]
         assert len(held) == len(set(held)) == self.num_slots
+        self._shares.check_invariants()
+        assert self._accounts.keys() == self._slots.keys()
+        for name, account in self._accounts.items():
+            assert (name in account.offered) is (name not in self._reading)
+        assert Counter(account.tenant for account in self._accounts.values()) == self._shares.num_held()
         assert self._reading.keys() <= self._slots.keys() or not self._slots

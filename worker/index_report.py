@@ -44,6 +44,7 @@ def index_message(state: PublisherState) -> WorkerIndex:
         lag_seconds=state.lag_seconds,
         resyncs=state.num_resyncs,
         errors=state.num_errors,
+        damages=state.num_damages,
     )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+MAX_PAGE_TOKEN = 256
+"""Characters. Python refuses to read a number of thousands of digits."""
 
 
 class Inspection:
@@ -87,6 +89,8 @@ class Inspection:
         """Where a page begins; None for a token of another worker, another life, or of nobody."""
         if not token:
             return 0
+        if len(token) > MAX_PAGE_TOKEN:
+            return None
         try:
             incarnation, _, start = base64.urlsafe_b64decode(token).decode().rpartition(":")
         except (binascii.Error, UnicodeDecodeError, ValueError):

@@ -20,6 +20,7 @@ from blockyard.worker.model.weights import num_parameters
 from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.simulated_faults import SimulatedFault
 
 if TYPE_CHECKING:
     from blockyard.worker.grammar.compiled import TokenizerSource
@@ -82,7 +83,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     _check_one_full_sequence_fits(kv_size, max_model_len)
     host_size = size_host_memory(config, device, kv_size.block_bytes)
     logger.info(host_size.describe())
-    scheduling = _scheduling(config, max_model_len, host_size)
+    scheduling = _scheduling(config, max_model_len, kv_size, host_size)
     runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks)
     runner.warm_up()
     return LoadedEngine(
@@ -112,7 +113,9 @@ def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> No
         )
 
 
-def _scheduling(config: EngineConfig, max_model_len: int, host_size: HostSize) -> SchedulerConfig:
+def _scheduling(
+    config: EngineConfig, max_model_len: int, kv_size: KVSize, host_size: HostSize
+) -> SchedulerConfig:
     return SchedulerConfig(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -123,6 +126,7 @@ def _scheduling(config: EngineConfig, max_model_len: int, host_size: HostSize) -
         swap_blocks=host_size.swap_blocks,
         host_cache_blocks=host_size.cache_blocks,
         index_stride_blocks=config.index_stride_blocks,
+        spared_blocks=int(config.spared_cache_share * kv_size.num_blocks),
     )
 
 
@@ -192,6 +196,7 @@ def _make_runner(
                 vocab_size=model.vocab_size,
                 prefill_tokens_per_second=config.simulated_prefill_tokens_per_second,
                 step_seconds=config.simulated_step_seconds,
+                fault=SimulatedFault.parse(config.simulated_fault) if config.simulated_fault else None,
             )
         case "model":
             return TorchRunner.create(

@@ -9,12 +9,17 @@ class NetChanges:
     def __init__(self) -> None:
         self._changes: dict[BlockName, bool] = {}
 
-    def record(self, name: BlockName, *, stored: bool) -> None:
-        changes = self._changes
-        if changes.get(name) is (not stored):
-            del changes[name]
+    def store(self, name: BlockName) -> None:
+        if self._changes.get(name) is False:
+            del self._changes[name]
         else:
-            changes[name] = stored
+            self._changes[name] = True
+
+    def remove(self, name: BlockName) -> None:
+        if self._changes.get(name):
+            del self._changes[name]
+        else:
+            self._changes[name] = False
 
     def take(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:
         """Names that have come and names that have gone."""

@@ -1,7 +1,7 @@
 """What waits to be sent to one router: news of its requests' outputs, merged until it takes them.
 
-Bounded however slowly the router reads: a row for each output of its requests, one load, one pong, and a rejection for
-each request that it sent. Pure; one event loop owns it.
+Bounded however slowly the router reads: a row for each output of its requests, one load, one pong, one word on
+draining, and a rejection for each request that it sent. Pure; one event loop owns it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
-from blockyard.proto.v1.session_pb2 import Pong, Rejected, RejectReason, RowDetails, StepOutput, ToRouter
+from blockyard.proto.v1.session_pb2 import (
+    Draining,
+    Pong,
+    Rejected,
+    RejectReason,
+    RowDetails,
+    StepOutput,
+    ToRouter,
+)
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.pool_view import load_message
 from blockyard.worker.sequence import FinishReason, TokenLogprob
@@ -72,28 +80,42 @@ class Outbox:
         self._failed: dict[int, RejectReason] = {}
         self._rejected: list[Rejected] = []
         self._pong: Pong | None = None
+        self._is_draining: bool | None = None
         self.reported: EngineLoad | None = None
         """The load in the last message."""
 
     def add(self, handle: int, output: SequenceOutput) -> None:
         """Merges a step's news of one output into what waits. Tokens go out before their request's failure."""
         if not output.token_ids:
-            self._failed[handle] = _failure(output)
+            self.fail(handle, _failure(output))
             return
         row = self._rows.setdefault((handle, output.index), _Row(token_offset=output.token_offset))
         row.add(output)
+
+    def fail(self, handle: int, reason: RejectReason) -> None:
+        """Nothing more comes of a request that ran; the tokens that it has so far go out before."""
+        self._failed[handle] = reason
+
+    def tell_draining(self, is_draining: bool) -> None:
+        """Goes out before everything else."""
+        self._is_draining = is_draining
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         detail = detail[:MAX_DETAIL_CHARACTERS]
         self._rejected.append(Rejected(handle=handle, reason=reason, detail=detail))
 
-    def answer_ping(self, nonce: int, load: EngineLoad, index: WorkerIndex | None = None) -> None:
+    def answer_ping(
+        self, nonce: int, load: EngineLoad, index: WorkerIndex | None = None, *, stalled_seconds: float = 0.0
+    ) -> None:
         """Only the newest ping is answered: it says all that older answers would."""
-        self._pong = Pong(nonce=nonce, load=load_message(load), index=index)
+        self._pong = Pong(nonce=nonce, load=load_message(load), index=index, stalled_seconds=stalled_seconds)
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
         """Everything that waits, as messages, and the load if it has changed; nothing waits afterwards."""
-        messages = [ToRouter(rejected=rejected) for rejected in self._rejected]
+        messages = []
+        if self._is_draining is not None:
+            messages.append(ToRouter(draining=Draining(is_draining=self._is_draining)))
+        messages += [ToRouter(rejected=rejected) for rejected in self._rejected]
         if self._pong is not None:
             messages.append(ToRouter(pong=self._pong))
         if self._rows or self._failed or load != self.reported:
@@ -104,6 +126,7 @@ class Outbox:
             steps[-1].load.CopyFrom(load_message(load))
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
+        self._is_draining = None
         return messages
 
 

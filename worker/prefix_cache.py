@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from blockyard.worker.block_pool import BlockPool
 from blockyard.worker.net_changes import NetChanges
-from blockyard.worker.sequence import BlockId, BlockName
+from blockyard.worker.sequence import NOBODY, BlockId, BlockName, TenantId
 from blockyard.worker.tiers import AnywhereNames
 
 
@@ -77,20 +77,23 @@ class PrefixCache:
             blocks.append(next(iter(copies)))
         return blocks
 
-    def assign(self, block: BlockId, name: BlockName, *, is_told: bool = True) -> None:
-        """Names a used block whose last token has just been scheduled. `is_told` says whether the index is to know the
-        name; it is the same for every copy."""
+    def assign(
+        self, block: BlockId, name: BlockName, tenant: TenantId = NOBODY, is_told: bool = True
+    ) -> None:
+        """Names a used block whose last token has just been scheduled, on the account of `tenant`. `is_told` says
+        whether the index is to know the name; it is the same for every copy."""
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
-        copies = self._copies.get(name)
-        if copies is None:
-            self._copies[name] = {block: False}
-        else:
-            copies[block] = False
+        self._copies.setdefault(name, {})[block] = False
         self._unconfirmed.add(block)
         if not is_told:
             self._untold.add(block)
-        self._pool.keep(block)
+        self._pool.keep(block, tenant)
+
+    def owner(self, name: BlockName) -> TenantId | None:
+        """On whose account the first copy of a name is."""
+        copies = self._copies.get(name)
+        return None if copies is None else self._pool.owner(next(iter(copies)))
 
     def confirm(self, block: BlockId) -> None:
         """The step that filled the block has run: its name may be published."""
@@ -108,7 +111,11 @@ class PrefixCache:
                 copies[block] = True
                 if is_first:
                     self._num_published += 1
-                    self._record(name, stored=True, is_told=block not in self._untold)
+                    is_told = block not in self._untold
+                    if self._anywhere is not None:
+                        self._anywhere.add(name, is_told=is_told)
+                    if is_told:
+                        self._changes.store(name)
 
     def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
         """Retracts those of the blocks that one sequence alone holds, which is about to release them."""
@@ -122,12 +129,21 @@ class PrefixCache:
             self._forget(block)
             self._pool.discard(block)
 
+    def flush(self) -> int:
+        """Forgets the names of all blocks that nobody holds, and saves none of them elsewhere: how many blocks."""
+        on_lost, self.on_lost = self.on_lost, None
+        try:
+            return self._pool.flush()
+        finally:
+            self.on_lost = on_lost
+
     def _forget(self, block: BlockId) -> None:
         name = self._names.pop(block)
         copies = self._copies[name]
         was_confirmed = copies.pop(block)
         is_told = block not in self._untold
-        self._untold.discard(block)
+        if not is_told:
+            self._untold.remove(block)
         if not copies:
             del self._copies[name]
         if not was_confirmed:
@@ -136,15 +152,10 @@ class PrefixCache:
             self._num_published -= 1
             if self.on_lost is not None:
                 self.on_lost(block, name)
-            self._record(name, stored=False, is_told=is_told)
-
-    def _record(self, name: BlockName, *, stored: bool, is_told: bool) -> None:
-        if self._anywhere is not None and stored:
-            self._anywhere.add(name, is_told=is_told)
-        elif self._anywhere is not None:
-            self._anywhere.remove(name)
-        if is_told:
-            self._changes.record(name, stored=stored)
+            if self._anywhere is not None:
+                self._anywhere.remove(name)
+            if is_told:
+                self._changes.remove(name)
 
     def take_changes(self) -> CacheChanges:
         """What was published and removed since the last call."""

@@ -8,6 +8,8 @@ or make it wait: without the index the worker serves on, and the difference is k
                                     lost reply: the same batch again, DUPLICATE is as good as OK
                                     GAP, UNKNOWN: a new berth, and everything again, root first
 
+Each renewal of the lease asks the index for some names too (spot_checks.py): DAMAGED is answered like UNKNOWN.
+
 A worker with a host cache has a berth of two numbers, and each batch tells of both tiers.
 
 Every publisher is a janitor too. When the last worker dies nobody strikes out its entries until one comes: without
@@ -32,9 +34,11 @@ from blockyard.proto.prefix_index import (
     PrefixIndex,
     PrefixIndexError,
     RenewResult,
+    SpotCheck,
     WorkerRecord,
 )
 from blockyard.worker.net_difference import TieredDifference
+from blockyard.worker.spot_checks import SpotChecks
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ class PublisherConfig:
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
     call_timeout_seconds: float = 2.0
+    damage_rest_seconds: float = 3.0
+    """After damage was found and everything told anew, the index is not asked for names again for so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,8 @@ class PublisherState:
     """None once a call has succeeded again."""
     num_errors: int
     num_resyncs: int
+    num_damages: int = 0
+    """How often the index did not say what it had been told."""
 
 
 class IndexPublisher:
@@ -109,8 +117,11 @@ class IndexPublisher:
         """Up to here the index knows all changes once the batch on its way is confirmed; None where some are left."""
         self._changed_at: float | None = None
         self._is_resyncing = False
+        self._wants_new_berth = self._is_withdrawn = False
         self._last_error: ErrorKind | None = None
-        self._num_errors = self._num_registrations = 0
+        self._num_errors = self._num_registrations = self._num_damages = 0
+        self._checks, self._anywhere_checks = SpotChecks(), SpotChecks()
+        self._check_at = 0.0
         self._changed, self._closing = asyncio.Event(), asyncio.Event()
         self._stopped = asyncio.Event()
         self._stopped.set()
@@ -129,7 +140,29 @@ class IndexPublisher:
         self._note_age()
         self._changed.set()
 
+    def withdraw(self) -> None:
+        """From now on the index holds nothing of this worker, which it goes on to list: a new berth stays empty."""
+        self._is_withdrawn = self._wants_new_berth = True
+        self._changed_at, self._is_resyncing = None, False
+        self._changed.set()
+
+    def restore(self) -> None:
+        """Takes `withdraw` back: the index is told everything."""
+        if self._is_withdrawn:
+            self._is_withdrawn, self._changed_at = False, None
+            self._tell_all()
+            self._changed.set()
+
+    def rebuild(self) -> bool:
+        """A new berth, and everything again; whether there is anything to tell, which a withdrawn worker has not."""
+        if not self._is_withdrawn:
+            self._wants_new_berth = self._is_resyncing = True
+            self._changed.set()
+        return not self._is_withdrawn
+
     def state(self) -> PublisherState:
+        if self._is_withdrawn:
+            return self._state_withdrawn()
         batch = self._on_its_way
         num_on_its_way = batch.num_names if batch is not None else 0
         return PublisherState(
@@ -142,6 +175,21 @@ class IndexPublisher:
             last_error=self._last_error,
             num_errors=self._num_errors,
             num_resyncs=max(0, self._num_registrations - 1),
+            num_damages=self._num_damages,
+        )
+
+    def _state_withdrawn(self) -> PublisherState:
+        return PublisherState(
+            berth=self._berth,
+            num_pending=0,
+            num_entries=0,
+            num_anywhere=0,
+            lag_seconds=0.0,
+            is_resyncing=False,
+            last_error=self._last_error,
+            num_errors=self._num_errors,
+            num_resyncs=max(0, self._num_registrations - 1),
+            num_damages=self._num_damages,
         )
 
     async def run(self) -> None:
@@ -155,6 +203,8 @@ class IndexPublisher:
                     backoff_seconds = self._config.first_backoff_seconds
                 except PrefixIndexError as error:
                     self._note(error)
+                    if error.kind is ErrorKind.DAMAGED:
+                        self._damaged()
                     await self._pause(backoff_seconds * random.uniform(0.5, 1.0))
                     backoff_seconds = min(2 * backoff_seconds, self._config.max_backoff_seconds)
         finally:
@@ -174,19 +224,19 @@ class IndexPublisher:
 
     async def _do_what_is_most_urgent(self) -> None:
         now = self._clock()
-        if self._berth is None:
+        if self._berth is None or self._wants_new_berth:
             await self._register()
         elif now >= self._renew_at:
             await self._renew(self._berth)
         elif now >= self._purge_at:
             await self._purge()
-        elif self._on_its_way is not None or self._difference:
+        elif not self._is_withdrawn and (self._on_its_way is not None or self._difference):
             await self._publish(self._berth)
         else:
             await self._wait_for_changes()
 
     async def _register(self) -> None:
-        if self._num_registrations:
+        if self._num_registrations and not self._is_withdrawn:
             await self._pause(random.uniform(0, self._config.resync_jitter_seconds))
         lease_seconds = self._config.lease_seconds
         berth = await self._call(
@@ -195,24 +245,61 @@ class IndexPublisher:
             )
         )
         self._berth, self._on_its_way, self._applied_sequence = berth, None, FIRST_SEQUENCE - 1
-        self._difference.restart(tells_anywhere=berth.anywhere is not None)
-        self._is_resyncing = bool(self._difference)
-        self._note_age()
+        self._wants_new_berth = False
+        self._tell_all()
         self._num_registrations += 1
         self._renew_at = self._clock() + lease_seconds / 3
         logger.info(
             "stands in the prefix index at berth %d with %d blocks", berth.number, len(self._difference)
         )
 
+    def _tell_all(self) -> None:
+        """The index holds nothing under this berth."""
+        self._checks.restart()
+        self._anywhere_checks.restart()
+        self._difference.restart(tells_anywhere=self._berth is not None and self._berth.anywhere is not None)
+        self._is_resyncing = bool(self._difference)
+        self._note_age()
+
     async def _renew(self, berth: Berth) -> None:
         result = await self._call(
             self._index.renew(
-                berth, lease_seconds=self._config.lease_seconds, applied_sequence=self._applied_sequence
+                berth,
+                lease_seconds=self._config.lease_seconds,
+                applied_sequence=self._applied_sequence,
+                check=self._check(),
             )
         )
         self._renew_at = self._clock() + self._config.lease_seconds / 3
-        if result is RenewResult.UNKNOWN:
-            self._berth = None
+        match result:
+            case RenewResult.OK:
+                pass
+            case RenewResult.UNKNOWN:
+                self._berth = None
+            case RenewResult.DAMAGED:
+                self._damaged()
+
+    def _check(self) -> SpotCheck | None:
+        """None where the index cannot be expected to say what it was told, or was found damaged just now."""
+        if self._is_withdrawn or self._on_its_way is not None or self._clock() < self._check_at:
+            return None
+        held, gone = self._checks.take(self._difference.on_gpu)
+        anywhere_held, anywhere_gone = self._anywhere_checks.take(self._difference.anywhere)
+        return SpotCheck(
+            record=self._record,
+            held=held,
+            gone=gone,
+            anywhere_held=anywhere_held,
+            anywhere_gone=anywhere_gone,
+        )
+
+    def _damaged(self) -> None:
+        """Somebody else has written there, or news were lost. A registration repairs what all berths stand on, and the
+        purge of the old berth walks over everything."""
+        logger.warning("the prefix index does not say what it was told: it is told everything anew")
+        self._num_damages += 1
+        self._check_at = self._clock() + self._config.damage_rest_seconds
+        self._berth = None
 
     async def _publish(self, berth: Berth) -> None:
         """One batch. It stays on its way until the index has answered, whatever is recorded meanwhile."""
@@ -224,6 +311,8 @@ class IndexPublisher:
             case ApplyResult.OK | ApplyResult.DUPLICATE:
                 self._applied_sequence = batch.sequence
                 self._on_its_way = None
+                self._checks.removed(batch.removed)
+                self._anywhere_checks.removed(batch.anywhere_removed)
                 is_full = batch.num_names >= MAX_BATCH_NAMES
                 await self._after_a_batch(
                     self._config.rest_ratio * (self._clock() - began) if is_full else 0.0
@@ -277,7 +366,7 @@ class IndexPublisher:
         return reply
 
     def _note_age(self) -> None:
-        if not self._difference and self._on_its_way is None:
+        if self._is_withdrawn or (not self._difference and self._on_its_way is None):
             self._changed_at, self._is_resyncing = None, False
         elif self._changed_at is None:
             self._changed_at = self._clock()

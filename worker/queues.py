@@ -58,6 +58,7 @@ class Queues:
             arrival=parent.arrival,
             rank=parent.rank,
             priority=parent.priority,
+            tenant=parent.tenant,
             request_id=parent.request_id,
             index=index,
             group=parent.group,

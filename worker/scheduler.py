@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from blockyard.worker.beams import BeamGroup
 from blockyard.worker.block_pool import BlockPool
 from blockyard.worker.block_tables import BlockTables, Hits, Moves
-from blockyard.worker.capacity import fits, most_blocks, places, places_taken, reserved_blocks
+from blockyard.worker.capacity import fits, most_blocks, places, places_taken, reserved_blocks, spared_blocks
 from blockyard.worker.host_memory import HostCache, SwapSpace
 from blockyard.worker.outcome import Outcome, Update
 from blockyard.worker.preemption import PreemptionMode, Rates, Victim, choose_victim
@@ -61,6 +61,8 @@ class SchedulerConfig:
     """Blocks of host memory for named blocks that the pool has evicted."""
     index_stride_blocks: int = 1
     """The prefix index is told of every so manieth block of a prefix."""
+    spared_blocks: int = 0
+    """Of what the others have cached: no tenant's work takes them, but where nothing else would run."""
 
 
 class CapacityError(ValueError):
@@ -229,9 +231,14 @@ class Scheduler:
         return num_tokens
 
     def _available(self, sequence: Sequence) -> int:
-        """Blocks that this sequence may take: what is reserved for others is not for it."""
-        reserved = 0 if sequence.is_reserved else reserved_blocks(self.running, self.tables)
-        return self.pool.num_allocatable - reserved
+        """Blocks that this sequence may take: what is reserved for others is not for it, nor what is spared of their
+        cache, unless it is the first of all: something always gets done."""
+        if sequence.is_reserved:
+            return self.pool.num_allocatable
+        first, reserved = self.running[0], reserved_blocks(self.running, self.tables)
+        is_first = sequence is first or sequence.group is first.group is not None
+        spared = 0 if is_first else spared_blocks(sequence, self.tables, self.config.spared_blocks)
+        return self.pool.num_allocatable - reserved - spared
 
     def _add_row(self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]) -> None:
         start = sequence.num_scheduled
@@ -300,6 +307,7 @@ class Scheduler:
             waiting=self.waiting,
             tables=self.tables,
             is_reserved=is_reserved,
+            most_spared=self.config.spared_blocks,
         )
 
     # Committing

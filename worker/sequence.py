@@ -15,10 +15,14 @@ RequestId = NewType("RequestId", int)
 """What a client asked for, inside one engine: one sequence, its `n` outputs, or its beams."""
 SequenceId = NewType("SequenceId", int)
 BlockId = NewType("BlockId", int)
+TenantId = NewType("TenantId", int)
+"""Whose a request is, and what is cached of it."""
 BlockName = NewType("BlockName", bytes)
 HostSlot = NewType("HostSlot", int)
 """A block's place in host memory."""
 
+NOBODY = TenantId(0)
+"""No tenant in particular; shares as one."""
 NO_TOKEN = -1
 """What a row that does not sample yields."""
 FAILED_TOKEN = -2
@@ -173,6 +177,7 @@ class Sequence:
     `ageing_seconds` for each step of priority: so a waiting request passes younger ones of a better priority."""
     priority: int = 0
     """Lower is served earlier, and preempted later."""
+    tenant: TenantId = NOBODY
     request_id: RequestId = RequestId(0)
     index: int = 0
     """Which of the request's outputs."""

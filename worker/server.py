@@ -15,8 +15,10 @@ from typing import Any
 import grpc.aio
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.tls import listen, server_credentials
 from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
+from blockyard.worker.administration import Administration
 from blockyard.worker.compiling import CompileGrammar
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.engine_thread import EngineThread
@@ -29,6 +31,7 @@ from blockyard.worker.pool_view import load_message
 from blockyard.worker.prefix_cache import CacheChanges
 from blockyard.worker.publisher import IndexPublisher, PublisherConfig
 from blockyard.worker.session import SessionService
+from blockyard.worker.trial import try_out
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +39,18 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 REDIS_TIMEOUT_SECONDS = 1.0
 POOL_MAP_SECONDS = 1.0
 LOG_LINE_SECONDS = 10.0
-STOP_GRACE_SECONDS = 1.0
+LINGER_SECONDS = 0.1
+"""What routers sent before they heard of the drain is still answered."""
+LAST_WORDS_SECONDS = 1.0
+"""For routers to take what still waits for them."""
+HAND_OVER_SECONDS = 10.0
+"""For the step under way when the grace is over; an engine that hangs must not keep its worker."""
 NO_CHANGES = CacheChanges(stored=(), removed=())
 SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 1_000),
+    # The other sets TCP's own time-out, which a frozen peer's kernel never trips: without this one it is 60 s.
+    ("grpc.http2.ping_timeout_ms", 1_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A port of its own: a second worker on it would take half of its sessions.
@@ -60,6 +70,7 @@ class WorkerServer:
         self._loaded: LoadedEngine
         self._service: SessionService
         self._engine: EngineThread
+        self._administration: Administration
         self._server: grpc.aio.Server
         self._grammars: GrammarCompiler | None = None
         self._publisher: IndexPublisher | None = None
@@ -70,7 +81,8 @@ class WorkerServer:
 
         Raises ValueError for a model, size or interface that cannot be had.
         """
-        self._loaded = await asyncio.to_thread(load_engine, self.config.engine)
+        credentials = server_credentials(self.config.session_tls)
+        self._loaded = await asyncio.to_thread(self._load)
         self._service = SessionService(
             hello=self._hello(),
             cluster_secret=self.config.cluster_secret,
@@ -83,11 +95,14 @@ class WorkerServer:
             self._loaded.engine, self._service.on_step, lambda: loop.call_soon_threadsafe(self.failed.set)
         )
         self._service.attach(self._engine, self._loaded.engine.load())
+        self._administration = Administration(
+            service=self._service, engine=self._engine, cluster_secret=self.config.cluster_secret
+        )
         self._engine.start()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((self._service.handler(),))
+        self._server.add_generic_rpc_handlers((self._service.handler(self._administration.methods()),))
         try:
-            port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+            port = listen(self._server, f"{self.config.host}:{self.config.port}", credentials)
         except RuntimeError as error:
             self._engine.stop()
             raise ValueError(f"cannot listen on {self.config.host}:{self.config.port}") from error
@@ -96,6 +111,15 @@ class WorkerServer:
         self._start_tasks()
         logger.info("worker %s serves at %s", self.config.worker_id, self.address)
         return self.address
+
+    def _load(self) -> LoadedEngine:
+        loaded = load_engine(self.config.engine)
+        try_out(loaded.engine)
+        return loaded
+
+    @property
+    def is_draining(self) -> bool:
+        return self._administration.draining.is_on
 
     def _compile_grammar(self) -> CompileGrammar | None:
         """Its process starts with the first grammar: most workers never need it."""
@@ -129,6 +153,7 @@ class WorkerServer:
             self._publisher = self._make_publisher(self.config.redis_url)
             self._service.on_changes = self._publish
             self._service.index_part = self._index_part
+            self._administration.index = self._publisher
             self._run(self._publisher.run(), "index publisher")
         if self.config.pool_map_path is not None:
             self._run(self._write_pool_map(Path(self.config.pool_map_path)), "pool map")
@@ -174,20 +199,36 @@ class WorkerServer:
             has_host_cache=self._loaded.host_size.cache_blocks > 0,
         )
 
-    async def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
-        """Leaves the index, ends the sessions, then the engine."""
-        self._service.draining = True
+    async def stop(self, grace_seconds: float | None = None) -> None:
+        """Drains, for the config's grace unless another is given, leaves the index, ends the sessions, then the
+        engine."""
+        if not self.failed.is_set():
+            await self._drain(self.config.grace_seconds if grace_seconds is None else grace_seconds)
         if self._publisher is not None:
             await self._publisher.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.stop(grace_seconds)
+        self._service.end_streams()
+        await self._server.stop(LAST_WORDS_SECONDS)
         if self._grammars is not None:
             await self._grammars.aclose()
         await asyncio.to_thread(self._engine.stop)
         if self._loaded.masks is not None:
             self._loaded.masks.close()
+
+    async def _drain(self, grace_seconds: float) -> None:
+        drained = asyncio.create_task(self._administration.draining.drain(grace_seconds))
+        failed = asyncio.create_task(self.failed.wait())
+        patience_seconds = grace_seconds + HAND_OVER_SECONDS
+        await asyncio.wait((drained, failed), timeout=patience_seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
+            logger.error("the engine did not let go of its requests: routers will find them lost")
+        for task in (drained, failed):
+            task.cancel()
+        await asyncio.gather(drained, failed, return_exceptions=True)
+        if self._service.has_routers:
+            await asyncio.sleep(LINGER_SECONDS)
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters as of the last step, by name."""
@@ -208,6 +249,9 @@ class WorkerServer:
             "index_lag_seconds": index.lag_seconds,
             "index_entries": index.entries,
             "index_state": index.state,
+            "index_errors": index.errors,
+            "index_resyncs": index.resyncs,
+            "index_damages": index.damages,
         }
 
     async def _write_pool_map(self, path: Path) -> None:

@@ -13,7 +13,16 @@ from hashlib import blake2b
 
 from blockyard.worker.beams import num_candidates
 from blockyard.worker.prompt_scoring import scored_positions
-from blockyard.worker.sequence import NO_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens, TokenLogprob
+from blockyard.worker.sequence import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    RowExtras,
+    ScheduledRow,
+    StepPlan,
+    StepTokens,
+    TokenLogprob,
+)
+from blockyard.worker.simulated_faults import SimulatedFault
 
 
 class SimulatedRunner:
@@ -26,11 +35,13 @@ class SimulatedRunner:
         prefill_tokens_per_second: float,
         step_seconds: float,
         sleep: Callable[[float], None] = time.sleep,
+        fault: SimulatedFault | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._prefill_rate = prefill_tokens_per_second
         self._step_seconds = step_seconds
         self._sleep = sleep
+        self._fault = fault
 
     def warm_up(self) -> None:
         """Nothing to warm: the clock is exact from its first step."""
@@ -41,8 +52,15 @@ class SimulatedRunner:
             return StepTokens(tokens=[])
         prefill_tokens = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
         self._sleep(self._step_seconds + prefill_tokens / self._prefill_rate)
-        drawn = [self._tokens(row) for row in plan.rows]
-        extras = {index: self._extras(row, drawn[index]) for index, row in enumerate(plan.rows)}
+        spoilt = self._fault.strike(plan.rows) if self._fault is not None else frozenset()
+        drawn = [
+            [FAILED_TOKEN] if index in spoilt else self._tokens(row) for index, row in enumerate(plan.rows)
+        ]
+        extras = {
+            index: self._extras(row, drawn[index])
+            for index, row in enumerate(plan.rows)
+            if index not in spoilt
+        }
         return StepTokens(
             tokens=[tokens[0] if tokens else NO_TOKEN for tokens in drawn],
             extras={index: extra for index, extra in extras.items() if extra != RowExtras()},

@@ -29,7 +29,7 @@ class AnywhereNames:
         if self._places[name] > 1:
             return
         if is_told:
-            self._changes.record(name, stored=True)
+            self._changes.store(name)
         else:
             self._untold.add(name)
 
@@ -41,7 +41,7 @@ class AnywhereNames:
         if name in self._untold:
             self._untold.remove(name)
         else:
-            self._changes.record(name, stored=False)
+            self._changes.remove(name)
 
     def take_changes(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:
         """Names that have come (a parent before its children) and gone (a child before its parent)."""

@@ -67,7 +67,8 @@ class Result:
     """Share of the makespan in which the busiest worker computed."""
     busy_min: float
     idle_beside_crowded: float
-    """Share of the seconds in which one worker was crowded all along while another had nothing at all to do."""
+    """Share of the seconds, until the last request came, in which one worker was crowded all along while another had
+    nothing at all to do."""
     num_refusals: int
     num_preemptions: int
 
@@ -141,7 +142,8 @@ class Simulation:
             always_idle = set.intersection(*(sample[1] for sample in self._samples))
             self._windows.append(bool(always_crowded and always_idle))
             self._samples.clear()
-        if self._num_open:
+        # Nothing can be placed on who is idle once the last request has come.
+        if len(self._records) < len(self._requests):
             self._events.after(SAMPLE_SECONDS, self._sample)
 
     def _result(self) -> Result:

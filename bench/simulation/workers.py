@@ -27,6 +27,7 @@ from blockyard.worker.publisher import PublisherConfig
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, RequestId, SamplingParams
 from blockyard.worker.session import LOAD_REPORT_SECONDS
+from blockyard.worker.trial import try_out
 
 from bench.simulation.clock import Events, VirtualClock, answer
 from bench.simulation.profile import HardwareProfile, RooflineRunner
@@ -90,6 +91,10 @@ class SimulatedWorker:
             mixed_step_seconds=profile.mixed_step_seconds,
             clock=clock,
         )
+        # As a worker does before it is READY: rates are its own from the first request on. It takes no time here.
+        start = clock.now
+        try_out(self.engine)
+        clock.now = start
         self._listeners: list[Listener] = []
         self._reported_at: dict[Listener, float] = {}
         self._routes: dict[RequestId, Submission] = {}

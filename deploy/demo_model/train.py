@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import torch
+from blockyard.deploy.demo_model.state_file import read_tree, write_tree
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -54,18 +55,18 @@ class Training:
     def save(self, path: Path) -> None:
         """Write everything to `path`; a stop while writing leaves the file before it."""
         state = {
-            "model": self.model.state_dict(),
+            "model": dict(self.model.state_dict()),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "rng": self.windows.rng.getstate(),
             "step": self.step,
             "elapsed_seconds": self.elapsed_seconds,
         }
-        torch.save(state, path.with_suffix(".partial"))
+        write_tree(state, path.with_suffix(".partial"))
         path.with_suffix(".partial").replace(path)
 
     def load(self, path: Path) -> None:
         """Take over what `save` wrote."""
-        state = torch.load(path, weights_only=True)
+        state = read_tree(path)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

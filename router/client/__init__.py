@@ -4,11 +4,12 @@
         for delta in client.stream("def fibonacci(n):", max_tokens=64):
             print(delta.text, end="", flush=True)
 
-arguments.py, requests.py, results.py, stream_check.py and retry.py are the pure core, sync.py and aio.py two shells
-round it, errors.py the one tree of exceptions.
+connection.py says how routers are reached; arguments.py, requests.py, results.py, stream_check.py and retry.py are the
+pure core, sync.py and aio.py two shells round it, errors.py the one tree of exceptions.
 """
 
 from blockyard.router.client.aio import AsyncClient
+from blockyard.router.client.connection import TlsOptions
 from blockyard.router.client.errors import (
     AbortedError,
     AuthenticationError,
@@ -42,6 +43,7 @@ __all__ = [
     "OverloadedError",
     "ServerError",
     "TimedOutError",
+    "TlsOptions",
     "TokenLogprob",
     "UnavailableError",
 ]

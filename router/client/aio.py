@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Self, Unpack
 
 import grpc
-from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.client import requests
 from blockyard.router.client.arguments import (
     GenerateArguments,
@@ -14,17 +14,17 @@ from blockyard.router.client.arguments import (
     PlacementArguments,
     PromptArguments,
 )
+from blockyard.router.client.connection import Connection, TlsOptions
 from blockyard.router.client.errors import BlockyardError, from_rpc
 from blockyard.router.client.requests import Call, GenerateCall, Response
 from blockyard.router.client.results import Completion, Delta, completion
 from blockyard.router.client.retry import (
-    CHANNEL_OPTIONS,
     DEFAULT_TIMEOUT_SECONDS,
+    HAND_OVER_SECONDS,
     AddressRotation,
     Attempts,
     ClientConfig,
     abort_failure,
-    call_metadata,
 )
 from blockyard.router.client.stream_check import StreamCheck
 from google.protobuf.message import Message
@@ -48,10 +48,20 @@ class AsyncClient:
         retries: int = 3,
         token: str | None = None,
         tenant: str | None = None,
+        tls: TlsOptions | None = None,
+        allow_plaintext_token: bool = False,
     ) -> None:
+        """`token`: None takes that of BLOCKYARD_TOKEN, if it is set. Without `tls` it is sent over loopback only,
+        unless `allow_plaintext_token`. Raises ValueError, TypeError."""
         self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
         self._rotation = AddressRotation(self._config.addresses)
-        self._metadata = call_metadata(token, tenant)
+        self._connection = Connection.of(
+            self._config.addresses,
+            token=token,
+            tenant=tenant,
+            tls=tls,
+            allow_plaintext_token=allow_plaintext_token,
+        )
         # Opened at first use: a channel belongs to the event loop that runs when it is made.
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -111,14 +121,7 @@ class AsyncClient:
         another client began there may be held by one of the others, and is then not found. Whoever began a request
         can always end it by closing its stream.
         """
-        failures: list[BlockyardError] = []
-        for address in self._config.addresses:
-            try:
-                await self._send(address, requests.abort(request_id), self._config.timeout_seconds)
-                return
-            except grpc.aio.AioRpcError as error:
-                failures.append(from_rpc(error, address))
-        raise abort_failure(failures)
+        await self._abort(requests.abort(request_id))
 
     async def cluster_info(self) -> cluster_pb2.ClusterInfo:
         return await self._unary(requests.cluster_info())
@@ -169,6 +172,31 @@ class AsyncClient:
         """The requests that the answering router holds now: not those of others, behind the same address or another."""
         return list((await self._unary(requests.list_requests())).requests)
 
+    async def drain_worker(
+        self, worker_id: str, *, grace_seconds: float = 30.0, timeout_seconds: float | None = None
+    ) -> int:
+        """A worker takes nothing new from now on. Returns once nothing runs there: how many requests had not finished
+        within the grace, and go on elsewhere. The drain goes on if this call ends before; resume_worker takes it back.
+        """
+        wanted = grace_seconds + HAND_OVER_SECONDS if timeout_seconds is None else timeout_seconds
+        return (await self._unary(requests.drain_worker(worker_id, grace_seconds), wanted)).moved
+
+    async def resume_worker(self, worker_id: str) -> None:
+        """Takes a drain back."""
+        await self._unary(requests.resume_worker(worker_id))
+
+    async def flush_cache(self, worker_id: str | None = None) -> admin_pb2.FlushCacheResponse:
+        """A worker, or all, forget every cached block that no running request holds."""
+        return await self._unary(requests.flush_cache(worker_id))
+
+    async def rebuild_index(self, worker_id: str | None = None) -> int:
+        """A worker, or all, tell the prefix index everything anew: how many do."""
+        return (await self._unary(requests.rebuild_index(worker_id))).workers
+
+    async def abort_any(self, request_id: str) -> None:
+        """As `abort`, whosever request it is: for admins."""
+        await self._abort(requests.abort_any(request_id))
+
     async def _deltas(self, call: GenerateCall, attempts: Attempts) -> AsyncGenerator[Delta, None]:
         check = StreamCheck(call.num_outputs)
         async with aclosing(self._responses(call, attempts)) as responses:
@@ -187,26 +215,41 @@ class AsyncClient:
                     yield response
                 return
             except grpc.aio.AioRpcError as error:
-                failure = from_rpc(error, address, has_begun=begun)
+                failure = self._failure(error, address, has_begun=begun)
                 if begun:
                     raise failure from None
             finally:
                 rpc.cancel()
             await self._wait_after(failure, address, attempts)
 
-    async def _unary(self, call: Call[Response]) -> Response:
-        attempts = Attempts(self._config, None)
+    async def _abort(self, call: Call[inference_pb2.AbortResponse]) -> None:
+        failures: list[BlockyardError] = []
+        for address in self._config.addresses:
+            try:
+                await self._send(address, call, self._config.timeout_seconds)
+                return
+            except grpc.aio.AioRpcError as error:
+                failures.append(self._failure(error, address))
+        raise abort_failure(failures)
+
+    async def _unary(self, call: Call[Response], timeout_seconds: float | None = None) -> Response:
+        attempts = Attempts(self._config, timeout_seconds)
         while True:
             address = self._rotation.current
             try:
                 return await self._send(address, call, attempts.remaining_seconds())
             except grpc.aio.AioRpcError as error:
-                failure = from_rpc(error, address)
+                failure = self._failure(error, address)
             await self._wait_after(failure, address, attempts)
 
     async def _wait_after(self, failure: BlockyardError, address: str, attempts: Attempts) -> None:
         self._rotation.leave_after(failure, address)
         await asyncio.sleep(attempts.delay_after(failure))
+
+    def _failure(
+        self, error: grpc.aio.AioRpcError, address: str, *, has_begun: bool = False
+    ) -> BlockyardError:
+        return from_rpc(error, address, has_begun=has_begun, is_tls=self._connection.is_tls)
 
     def _open(
         self, address: str, call: Call[Response], timeout_seconds: float
@@ -216,7 +259,7 @@ class AsyncClient:
             request_serializer=requests.serialize,
             response_deserializer=call.response_type.FromString,
         )
-        return method(call.request, timeout=timeout_seconds, metadata=self._metadata)
+        return method(call.request, timeout=timeout_seconds, metadata=self._connection.metadata)
 
     async def _send(self, address: str, call: Call[Response], timeout_seconds: float) -> Response:
         method = self._channel(address).unary_unary(
@@ -224,9 +267,9 @@ class AsyncClient:
             request_serializer=requests.serialize,
             response_deserializer=call.response_type.FromString,
         )
-        return await method(call.request, timeout=timeout_seconds, metadata=self._metadata)
+        return await method(call.request, timeout=timeout_seconds, metadata=self._connection.metadata)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = self._connection.aio_channel(address)
         return self._channels[address]

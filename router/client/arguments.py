@@ -58,6 +58,8 @@ class GenerateArguments(TypedDict, total=False):
     json_object: bool | None
     request_id: str | None
     cache_salt: str | None
+    public_prefix: bool | None
+    """Share cached prefixes beyond the caller's tenant."""
     priority: int | None
     session_id: str | None
 
@@ -68,6 +70,7 @@ class PromptArguments(TypedDict, total=False):
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
     cache_salt: str | None
+    public_prefix: bool | None
 
 
 class PlacementArguments(PromptArguments, total=False):
@@ -80,7 +83,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
     """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     sampling = _sampling(given)
-    beside = ("model", "request_id", "cache_salt", "priority", "session_id")
+    beside = ("model", "request_id", "cache_salt", "public_prefix", "priority", "session_id")
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, beside)
     request.sampling.CopyFrom(sampling)
     return request
@@ -88,7 +91,9 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
 
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
     """Raises as generate_request does."""
-    return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, arguments, ("cache_salt",))
+    return _prompt_request(
+        cluster_pb2.LookupPrefixRequest, prompt, arguments, ("cache_salt", "public_prefix")
+    )
 
 
 def placement_request(
@@ -96,7 +101,7 @@ def placement_request(
 ) -> cluster_pb2.ExplainPlacementRequest:
     """Raises as generate_request does."""
     return _prompt_request(
-        cluster_pb2.ExplainPlacementRequest, prompt, arguments, ("cache_salt", "session_id")
+        cluster_pb2.ExplainPlacementRequest, prompt, arguments, ("cache_salt", "public_prefix", "session_id")
     )
 
 

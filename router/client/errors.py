@@ -109,7 +109,9 @@ _BY_CODE: dict[grpc.StatusCode, type[BlockyardError]] = {
 }
 
 
-def from_rpc(error: grpc.RpcError, address: str, *, has_begun: bool = False) -> BlockyardError:
+def from_rpc(
+    error: grpc.RpcError, address: str, *, has_begun: bool = False, is_tls: bool = False
+) -> BlockyardError:
     """The exception for an RPC of grpc or grpc.aio that ended with an error status. `has_begun`: some of its stream
     had come."""
     # Every error that a call raises is also a Call; the base class alone declares nothing.
@@ -119,7 +121,8 @@ def from_rpc(error: grpc.RpcError, address: str, *, has_begun: bool = False) -> 
     failure = from_status(error.code(), error.details() or "", packed if isinstance(packed, bytes) else b"")
     if isinstance(failure, UnavailableError) and not failure.reason:
         # No router said it. gRPC tells of sockets and of every address it tried, but not what became of the call.
-        failure = UnavailableError(_connection_failure(address, has_begun=has_begun), code=failure.code)
+        told = _connection_failure(address, error.details() or "", has_begun=has_begun, is_tls=is_tls)
+        failure = UnavailableError(told, code=failure.code)
     if failure.retry_delay_seconds is None:
         failure.retry_delay_seconds = _pushback_seconds(trailing.get(PUSHBACK_KEY))
     return failure
@@ -148,9 +151,21 @@ def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> Bl
     )
 
 
-def _connection_failure(address: str, *, has_begun: bool) -> str:
+def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: bool) -> str:
+    """`details` are gRPC's, of which the words of its TLS library alone say what is wrong."""
     if has_begun:
         return f"lost the connection to the router at {address} in mid-stream: what was received is all that came"
+    if "certificate has expired" in details:
+        return f"the TLS certificate of the router at {address} has expired"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"the TLS certificate of the router at {address} is of no CA that this client trusts"
+    if "not in peer certificate" in details or "Hostname Verification" in details:
+        return f"the TLS certificate of the router at {address} is for another host"
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"what answers at {address} does not speak TLS"
+    if "Socket closed" in details or "Connection reset" in details:
+        wants = "a client certificate, or another one" if is_tls else "TLS"
+        return f"no router answers at {address}: the connection was closed, as by one that wants {wants}"
     return f"no router answers at {address}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.client.arguments import (
     GenerateArguments,
     Messages,
@@ -122,6 +122,33 @@ def list_requests() -> Call[cluster_pb2.ListRequestsResponse]:
     return _cluster("ListRequests", cluster_pb2.ListRequestsRequest(), cluster_pb2.ListRequestsResponse)
 
 
+def drain_worker(worker_id: str, grace_seconds: float) -> Call[admin_pb2.DrainWorkerResponse]:
+    request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_seconds=grace_seconds)
+    return _admin("DrainWorker", request, admin_pb2.DrainWorkerResponse)
+
+
+def resume_worker(worker_id: str) -> Call[admin_pb2.ResumeWorkerResponse]:
+    return _admin(
+        "ResumeWorker", admin_pb2.ResumeWorkerRequest(worker_id=worker_id), admin_pb2.ResumeWorkerResponse
+    )
+
+
+def flush_cache(worker_id: str | None) -> Call[admin_pb2.FlushCacheResponse]:
+    return _admin(
+        "FlushCache", admin_pb2.FlushCacheRequest(worker_id=worker_id), admin_pb2.FlushCacheResponse
+    )
+
+
+def rebuild_index(worker_id: str | None) -> Call[admin_pb2.RebuildIndexResponse]:
+    request = admin_pb2.RebuildIndexRequest(worker_id=worker_id)
+    return _admin("RebuildIndex", request, admin_pb2.RebuildIndexResponse)
+
+
+def abort_any(request_id: str) -> Call[inference_pb2.AbortResponse]:
+    request = message_of(inference_pb2.AbortRequest, "request_id", request_id)
+    return _admin("Abort", request, inference_pb2.AbortResponse)
+
+
 def _inference(name: str, request: Message, response_type: type[Response]) -> Call[Response]:
     path = f"/blockyard.v1.InferenceService/{name}"
     return Call(path=path, request=request, response_type=response_type)
@@ -129,4 +156,9 @@ def _inference(name: str, request: Message, response_type: type[Response]) -> Ca
 
 def _cluster(name: str, request: Message, response_type: type[Response]) -> Call[Response]:
     path = f"/blockyard.v1.ClusterService/{name}"
+    return Call(path=path, request=request, response_type=response_type)
+
+
+def _admin(name: str, request: Message, response_type: type[Response]) -> Call[Response]:
+    path = f"/blockyard.v1.AdminService/{name}"
     return Call(path=path, request=request, response_type=response_type)

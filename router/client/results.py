@@ -29,6 +29,8 @@ class Finish:
     """Of all its tokens; with n > 1, logprobs or beams."""
     beam_score: float | None = None
     """By which beams are ranked."""
+    migrations: int = 0
+    """How often the request lost its worker and went on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

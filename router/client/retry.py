@@ -8,6 +8,7 @@ server says when to come back (without that it may be a message that is too larg
 
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from blockyard.router.client.errors import (
 from blockyard.router.names import MAX_NAME_CHARS, is_id
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
+MAX_TOKEN_CHARS = 4096
+_TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
+HAND_OVER_SECONDS = 60.0
+"""Of a drain, beyond its grace: the step under way has to end."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # gRPC's own 4 MiB holds neither a million token ids nor a large pool.
@@ -71,8 +76,8 @@ def check_timeout(timeout_seconds: float) -> float:
 
 
 def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """Of each call. Raises ValueError for a tenant that no router takes, TypeError for one that is no text."""
-    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    """Of each call. Raises ValueError for a token or tenant that no router takes, TypeError for one that is no text."""
+    metadata = () if token is None else (("authorization", f"Bearer {_checked_token(token)}"),)
     if tenant is None:
         return metadata
     if not isinstance(tenant, str):
@@ -82,6 +87,13 @@ def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str
             f"tenant: must be 1 to {MAX_NAME_CHARS} letters, digits or any of . _ : -, not {tenant[:40]!r}"
         )
     return (*metadata, ("blockyard-tenant", tenant))
+
+
+def _checked_token(token: str) -> str:
+    """Nothing of it is told. Raises ValueError for what no metadata can hold."""
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise ValueError(f"token: must be 1 to {MAX_TOKEN_CHARS} visible ASCII characters without spaces")
+    return token
 
 
 def abort_failure(failures: Sequence[BlockyardError]) -> BlockyardError:

@@ -103,6 +103,7 @@ def _finish(finish: inference_pb2.Finish) -> Finish:
         time_to_first_token_seconds=finish.timing.time_to_first_token_seconds,
         total_seconds=finish.timing.total_seconds,
         worker_id=finish.worker_id,
+        migrations=finish.migrations,
         cumulative_logprob=finish.cumulative_logprob if finish.HasField("cumulative_logprob") else None,
         beam_score=finish.beam_score if finish.HasField("beam_score") else None,
     )

@@ -32,7 +32,8 @@ TAKEN: dict[str, Any] = {
     "length_penalty": 0.5,
 }
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
-BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "priority", "session_id"}
+BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "public_prefix"}
+BESIDE |= {"priority", "session_id"}
 
 
 def sampling(**arguments: Any) -> inference_pb2.SamplingParams:
@@ -85,6 +86,7 @@ def test_what_is_beside_sampling_reaches_the_request() -> None:
     )
     assert list(request.prompt_token_ids.ids) == [1, 2]
     assert (request.model, request.request_id, request.cache_salt, request.priority) == ("m", "r", "s", -5)
+    assert generate_request("x", {"public_prefix": True}).public_prefix
 
 
 @pytest.mark.parametrize(

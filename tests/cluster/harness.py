@@ -27,7 +27,8 @@ UP = (
     "18MiB",
     "--deterministic",
 )
-COMMAND_SECONDS = 90.0
+COMMAND_SECONDS = 240.0
+UNDO_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,11 @@ class Command:
             try:
                 output, errors = process.communicate(stdin, timeout=COMMAND_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.terminate()  # `up` undoes what it has started
+                try:
+                    process.communicate(timeout=UNDO_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
                 raise
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 

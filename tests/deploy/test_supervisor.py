@@ -1,11 +1,16 @@
-"""What the supervisor remembers of those who ended, and how often it tells routers of workers; without Ray."""
+"""What the supervisor remembers of those who ended, whom it starts again, and how often it tells routers of workers;
+without Ray."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
+import pytest
+from blockyard.deploy.administration import restart_order
 from blockyard.deploy.supervisor import (
+    FIRST_BACKOFF_SECONDS,
     JOINING_SECONDS,
     PUSH_SECONDS,
     ClusterSpec,
@@ -129,3 +134,145 @@ def test_routers_are_told_often_only_while_they_get_on() -> None:
         pauses.append(pause / JOINING_SECONDS)
     assert [round(pause) for pause in pauses] == [1, 1, 2, 4, 8, 16, 20, 20, 1]
     assert push_pause_seconds(pause, are_joined=True, has_news=True) == PUSH_SECONDS
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker's actor as far as the supervisor calls it."""
+
+    incarnation: str
+    draining: bool = False
+    stopped_with: list[float] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.is_draining = Remote(self._is_draining)
+        self.stop = Remote(self._stop)
+
+    async def _is_draining(self) -> bool:
+        return self.draining
+
+    async def _stop(self, grace_seconds: float) -> None:
+        self.stopped_with.append(grace_seconds)
+
+
+class Lives(Supervisor):
+    """Without Ray: a worker has one life after the other, the router one that knows them all."""
+
+    def __init__(self) -> None:
+        self.lives: list[Worker] = []
+        self.fails_to_start = False
+        self.known: tuple[str, ...] | None = None
+        """What the router says of whom it gives requests to; None: whoever lives."""
+        super().__init__(SPEC)
+
+    async def _run_once(self, place: Place) -> None:
+        if place.kind == "router":
+            router = Life(lambda addresses: ready(len(addresses)))
+            router.ready_incarnations = Remote(self._ready)  # type: ignore[attr-defined]
+            self._actors[place.name] = router
+            place.phase, place.address = "serving", "router:1"
+            await asyncio.Event().wait()
+        if self.fails_to_start:
+            raise RuntimeError("no such model")
+        life = Worker(incarnation=f"life-{len(self.lives)}")
+        self.lives.append(life)
+        self._actors[place.name] = life
+        place.phase, place.address, place.incarnation = "serving", "worker:1", life.incarnation
+        place.num_starts += 1
+        self._changed.set()
+        await life.ended.wait()
+        raise RuntimeError("it ended")
+
+    async def _ready(self) -> tuple[str, ...]:
+        return (self.lives[-1].incarnation,) if self.known is None else self.known
+
+    def _kill(self, actor: Any) -> None:
+        if isinstance(actor, Worker):
+            actor.ended.set()
+
+    async def place(self, kind: str) -> Place:
+        return next(place for place in (await self.report()).places if place.kind == kind)
+
+    async def leave(self) -> None:
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Lives]:
+    made = Lives()
+    await until(lambda: len(made.lives) == 1)
+    yield made
+    await made.leave()
+
+
+async def test_a_restart_drains_first_and_is_no_failure(supervisor: Lives) -> None:
+    worker = await supervisor.place("worker")
+    await supervisor.restart("worker-0", 7.5)
+    assert supervisor.lives[0].stopped_with == [7.5]
+    assert (worker.phase, worker.incarnation, worker.num_starts) == ("serving", "life-1", 2)
+    assert (worker.error, worker.num_failures_in_a_row, worker.is_leaving) == ("", 0, False)
+
+
+async def test_a_restart_waits_until_every_router_gives_the_new_life_requests(supervisor: Lives) -> None:
+    supervisor.known = ("life-0",)
+    restarting = asyncio.create_task(supervisor.restart("worker-0", 0.0))
+    await until(lambda: len(supervisor.lives) == 2)
+    await asyncio.sleep(0.2)
+    assert not restarting.done()
+    supervisor.known = ("life-1",)
+    async with asyncio.timeout(10):
+        await restarting
+
+
+async def test_a_restart_that_fails_says_why_and_goes_on_trying(supervisor: Lives) -> None:
+    supervisor.fails_to_start = True
+    with pytest.raises(RuntimeError, match="worker-0 does not start again: RuntimeError: no such model"):
+        await supervisor.restart("worker-0", 0.0)
+    supervisor.fails_to_start = False
+    await until(lambda: len(supervisor.lives) == 2)
+
+
+async def test_a_worker_that_was_drained_and_dies_stays_out_until_it_is_asked_for(
+    supervisor: Lives,
+) -> None:
+    worker = await supervisor.place("worker")
+    supervisor.lives[0].draining = True
+    await until(lambda: worker.phase == "draining")
+    supervisor.lives[0].ended.set()
+    await until(lambda: worker.phase == "stopped")
+    await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
+    assert len(supervisor.lives) == 1
+    await supervisor.restart("worker-0", 0.0)
+    assert (worker.phase, len(supervisor.lives)) == ("serving", 2)
+
+
+async def test_a_drain_that_is_taken_back_is_seen_and_a_death_afterwards_healed(supervisor: Lives) -> None:
+    worker = await supervisor.place("worker")
+    supervisor.lives[0].draining = True
+    await until(lambda: worker.phase == "draining")
+    supervisor.lives[0].draining = False
+    await until(lambda: worker.phase == "serving")
+    supervisor.lives[0].ended.set()
+    await until(lambda: len(supervisor.lives) == 2)
+
+
+async def test_nobody_of_that_name_is_restarted(supervisor: Lives) -> None:
+    with pytest.raises(ValueError, match="'worker-7', only worker-0, router-0"):
+        await supervisor.restart("worker-7", 0.0)
+
+
+def test_a_rolling_restart_goes_workers_first_or_as_named() -> None:
+    known = ["worker-0", "worker-1", "router-0"]
+    assert restart_order(known, ()) == known
+    assert restart_order(known, ("router-0", "worker-1")) == ["worker-1", "router-0"]
+    with pytest.raises(ValueError, match="'worker-2'"):
+        restart_order(known, ("worker-0", "worker-2"))

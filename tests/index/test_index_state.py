@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from blockyard.proto.prefix_index import (
@@ -245,9 +246,9 @@ class _SlowIndex(TwinPrefixIndex):
         self.batches.append((began, time.monotonic()))
         return await super().apply(berth, batch)
 
-    async def renew(self, berth: Berth, *, lease_seconds: float, applied_sequence: int = 0) -> RenewResult:
+    async def renew(self, berth: Berth, **arguments: Any) -> RenewResult:
         self.num_renewals += 1
-        return await super().renew(berth, lease_seconds=lease_seconds, applied_sequence=applied_sequence)
+        return await super().renew(berth, **arguments)
 
 
 async def test_after_a_full_batch_the_publisher_rests_and_after_the_last_one_it_need_not() -> None:

@@ -127,10 +127,17 @@ async def test_keys_of_another_type_or_version_are_ignored(redis_harness: RedisH
     assert await redis_harness.index.lookup(chain(4)) == []
     await client.hset(f"{prefix}berth:1", "block_size", "sixteen")
     assert await redis_harness.index.directory() == []
-    for key in ("names", "leases", "berth:1"):
+    for key in ("names", "berth:1"):
         await client.set(f"{prefix}{key}", "not of our making")
     assert await redis_harness.index.lookup(chain(4)) == []
     assert await redis_harness.index.directory() == []
+
+
+async def test_without_leases_the_index_is_damaged_and_not_empty(redis_harness: RedisHarness) -> None:
+    await fill(redis_harness.index, "a", list(chain(4)))
+    await redis_harness.client.set(f"{redis_harness.prefix}leases", "not of our making")
+    assert await kind_of(redis_harness.index.lookup(chain(4))) is ErrorKind.DAMAGED
+    assert await kind_of(redis_harness.index.directory()) is ErrorKind.DAMAGED
 
 
 async def test_a_writer_replaces_garbage_in_its_way(redis_harness: RedisHarness) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc
 from blockyard.proto.block_hash import unpack_tokens
-from blockyard.proto.v1 import cluster_pb2, inference_pb2, session_pb2
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
+from google.protobuf.message import Message
 
 SECRET = "a-cluster-secret"
 BLOCK_SIZE = 16
@@ -52,6 +53,8 @@ class Script:
     """REJECT_REASON_INTERNAL in a step after so many tokens."""
     die_after: int | None = None
     """Ends the whole stream after so many tokens."""
+    exit_after: int | None = None
+    """Ends the whole worker after so many tokens."""
     hang_after: int | None = None
     """Says nothing more on the stream after so many tokens, not even pongs."""
     repeat_tokens: int = 0
@@ -89,6 +92,8 @@ class FakeWorker(EngineServiceServicer):
         self, worker_id: str, *, script: Callable[[session_pb2.Submit], Script] | None = None, **hello: Any
     ) -> None:
         self.script = script or (lambda submit: Script())
+        self.dialect: Callable[[Message], bytes] | None = None
+        """How it says what it says, where it is not of this version; it then knows no call but Session."""
         self.load = cluster_pb2.WorkerLoad()
         self.submits: list[session_pb2.Submit] = []
         self.cancelled: list[int] = []
@@ -99,6 +104,17 @@ class FakeWorker(EngineServiceServicer):
         """Beyond both: BUSY."""
         self.started: list[str] = []
         """Ids in the order in which they came to run."""
+        self.stalled_seconds = 0.0
+        """What it says of its engine."""
+        self.has_exited = False
+        self.admin_calls: list[Message] = []
+        """Requests of AdminService that came here."""
+        self.admin_failure: grpc.StatusCode | None = None
+        """What each of them ends with."""
+        self.drain_ends: asyncio.Event | None = None
+        """Drains last until it is set; None: no time at all."""
+        self.cancelled_drains = 0
+        self._exiting: asyncio.Task[None] | None = None
         self._turns: asyncio.Semaphore | None = None
         self._streams: set[_Stream] = set()
         self._server: grpc.aio.Server | None = None
@@ -117,7 +133,10 @@ class FakeWorker(EngineServiceServicer):
 
     async def __aenter__(self) -> "FakeWorker":
         self._server = grpc.aio.server()
-        add_EngineServiceServicer_to_server(self, self._server)
+        if self.dialect is None:
+            add_EngineServiceServicer_to_server(self, self._server)
+        else:
+            self._server.add_generic_rpc_handlers((self._session_alone(self.dialect),))
         port = self._server.add_insecure_port("127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
@@ -126,14 +145,27 @@ class FakeWorker(EngineServiceServicer):
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
 
+    def _session_alone(self, dialect: Callable[[Message], bytes]) -> grpc.GenericRpcHandler:
+        session: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+            self.Session,
+            request_deserializer=session_pb2.ToWorker.FromString,
+            response_serializer=dialect,
+        )
+        return grpc.method_handlers_generic_handler("blockyard.v1.EngineService", {"Session": session})
+
     async def kill(self) -> None:
         """As good as SIGKILL: every stream breaks and nobody listens any more."""
+        self.has_exited = True
         if self._server is not None:
             await self._server.stop(None)
 
     def hang(self) -> None:
         for stream in self._streams:
             stream.hung = True
+
+    def tell_draining(self, is_draining: bool) -> None:
+        for stream in self._streams:
+            stream.send(draining=session_pb2.Draining(is_draining=is_draining))
 
     def report(self) -> cluster_pb2.WorkerLoad:
         waiting = 0 if self.max_running is None else max(self.num_running - self.max_running, 0)
@@ -155,7 +187,7 @@ class FakeWorker(EngineServiceServicer):
         await self._check_secret(context)
         stream = _Stream()
         self._streams.add(stream)
-        stream.send(hello=session_pb2.Hello(**self._hello))
+        stream.send(hello=session_pb2.Hello(**self._hello, stalled_seconds=self.stalled_seconds))
         reader = asyncio.create_task(self._read(request_iterator, stream))
         try:
             while (message := await stream.outgoing.get()) is not None:
@@ -180,6 +212,44 @@ class FakeWorker(EngineServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no page of mine")
         return cluster_pb2.ListBlocksResponse(next_page_token="next")
 
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: Any
+    ) -> admin_pb2.DrainWorkerResponse:
+        await self._administered(request, context)
+        self.tell_draining(True)
+        try:
+            if self.drain_ends is not None:
+                await self.drain_ends.wait()
+        except asyncio.CancelledError:
+            self.cancelled_drains += 1
+            raise
+        return admin_pb2.DrainWorkerResponse(moved=3)
+
+    async def ResumeWorker(
+        self, request: admin_pb2.ResumeWorkerRequest, context: Any
+    ) -> admin_pb2.ResumeWorkerResponse:
+        await self._administered(request, context)
+        self.tell_draining(False)
+        return admin_pb2.ResumeWorkerResponse()
+
+    async def FlushCache(
+        self, request: admin_pb2.FlushCacheRequest, context: Any
+    ) -> admin_pb2.FlushCacheResponse:
+        await self._administered(request, context)
+        return admin_pb2.FlushCacheResponse(flushed_blocks=10, flushed_host_blocks=1)
+
+    async def RebuildIndex(
+        self, request: admin_pb2.RebuildIndexRequest, context: Any
+    ) -> admin_pb2.RebuildIndexResponse:
+        await self._administered(request, context)
+        return admin_pb2.RebuildIndexResponse(workers=1)
+
+    async def _administered(self, request: Message, context: Any) -> None:
+        await self._check_secret(context)
+        self.admin_calls.append(request)
+        if self.admin_failure is not None:
+            await context.abort(self.admin_failure, "what the worker says is its own business")
+
     async def _check_secret(self, context: Any) -> None:
         if dict(context.invocation_metadata()).get("x-blockyard-secret") != SECRET:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong secret")
@@ -188,7 +258,9 @@ class FakeWorker(EngineServiceServicer):
         async for message in requests:
             match message.WhichOneof("message"):
                 case "ping":
-                    stream.send(pong=session_pb2.Pong(nonce=message.ping.nonce, load=self.report()))
+                    pong = session_pb2.Pong(nonce=message.ping.nonce, load=self.report())
+                    pong.stalled_seconds = self.stalled_seconds
+                    stream.send(pong=pong)
                 case "cancel" if message.cancel.HasField("index"):
                     output = (message.cancel.handle, message.cancel.index)
                     self.cancelled_outputs.append(output)
@@ -228,6 +300,10 @@ class FakeWorker(EngineServiceServicer):
             most_done = max(row.done for row in rows)
             if script.die_after is not None and most_done >= script.die_after:
                 stream.outgoing.put_nowait(None)
+                return
+            if script.exit_after is not None and most_done >= script.exit_after:
+                # Not as a part of what it kills.
+                self._exiting = asyncio.create_task(self.kill())
                 return
             if script.hang_after is not None and most_done >= script.hang_after:
                 self.hang()

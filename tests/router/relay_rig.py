@@ -50,7 +50,12 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    *workers: FakeWorker, lost_seconds: float = 1.0, secret: str = SECRET, no_worker_seconds: float = 10.0
+    *workers: FakeWorker,
+    lost_seconds: float = 1.0,
+    stall_seconds: float = 5.0,
+    secret: str = SECRET,
+    no_worker_seconds: float = 10.0,
+    max_migrations: int = 3,
 ) -> AsyncIterator[Rig]:
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -60,10 +65,11 @@ async def rig(
             secret=secret,
             suspect_seconds=lost_seconds / 2,
             lost_seconds=lost_seconds,
+            stall_seconds=stall_seconds,
         )
         placer = Placer(fleet, None, policy="prefix", rng=Random(0), no_worker_seconds=no_worker_seconds)
         fleet.set_addresses([worker.address for worker in workers])
-        made = Rig(fleet, placer, Relay(fleet, placer), list(workers))
+        made = Rig(fleet, placer, Relay(fleet, placer, max_migrations=max_migrations), list(workers))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(fleet.run())
             await made.until(

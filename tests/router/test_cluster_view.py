@@ -153,13 +153,13 @@ def test_who_waits_for_a_worker_counts_beside_all_that_it_reports_and_takes_no_p
     view.check_invariants()
 
 
-def test_a_worker_that_drains_is_no_candidate_until_its_next_life() -> None:
+def test_a_worker_that_drains_is_no_candidate_until_it_says_otherwise() -> None:
     view, _ = view_of("a", "b")
     view.draining("a")
     view.heard("a", cluster_pb2.WorkerLoad())
     assert [worker.worker_id for worker in view.candidates([], 10, {})] == ["b"]
-    assert view.state(view.workers()[0]) is WorkerState.SUSPECT
-    view.accepted("a", session_pb2.Hello(worker_id="a", block_size=16, total_blocks=1000))
+    assert view.state(view.workers()[0]) is WorkerState.DRAINING
+    view.draining("a", False)
     assert len(view.candidates([], 10, {})) == 2
 
 

@@ -3,10 +3,12 @@
 import asyncio
 from random import Random
 
+import pytest
 from blockyard.proto.prefix_index import Batch, Berth, Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.engine_link import EngineLink
+from blockyard.router.errors import DeadlineUnreachable
 from blockyard.router.fleet import Fleet
 from blockyard.router.placement_config import PlacementConfig
 from blockyard.router.placer import Placer
@@ -168,3 +170,30 @@ def open_up(fleet: Fleet, address: str) -> None:
     assert worker is not None
     worker.gate.freed_one()
     fleet.heard(address, None)
+
+
+async def test_a_deadline_that_cannot_be_met_by_far_is_refused_at_once_and_books_nothing() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock, "ab")
+    for name, queued_tokens in (("a", 9_000), ("b", 40_000)):
+        load = cluster_pb2.WorkerLoad(queued_prefill_tokens=queued_tokens, prefill_tokens_per_second=1_000)
+        fleet.heard(name, load)
+    placer = Placer(fleet, None, policy="least_loaded", no_worker_seconds=5.0, clock=clock)
+    seconds = (9_000 + PROMPT_TOKENS) / 1_000
+    with pytest.raises(DeadlineUnreachable):
+        await placer.place([], PROMPT_TOKENS, placer.ticket(), deadline=clock.now + seconds / 2.1)
+    assert not any(len(worker.booked) for worker in fleet.view.workers())
+    placed = await placer.place([], PROMPT_TOKENS, placer.ticket(), deadline=clock.now + seconds / 1.9)
+    assert placed.address == "a"
+
+
+async def test_no_deadline_is_hopeless_before_anything_was_measured_or_where_it_is_switched_off() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=10**9))
+    placer = Placer(fleet, None, policy="prefix", no_worker_seconds=5.0, clock=clock)
+    assert await placer.place([], PROMPT_TOKENS, placer.ticket(), deadline=clock.now + 0.1)
+    fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=10**9, prefill_tokens_per_second=1.0))
+    config = PlacementConfig(hopeless_factor=0)
+    patient = Placer(fleet, None, policy="prefix", no_worker_seconds=5.0, clock=clock, config=config)
+    assert await patient.place([], PROMPT_TOKENS, patient.ticket(), deadline=clock.now + 0.1)

@@ -10,7 +10,14 @@ from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.cluster_view import WorkerState
 from blockyard.router.engine_link import EngineLink
-from blockyard.router.errors import EngineFailed, NoWorkers, RequestTooLarge, RouterError, WorkerLost
+from blockyard.router.errors import (
+    EngineFailed,
+    NoWorkers,
+    PoisonRequest,
+    RequestTooLarge,
+    RouterError,
+    WorkerLost,
+)
 from blockyard.router.outputs import TokenChunk
 from blockyard.router.relay import Generation, Progress
 
@@ -46,6 +53,16 @@ def only_first(script: Script) -> Scripts:
     return choose
 
 
+def only_first_of(number: int, script: Script) -> Scripts:
+    met: list[int] = []
+
+    def choose(submit: session_pb2.Submit) -> Script:
+        met.append(submit.handle)
+        return script if len(met) <= number else Script()
+
+    return choose
+
+
 async def test_tokens_come_in_order_with_finish_and_cached_tokens() -> None:
     async with rig(FakeWorker("a")) as made:
         progress = Progress()
@@ -66,7 +83,7 @@ async def test_a_worker_that_dies_or_hangs_costs_no_token_and_doubles_none(kind:
         progress = Progress()
         tokens, _ = await collect(made, generation(5), progress)
         assert tokens == expected_tokens(5, 20)
-        assert progress.num_deaths == 1
+        assert progress.num_migrations == 1
         submits = [submit for worker in made.workers for submit in worker.submits]
         replay = max(submits, key=lambda submit: len(submit.token_ids))
         assert replay.prompt_tokens == 40
@@ -104,13 +121,84 @@ async def test_a_worker_that_skips_a_token_is_not_believed() -> None:
         await made.until_quiet()
 
 
-async def test_a_request_that_sees_three_workers_die_is_given_up() -> None:
-    async with rig(FakeWorker("a", script=lambda submit: Script(die_after=2))) as made:
+@pytest.mark.parametrize("budget", [0, 1, 3])
+async def test_a_request_whose_budget_of_migrations_is_used_is_given_up(budget: int) -> None:
+    dying = FakeWorker("a", script=lambda submit: Script(die_after=2))
+    async with rig(dying, max_migrations=budget) as made:
         with pytest.raises(WorkerLost) as lost:
             await collect(made, generation(1))
         assert lost.value.metadata == {"tokens_emitted": "2"}
-        assert "quarantined" in lost.value.message
-        assert len(made.workers[0].submits) == 3
+        assert len(made.workers[0].submits) == budget + 1
+        assert (made.relay.num_migrations, made.relay.num_lost) == (budget, 1)
+        await made.until_quiet()
+
+
+async def test_a_request_that_kills_two_workers_is_tried_on_no_third() -> None:
+    workers = [FakeWorker(name) for name in "abc"]
+
+    def exit_on_poison(submit: session_pb2.Submit) -> Script:
+        return Script(exit_after=0) if submit.sampling.seed == 666 else Script(step_seconds=0.01)
+
+    for worker in workers:
+        worker.script = exit_on_poison
+    async with rig(*workers) as made:
+        async with asyncio.TaskGroup() as tasks:
+            healthy = [tasks.create_task(collect(made, generation(seed, max_tokens=60))) for seed in range(9)]
+            await made.until(lambda: sum(len(worker.started) for worker in workers) == 9)
+            await asyncio.sleep(0.1)
+            with pytest.raises(PoisonRequest):
+                await collect(made, generation(666))
+        assert sum(worker.has_exited for worker in workers) == 2
+        assert [task.result()[0] for task in healthy] == [expected_tokens(seed, 60) for seed in range(9)]
+        with pytest.raises(PoisonRequest):
+            await collect(made, generation(666))
+        assert sum(worker.has_exited for worker in workers) == 2
+        assert (made.relay.num_quarantined, made.relay.num_lost) == (1, 0)
+        await made.until_quiet()
+
+
+async def test_a_connection_that_breaks_again_and_again_makes_no_poison() -> None:
+    """The worker it broke to answers again with the same incarnation: nobody died."""
+    breaking = FakeWorker("a", script=only_first_of(3, Script(die_after=0)))
+    async with rig(breaking) as made:
+        progress = Progress()
+        assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
+        assert progress.num_migrations == 3
+
+
+async def test_a_worker_whose_engine_finishes_no_step_is_left_although_it_answers() -> None:
+    stalling = FakeWorker("a", script=only_first(Script(silent_output=0)))
+    async with rig(stalling, FakeWorker("b", script=only_first(Script(silent_output=0)))) as made:
+        task = asyncio.create_task(collect(made, generation(1)))
+        await made.until(lambda: any(worker.submits for worker in made.workers))
+        stalled = next(worker for worker in made.workers if worker.submits)
+        stalled.stalled_seconds = 6.0
+        other = next(worker for worker in made.workers if worker is not stalled)
+        other.script = lambda submit: Script()
+        assert (await task)[0] == expected_tokens(1, 20)
+        await made.until(lambda: made.states()[stalled.address] is WorkerState.REFUSED)
+        stalled.stalled_seconds = 0.0
+        await made.until(lambda: made.states()[stalled.address] is WorkerState.READY, seconds=10)
+        await made.until_quiet()
+
+
+async def test_a_worker_that_says_it_drains_gets_nothing_new_and_keeps_what_it_has() -> None:
+    worker, other = FakeWorker("a", script=lambda submit: Script(step_seconds=0.02)), FakeWorker("b")
+    other.load.queued_prefill_tokens = 1_000_000
+    async with rig(worker, other) as made:
+        progress = Progress()
+        running = asyncio.create_task(collect(made, generation(1), progress))
+        await made.until(lambda: bool(worker.started))
+        worker.tell_draining(True)
+        await made.until(lambda: made.states()[worker.address] is WorkerState.DRAINING)
+        for seed in range(2, 6):
+            elsewhere = Progress()
+            await collect(made, generation(seed), elsewhere)
+            assert elsewhere.worker_id == "b"
+        assert (await running)[0] == expected_tokens(1, 20)
+        assert (progress.worker_id, progress.num_migrations) == ("a", 0)
+        worker.tell_draining(False)
+        await made.until(lambda: made.states()[worker.address] is WorkerState.READY)
         await made.until_quiet()
 
 
@@ -159,7 +247,7 @@ async def test_a_link_that_is_down_already_counts_as_no_death() -> None:
         made.fleet.view.accepted("down:1", hello)
         progress = Progress()
         assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
-        assert (progress.worker_id, progress.num_deaths) == ("b", 0)
+        assert (progress.worker_id, progress.num_migrations) == ("b", 0)
 
 
 async def test_a_draining_worker_is_left_for_another() -> None:
@@ -168,7 +256,7 @@ async def test_a_draining_worker_is_left_for_another() -> None:
         for seed in range(6):
             progress = Progress()
             assert (await collect(made, generation(seed), progress))[0] == expected_tokens(seed, 20)
-            assert (progress.worker_id, progress.num_deaths) == ("b", 0)
+            assert (progress.worker_id, progress.num_migrations) == ("b", 0)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +264,6 @@ async def test_a_draining_worker_is_left_for_another() -> None:
     [
         (Script(reject=session_pb2.REJECT_REASON_TOO_LARGE), RequestTooLarge),
         (Script(reject=session_pb2.REJECT_REASON_INVALID), EngineFailed),
-        (Script(fail_after=3), EngineFailed),
     ],
 )
 async def test_what_no_other_worker_would_cure_is_not_tried_again(
@@ -189,6 +276,31 @@ async def test_what_no_other_worker_would_cure_is_not_tried_again(
             await collect(made, generation())
         assert sum(len(worker.submits) for worker in made.workers) == 1
         await made.until_quiet()
+
+
+async def test_a_failed_step_is_no_reason_to_give_up_those_who_were_in_it() -> None:
+    failing = only_first(Script(fail_after=3))
+    async with rig(FakeWorker("a", script=failing), FakeWorker("b", script=failing)) as made:
+        progress = Progress()
+        assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
+        assert progress.num_migrations == 1
+
+
+async def test_a_request_that_every_engine_fails_on_is_soon_given_up() -> None:
+    workers = [FakeWorker(name, script=lambda submit: Script(fail_after=0)) for name in "abc"]
+    async with rig(*workers) as made:
+        with pytest.raises(EngineFailed):
+            await collect(made, generation())
+        assert sum(len(worker.submits) for worker in workers) == 2
+        await made.until_quiet()
+
+
+async def test_silence_makes_no_poison() -> None:
+    hanging = [FakeWorker(name, script=only_first(Script(hang_after=0))) for name in "ab"]
+    async with rig(*hanging) as made:
+        progress = Progress()
+        assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
+        assert progress.num_migrations == 2
 
 
 async def test_closing_the_stream_cancels_on_the_worker_at_once() -> None:

@@ -18,6 +18,7 @@ from blockyard.worker.sequence import (
     SequenceId,
     StepPlan,
     StepTokens,
+    TenantId,
 )
 
 ROOT = root_name(cluster_secret="", model_fingerprint="test", block_size=16, kv_dtype="float32")
@@ -39,6 +40,7 @@ def make_sequence(
     max_tokens: int = 8,
     block_size: int = 16,
     priority: int = 0,
+    tenant: int = 0,
     **sampling: Any,
 ) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, **sampling)
@@ -51,6 +53,7 @@ def make_sequence(
         arrival=number,
         rank=float(priority),
         priority=priority,
+        tenant=TenantId(tenant),
         request_id=RequestId(number),
         num_outputs=1 if params.beam_width else params.n,
     )

@@ -266,6 +266,9 @@ class Storm:
         for name in self._anywhere or self._published:
             parent = self._parents[name]
             assert parent not in self._parents or parent in (self._anywhere or self._published), "a gap"
+            owners = {cache.owner(name), cache.owner(parent)}
+            owners |= set() if host is None else {host.owner(name), host.owner(parent)}
+            assert len(owners - {None}) == 1, "what builds on a block is on its owner's account"
 
     def _check_nothing_is_held(self) -> None:
         scheduler = self.scheduler
@@ -323,6 +326,7 @@ def random_request(chance: random.Random) -> dict[str, Any]:
     kind = chance.random()
     request: dict[str, Any] = {"tokens": tokens, "max_tokens": chance.randint(1, 40)}
     request["priority"] = chance.choice([0, 0, 0, 3, -2])
+    request["tenant"] = len(tokens) % 4
     if chance.random() < 0.3:
         request["stop_token_ids"] = STOP_TOKENS
     if kind < 0.2:

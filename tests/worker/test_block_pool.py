@@ -88,15 +88,22 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(blocks=held, target=held)
     def share(self, blocks: list[int]) -> list[int]:
-        for block in blocks:
-            self.pool.keep(block)
+        self._keep(blocks)
         self.pool.share(blocks)
         return list(blocks)
 
+    def _keep(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if not self.pool.snapshot()[1][block]:
+                self.pool.keep(block)
+
     @rule(blocks=consumes(held), keep=st.booleans())
     def release(self, blocks: list[int], keep: bool) -> None:
-        for block in blocks:
-            (self.pool.keep if keep else self.pool.discard)(block)
+        if keep:
+            self._keep(blocks)
+        else:
+            for block in blocks:
+                self.pool.discard(block)
         self.pool.release(blocks)
 
     @invariant()

@@ -143,3 +143,18 @@ def test_many_logprobs_go_in_several_messages_of_whole_rows() -> None:
     assert [[detail.row for detail in step.details] for step in messages] == [[0, 1], [0, 1], [0]]
     assert [list(step.failed_handles) for step in messages] == [[], [], [9]]
     assert outbox.take(IDLE) == []
+
+
+def test_what_is_given_back_comes_behind_its_tokens_and_a_drain_before_all() -> None:
+    outbox = Outbox()
+    outbox.add(1, output(5, 0))
+    outbox.fail(1, RejectReason.REJECT_REASON_DRAINING)
+    outbox.reject(2, RejectReason.REJECT_REASON_DRAINING)
+    outbox.tell_draining(True)
+    draining, rejected, step = outbox.take(IDLE)
+    assert draining.draining.is_draining
+    assert rejected.rejected.handle == 2
+    assert (list(step.step.token_ids), list(step.step.failed_handles)) == ([5], [1])
+    assert list(step.step.failed_reasons) == [RejectReason.REJECT_REASON_DRAINING]
+    outbox.reported = IDLE
+    assert outbox.take(IDLE) == []

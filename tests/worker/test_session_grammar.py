@@ -80,7 +80,7 @@ class Stand:
 async def stand() -> AsyncIterator[Stand]:
     compiler, runner = Compiler(), Recorder()
     service = SessionService(
-        hello=Hello(block_size=16, total_blocks=64),
+        hello=Hello(block_size=16, total_blocks=64, max_model_len=1024),
         cluster_secret="hush",
         vocab_size=100,
         max_waiting=4,

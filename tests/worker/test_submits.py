@@ -15,6 +15,7 @@ from blockyard.worker.submits import engine_request
 from .scheduling import ROOT
 
 VOCAB_SIZE = 100
+CONTEXT = 64
 PROMPT = [5] * 20
 LEAST: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 6, "length_penalty": 1.0}
 
@@ -27,7 +28,12 @@ def parse(*, sampling: dict[str, Any] | None = None, **changes: Any) -> EngineRe
         "sampling": EngineSampling(**(LEAST | (sampling or {}))),
     }
     submit = Submit(**(values | changes))
-    return engine_request(Submit.FromString(submit.SerializeToString()), vocab_size=VOCAB_SIZE, block_size=16)
+    return engine_request(
+        Submit.FromString(submit.SerializeToString()),
+        vocab_size=VOCAB_SIZE,
+        block_size=16,
+        max_model_len=CONTEXT,
+    )
 
 
 def test_every_option_arrives() -> None:
@@ -50,6 +56,7 @@ def test_every_option_arrives() -> None:
             "n": 3,
         },
         priority=-7,
+        tenant=2**64 - 1,
         deadline_seconds=2.5,
         continuations=[{"index": 1, "token_ids": pack_tokens([6, 7])}],
     )
@@ -71,7 +78,7 @@ def test_every_option_arrives() -> None:
         prompt_logprobs=5,
         n=3,
     )
-    assert (request.priority, request.deadline_seconds) == (-7, 2.5)
+    assert (request.priority, request.tenant, request.deadline_seconds) == (-7, 2**64 - 1, 2.5)
     assert request.continuations == (Continuation(index=1, token_ids=(6, 7)),)
     assert (request.token_ids, request.prompt_length, len(request.names)) == (PROMPT, 20, 2)
 
@@ -99,6 +106,7 @@ def test_what_an_older_router_leaves_out_is_the_default() -> None:
     "sampling",
     [
         {"stop_token_ids": [VOCAB_SIZE]},
+        {"stop_token_ids": [5] * 65},
         {"eos_token_ids": [VOCAB_SIZE]},
         {"allowed_token_ids": [1, 2**32 - 1]},
         {"bad_token_ids": [VOCAB_SIZE]},
@@ -142,6 +150,13 @@ def test_sampling_out_of_bounds_is_refused(sampling: dict[str, Any]) -> None:
         {"block_names": b""},
         {"block_names": b"short"},
         {"block_names": ROOT * 3},
+        {"block_names": ROOT * 2},
+        {"block_names": b"".join((ROOT, *chain(ROOT, [6] * 16, 16)))},
+        {"prompt_tokens": 2**32 - 1},
+        {"token_ids": pack_tokens([5] * (CONTEXT + 1))},
+        {"request_id": "a\nb"},
+        {"request_id": "a" * 129},
+        {"continuations": [{"index": 0, "token_ids": pack_tokens([5] * (CONTEXT + 1))}]},
         {"priority": 101},
         {"priority": -101},
         {"deadline_seconds": math.nan},

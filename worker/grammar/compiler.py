@@ -25,8 +25,8 @@ REFUSAL_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerConfig:
-    timeout_seconds: float = 5.0
-    """For one grammar, from when its turn has come."""
+    timeout_seconds: float = 2.0
+    """For one grammar, from when its turn has come; others wait behind it, and common ones take milliseconds."""
     memory_bytes: int = 2**30
     """What the process of trials may take beyond what it has once its tokenizer is loaded."""
     start_timeout_seconds: float = 60.0

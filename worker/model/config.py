@@ -23,6 +23,8 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 DataTypeName = Literal["float32", "bfloat16", "float16"]
 
+MAX_SIZE = 2**24
+"""Of anything in a config.json, ten times what any model has: some sizes become lists before weights are looked at."""
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 # Mistral's repositories hold the same weights a second time in a format of their own.
 HUB_IGNORED_PATTERNS = ("consolidated*",)
@@ -66,6 +68,14 @@ def load_config(folder: Path) -> ModelConfig:
 
     Raises UnsupportedModelError for a model this engine cannot run, ValueError for a file it cannot read.
     """
+    try:
+        return _load_config(folder)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        # A value of a kind that nobody writes there: which one is not worth a check of each.
+        raise ValueError(f"{folder / 'config.json'} has a value of the wrong kind: {error}") from error
+
+
+def _load_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
@@ -143,7 +153,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file.parent} is no model folder: it has no {file.name}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}")
@@ -190,6 +200,6 @@ def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value!r} in config.json must be a positive whole number")
+    if not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+        raise ValueError(f"{key}={value!r} in config.json must be a whole number from 1 to {MAX_SIZE}")
     return value

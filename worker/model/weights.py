@@ -173,10 +173,9 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
 def _shard_files(folder: Path) -> list[Path]:
     index_file = folder / INDEX_FILE
     if index_file.exists():
-        names = sorted(set(json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
+        files = [folder / name for name in _shard_names(index_file)]
         for file in files:
-            if file.parent != folder or not file.exists():
+            if file.parent != folder or not file.is_file():
                 raise ValueError(f"{index_file} names the shard {file.name!r}, which is not beside it")
         return files
     if (folder / SINGLE_FILE).exists():
@@ -187,6 +186,17 @@ def _shard_files(folder: Path) -> list[Path]:
             "so convert them to safetensors"
         )
     raise ValueError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}")
+
+
+def _shard_names(index_file: Path) -> list[str]:
+    try:
+        index = json.loads(index_file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{index_file} is not valid JSON") from None
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index_file} has no weight_map from tensors to files")
+    return sorted(set(places.values()))
 
 
 def _read_shard(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,177 @@
+"""Tokens and TLS on the command line: what `up` gives the routers, what a command shows to them, and `token new`.
+
+Owns options and files. Does not own what tokens mean (router/auth.py), nor how a client connects
+(router/client/connection.py). A token is never an argument: those can be read by everybody on the machine.
+"""
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from blockyard.deploy.options import Command
+from blockyard.deploy.redis_server import RedisUser
+from blockyard.proto.index_acl import Role as RedisRole
+from blockyard.proto.index_acl import acl_rules, user_name
+from blockyard.proto.secret_files import read_secret_file
+from blockyard.proto.tls import server_credentials, session_credentials
+from blockyard.proto.tls_files import ServerTls, SessionTls, server_tls, session_tls
+from blockyard.router.auth import Role, new_token, parse_tokens
+from blockyard.router.client import TlsOptions
+from blockyard.router.token_file import TokenFile
+
+_CONNECTION = "blockyard.connection"
+"""Where click's context keeps what `connection_options` were given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityOptions:
+    """Of a cluster's ports. Files lie at the same path on every node that has a router or a worker."""
+
+    auth_file: str | None = None
+    tls: ServerTls | None = None
+    session_tls: SessionTls | None = None
+
+    def check(self) -> None:
+        """Before anything starts. Raises ValueError for what routers or workers could not use."""
+        if self.auth_file is not None:
+            TokenFile(self.auth_file)
+        server_credentials(self.tls)
+        server_credentials(self.session_tls)
+        session_credentials(self.session_tls)
+
+
+def redis_user(role: RedisRole, cluster: str) -> RedisUser:
+    """Of the private Redis, with a password of its own."""
+    return RedisUser(name=user_name(role), password=secrets.token_hex(16), rules=acl_rules(role, cluster))
+
+
+def security_options(command: Command) -> Command:
+    """Of `up`; `security` takes them back."""
+    for flag, told in reversed(
+        (
+            (
+                "--auth-file",
+                "Tokens that clients must show (`blockyard token new`). Default: none, all may call all.",
+            ),
+            ("--tls-cert", "Serve clients over TLS, with this certificate."),
+            ("--tls-key", "The key of --tls-cert."),
+            ("--tls-client-ca", "Clients must show a certificate of this CA."),
+            (
+                "--session-tls-cert",
+                "TLS between routers and workers: a certificate for the name blockyard-session.",
+            ),
+            ("--session-tls-key", "The key of --session-tls-cert."),
+            ("--session-tls-ca", "The CA of --session-tls-cert, that signs for nothing else."),
+        )
+    ):
+        command = click.option(flag, type=click.Path(dir_okay=False, resolve_path=True), help=told)(command)
+    return command
+
+
+def security(values: dict[str, Any]) -> SecurityOptions:
+    """Takes the options out of a command's arguments. Raises ValueError."""
+    return SecurityOptions(
+        auth_file=values.pop("auth_file"),
+        tls=server_tls(values.pop("tls_cert"), values.pop("tls_key"), values.pop("tls_client_ca")),
+        session_tls=session_tls(
+            values.pop("session_tls_cert"), values.pop("session_tls_key"), values.pop("session_tls_ca")
+        ),
+    )
+
+
+def connection_options(command: Command) -> Command:
+    """How to reach routers, for any command that calls one; `client_connection` has them. Each may come by the
+    environment too: BLOCKYARD_ and the option's name."""
+    for flag, is_flag, told in reversed(
+        (
+            ("--tls", True, "Reach routers over TLS."),
+            ("--tls-ca", False, "Over TLS, trusting this CA alone."),
+            ("--tls-cert", False, "A certificate to show, with --tls-key."),
+            ("--tls-key", False, "The key of --tls-cert."),
+            (
+                "--token-file",
+                False,
+                "A file with the token to show. Default: that of BLOCKYARD_TOKEN, if set.",
+            ),
+            ("--plaintext-token", True, "Show the token without TLS too, where others may read it."),
+        )
+    ):
+        command = click.option(
+            flag,
+            type=None if is_flag else click.Path(dir_okay=False),
+            is_flag=is_flag,
+            envvar="BLOCKYARD_" + flag.removeprefix("--").replace("-", "_").upper(),
+            expose_value=False,
+            callback=_keep,
+            help=told,
+        )(command)
+    return command
+
+
+def client_connection() -> dict[str, Any]:
+    """The arguments of Client that the current command was given. Raises ValueError."""
+    given = click.get_current_context().meta.get(_CONNECTION, {})
+    files = {name: given.get(f"tls_{name}") for name in ("ca", "cert", "key")}
+    uses_tls = bool(given.get("tls")) or any(files.values())
+    token_file = given.get("token_file")
+    return {
+        "tls": TlsOptions(**files) if uses_tls else None,
+        "token": None if token_file is None else _read_token(token_file),
+        "allow_plaintext_token": bool(given.get("plaintext_token")),
+    }
+
+
+def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
+    context.meta.setdefault(_CONNECTION, {})[option.name] = value
+
+
+def _read_token(path: str) -> str:
+    try:
+        return read_secret_file(path, "token file")[0].decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise ValueError(f"token file {path} holds no token") from None
+
+
+@click.group()
+def token() -> None:
+    """The tokens that clients show."""
+
+
+@token.command()
+@click.option("--name", required=True, help="Whose it is; the audit log has it.")
+@click.option("--role", type=click.Choice([role.value for role in Role]), required=True)
+@click.option("--tenant", help="Whose requests and prefixes are his. Default: of a tenant of his own name.")
+@click.option(
+    "--auth-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Add the entry to this file, made if missing; routers take it within seconds.",
+)
+def new(name: str, role: str, tenant: str | None, auth_file: Path | None) -> None:
+    """Draw a token and print it, this once, on stdout."""
+    drawn, entry = new_token(name, role, tenant)
+    if auth_file is None:
+        click.echo(f"entry for the auth file: {json.dumps(entry)}", err=True)
+    else:
+        append_entry(auth_file, entry)
+        click.echo(f"{auth_file} has {name!r} now", err=True)
+    click.echo(drawn)
+
+
+def append_entry(path: Path, entry: dict[str, str]) -> None:
+    """All or nothing, never readable by others. Raises ValueError where the file or the entry with it would be bad."""
+    entries = []
+    if path.exists():
+        TokenFile(path)
+        entries = json.loads(path.read_bytes())
+    text = json.dumps([*entries, entry], indent=2)
+    parse_tokens(text)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+    partial.replace(path)

@@ -1,0 +1,39 @@
+"""Files that an operator gives and that only he should read: tokens, private keys.
+
+Owns the refusal of those that are for everybody to read. Does not own what is in them.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+MAX_BYTES = 4 * 1024 * 1024
+
+
+def read_file(path: str | Path, what: str) -> bytes:
+    """Raises ValueError that names `what` and the file."""
+    return _read(Path(path), what)[0]
+
+
+def read_secret_file(path: str | Path, what: str) -> tuple[bytes, os.stat_result]:
+    """Its contents, and what it was like when they were read. Raises ValueError that names `what` and the file, also
+    for one that everybody may read, or others than its owner change."""
+    content, status = _read(Path(path), what)
+    if status.st_mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        raise ValueError(
+            f"{what} {path} may be read by everybody or changed by others than its owner "
+            f"(mode {stat.S_IMODE(status.st_mode):04o}): chmod 600 it, or 640 for a group that reads it"
+        )
+    return content, status
+
+
+def _read(path: Path, what: str) -> tuple[bytes, os.stat_result]:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{what} {path} has more than {MAX_BYTES} bytes")
+    return content, status

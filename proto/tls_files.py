@@ -1,0 +1,45 @@
+"""Which files TLS is made of, on each of a cluster's gRPC ports. Pure: reads none of them, see tls.py.
+
+public port (clients -> routers)      ServerTls: a certificate; with `client_ca` clients must show one too
+session port (routers -> workers)     SessionTls: one certificate and one CA for all of a cluster; both sides show it
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTls:
+    """PEM files of the public port."""
+
+    cert: str
+    """The server's certificate, and those between it and the CA."""
+    key: str
+    client_ca: str | None = None
+    """With it every client must show a certificate that this CA has signed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTls:
+    """PEM files of the session, the same for routers and workers."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+def session_tls(cert: str | None, key: str | None, ca: str | None) -> SessionTls | None:
+    """Of three options: all or none. Raises ValueError."""
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise ValueError("--session-tls-cert, --session-tls-key and --session-tls-ca go together")
+    return SessionTls(cert=cert, key=key, ca=ca)
+
+
+def server_tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
+    """Of three options: the first two together or none. Raises ValueError."""
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise ValueError("--tls-cert and --tls-key go together, and --tls-client-ca needs them")
+    return ServerTls(cert=cert, key=key, client_ca=client_ca)

@@ -1,0 +1,164 @@
+"""AdminService: what changes a running cluster, passed on to the workers that it concerns.
+
+Owns the bounds of its fields, the deadline of each call and the audit line. Who may call is decided before
+(interceptor.py); what a drain or a flush is, the workers know. Any router can be asked: it is connected to all of them.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+from blockyard.proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from blockyard.router.auth import principal_name
+from blockyard.router.engine_link import EngineLink
+from blockyard.router.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    RequestAborted,
+    RouterError,
+    UnknownWorker,
+    WorkerUnreachable,
+)
+from blockyard.router.generation import RouterParts
+from blockyard.router.interceptor import Context
+from blockyard.router.names import NAME_RULE, is_id
+
+logger = logging.getLogger("blockyard.audit")
+
+DEFAULT_GRACE_SECONDS = 30.0
+MAX_GRACE_SECONDS = 86_400.0
+ANSWER_SECONDS = 10.0
+"""For a worker to do what takes no grace: it does so between two steps."""
+HAND_OVER_SECONDS = 60.0
+"""Beyond the grace, where the client sets no deadline: the step under way has to end."""
+T = TypeVar("T")
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """One for each router. `principal` says who makes the call at hand."""
+
+    def __init__(self, parts: RouterParts, *, principal: Callable[[], str] = principal_name) -> None:
+        self._parts = parts
+        self._principal = principal
+
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_pb2.DrainWorkerResponse:
+        grace_seconds = _grace_seconds(request)
+        link = self._link(request.worker_id)
+        self._audit("DrainWorker", f"{request.worker_id} grace_seconds={grace_seconds:g}")
+        left_seconds = context.time_remaining()
+        timeout_seconds = grace_seconds + HAND_OVER_SECONDS
+        if left_seconds is not None:
+            timeout_seconds = min(left_seconds, MAX_GRACE_SECONDS + HAND_OVER_SECONDS)
+        asked = admin_pb2.DrainWorkerRequest(worker_id=request.worker_id, grace_seconds=grace_seconds)
+        drained: admin_pb2.DrainWorkerResponse = await _answer(
+            link.administer("DrainWorker", asked, timeout_seconds)
+        )
+        return drained
+
+    async def ResumeWorker(
+        self, request: admin_pb2.ResumeWorkerRequest, context: Context
+    ) -> admin_pb2.ResumeWorkerResponse:
+        link = self._link(request.worker_id)
+        self._audit("ResumeWorker", request.worker_id)
+        resumed: admin_pb2.ResumeWorkerResponse = await _answer(
+            link.administer("ResumeWorker", request, _seconds_left(context))
+        )
+        return resumed
+
+    async def FlushCache(
+        self, request: admin_pb2.FlushCacheRequest, context: Context
+    ) -> admin_pb2.FlushCacheResponse:
+        answers = await self._ask_each("FlushCache", request, context)
+        return admin_pb2.FlushCacheResponse(
+            flushed_blocks=sum(answer.flushed_blocks for answer in answers),
+            flushed_host_blocks=sum(answer.flushed_host_blocks for answer in answers),
+        )
+
+    async def RebuildIndex(
+        self, request: admin_pb2.RebuildIndexRequest, context: Context
+    ) -> admin_pb2.RebuildIndexResponse:
+        answers = await self._ask_each("RebuildIndex", request, context)
+        return admin_pb2.RebuildIndexResponse(workers=sum(answer.workers for answer in answers))
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        if not is_id(request.request_id):
+            raise InvalidRequest.of("request_id", f"must be {NAME_RULE}")
+        self._audit("Abort", request.request_id)
+        self._parts.registry.abort(request.request_id)
+        return inference_pb2.AbortResponse()
+
+    async def _ask_each(
+        self,
+        method: str,
+        request: admin_pb2.FlushCacheRequest | admin_pb2.RebuildIndexRequest,
+        context: Context,
+    ) -> list[Any]:
+        """The worker that is named, or all that are connected. All are asked, whoever of them fails."""
+        if request.HasField("worker_id"):
+            links = [self._link(request.worker_id)]
+        else:
+            links = [link for link in self._parts.fleet.links.values() if link.is_up]
+        self._audit(method, request.worker_id or f"all {len(links)} workers")
+        timeout_seconds = _seconds_left(context)
+        answers = await asyncio.gather(
+            *(_answer(link.administer(method, request, timeout_seconds)) for link in links),
+            return_exceptions=True,
+        )
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if len(links) > 1 and failures:
+            raise WorkerUnreachable(f"{len(failures)} of {len(links)} workers did not answer")
+        if failures:
+            raise failures[0]
+        return answers
+
+    def _link(self, worker_id: str) -> EngineLink:
+        if not is_id(worker_id):
+            raise InvalidRequest.of("worker_id", f"must be {NAME_RULE}")
+        worker = self._parts.fleet.view.find(worker_id)
+        link = self._parts.fleet.links.get(worker.address) if worker else None
+        if link is None:
+            raise UnknownWorker("worker_id: no worker of this id is known")
+        return link
+
+    def _audit(self, method: str, about: str) -> None:
+        """Names alone, which have passed their rule: nothing of a prompt, nothing that breaks a line."""
+        logger.info("%s %s by %s", method, about, self._principal())
+
+
+def _grace_seconds(request: admin_pb2.DrainWorkerRequest) -> float:
+    grace_seconds = request.grace_seconds if request.HasField("grace_seconds") else DEFAULT_GRACE_SECONDS
+    if not (math.isfinite(grace_seconds) and 0 <= grace_seconds <= MAX_GRACE_SECONDS):
+        raise InvalidRequest.of("grace_seconds", f"must be from 0 to {MAX_GRACE_SECONDS:g}")
+    return grace_seconds
+
+
+def _seconds_left(context: Context) -> float:
+    left_seconds = context.time_remaining()
+    return ANSWER_SECONDS if left_seconds is None else min(left_seconds, ANSWER_SECONDS)
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except ConnectionError:
+        raise WorkerUnreachable("the worker is not connected") from None
+    except grpc.aio.AioRpcError as error:
+        raise _as_answer(error.code()) from None
+
+
+def _as_answer(code: grpc.StatusCode) -> RouterError:
+    match code:
+        case grpc.StatusCode.ABORTED:
+            return RequestAborted("the drain was taken back")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlinePassed("the worker has not answered in time; what was asked of it goes on")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return WorkerUnreachable("the worker is too old for this call")
+    return WorkerUnreachable(f"the worker did not answer: {code.name}")

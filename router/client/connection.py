@@ -1,0 +1,87 @@
+"""How a client reaches routers and who it says it is: TLS, its token, its tenant.
+
+Owns the refusal to send a token where others could read it. Opens channels, and decides no retry (retry.py).
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+from blockyard.proto.tls import read_ca, read_pair
+from blockyard.router.client.retry import CHANNEL_OPTIONS, call_metadata
+from blockyard.router.loopback import host_of, is_loopback
+
+TOKEN_VARIABLE = "BLOCKYARD_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsOptions:
+    """PEM files; `TlsOptions()` trusts the CAs that this system trusts."""
+
+    ca: str | None = None
+    """Trust these CAs and no others."""
+    cert: str | None = None
+    """Shown to routers that ask for one, with its key."""
+    key: str | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises ValueError for files that cannot be used."""
+        if (self.cert is None) is not (self.key is None):
+            raise ValueError("tls: a client's certificate and its key go together")
+        roots = None if self.ca is None else read_ca(self.ca)
+        if self.cert is None or self.key is None:
+            return grpc.ssl_channel_credentials(roots)
+        key, cert = read_pair(self.key, self.cert)
+        return grpc.ssl_channel_credentials(roots, key, cert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """What all channels and calls of one client have in common."""
+
+    metadata: tuple[tuple[str, str], ...] = field(repr=False)
+    credentials: grpc.ChannelCredentials | None
+
+    @classmethod
+    def of(
+        cls,
+        addresses: Sequence[str],
+        *,
+        token: str | None,
+        tenant: str | None,
+        tls: TlsOptions | None,
+        allow_plaintext_token: bool,
+    ) -> "Connection":
+        """A token that is None is the environment's. Raises ValueError, TypeError."""
+        shown = os.environ.get(TOKEN_VARIABLE) if token is None else token
+        if shown and tls is None and not allow_plaintext_token:
+            _check_private_way(addresses)
+        return cls(
+            metadata=call_metadata(shown or None, tenant),
+            credentials=None if tls is None else tls.credentials(),
+        )
+
+    @property
+    def is_tls(self) -> bool:
+        return self.credentials is not None
+
+    def channel(self, address: str) -> grpc.Channel:
+        if self.credentials is None:
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)
+
+    def aio_channel(self, address: str) -> grpc.aio.Channel:
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)
+
+
+def _check_private_way(addresses: Sequence[str]) -> None:
+    for address in addresses:
+        if not is_loopback(host_of(address)):
+            raise ValueError(
+                f"a token would go to {address} in plaintext, for anybody on the way to read: use TLS, or say that you "
+                "want it so (allow_plaintext_token, --plaintext-token)"
+            )

@@ -1,0 +1,198 @@
+"""What only Ray can do to a cluster: a node that dies, a head that dies, a worker that its supervisor cannot start."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard import deploy
+from blockyard.deploy.processes import end_session, session_members
+from blockyard.deploy.ray_head import RayHead, start_head
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import Client
+from blockyard.router.client.results import Completion, completion
+
+from .harness import Cluster, Command, eventually, remembered_state
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow_fault]
+
+MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
+READY = cluster_pb2.WORKER_STATE_READY
+NUM_STREAMS = 8
+NUM_TOKENS = 400
+SIMULATED = (
+    *("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB"),
+    *("--simulated-step-seconds", "0.02"),
+)
+HEAL_SECONDS = 120.0
+STREAM_SECONDS = 120.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Two workers on a copy of the demo model, which a test may damage."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    command = Command(home=tmp_path / "home", cluster="faulty")
+    result = command.run("up", "--model", str(model), "--workers", "2", *SIMULATED)
+    assert result.returncode == 0, result.stderr
+    try:
+        yield Cluster(command=command, state=remembered_state(command))
+    finally:
+        command.run("down", "--drain", "0")
+
+
+def stream_once(
+    client: Client, seed: int, begun: threading.Barrier | None = None
+) -> tuple[Completion, float]:
+    """An answer, and its longest pause."""
+    pieces, times = [], [time.monotonic()]
+    for delta in client.stream(
+        f"def f{seed}(x):",
+        seed=seed,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        timeout_seconds=STREAM_SECONDS,
+    ):
+        pieces.append(delta)
+        times.append(time.monotonic())
+        if begun is not None and len(pieces) == 5:
+            begun.wait()
+    return completion(pieces), max(after - before for before, after in itertools.pairwise(times[5:]))
+
+
+@contextmanager
+def disturbed(cluster: Cluster, measured: dict[str, Any]) -> Iterator[Client]:
+    """Streams run while the body does its worst; each must bring the tokens of the run before."""
+    with cluster.client() as client, ThreadPoolExecutor(max_workers=NUM_STREAMS) as threads:
+        seeds = range(NUM_STREAMS)
+        reference = list(threads.map(lambda seed: stream_once(client, seed)[0], seeds))
+        begun = threading.Barrier(NUM_STREAMS + 1, timeout=60)
+        running = [threads.submit(stream_once, client, seed, begun) for seed in seeds]
+        begun.wait()
+        yield client
+        finished = [future.result() for future in running]
+        measured.update(
+            failed=0,
+            migrated=sum(answer.finish.migrations > 0 for answer, _ in finished),
+            recovery_seconds=max(pause for _, pause in finished),
+        )
+        assert [answer.token_ids for answer, _ in finished] == [answer.token_ids for answer in reference]
+
+
+@pytest.mark.fault(29)
+def test_a_worker_that_cannot_start_says_why_and_the_others_serve_on(
+    cluster: Cluster, measured: dict[str, Any]
+) -> None:
+    config = Path(str(cluster.command.home.parent)) / "model" / "config.json"
+    sound = config.read_text()
+    with disturbed(cluster, measured):
+        config.write_text("{}")
+        os.kill(cluster.command.place("worker-1")["pid"], signal.SIGKILL)
+
+        def says_why() -> bool:
+            place = cluster.command.place("worker-1")
+            return place["phase"] != "serving" and bool(place["error"])
+
+        assert eventually(says_why, seconds=HEAL_SECONDS)
+    time.sleep(5.0)
+    place = cluster.command.place("worker-1")
+    measured["note"] = f"{place['num_starts']} starts, then: {place['error'][:60]}"
+    assert place["num_starts"] < 20
+    assert "Traceback" not in place["error"]
+    config.write_text(sound)
+    with cluster.client() as client:
+        healed = lambda: sum(worker.state == READY for worker in client.list_workers()) == 2  # noqa: E731
+        assert eventually(healed, seconds=HEAL_SECONDS)
+
+
+@pytest.mark.fault(34)
+@pytest.mark.xfail(
+    reason="`ray start --block` ends all of its node, our actors too, when its head's GCS dies"
+)
+def test_streams_go_on_when_the_head_of_ray_has_died(cluster: Cluster, measured: dict[str, Any]) -> None:
+    assert cluster.state.head is not None
+    with disturbed(cluster, measured) as client:
+        os.kill(_member(cluster.state.head.session, b"gcs_server"), signal.SIGKILL)
+        assert client.generate("def", max_tokens=4, ignore_eos=True).finish.completion_tokens == 4
+    status = cluster.command.run("status")
+    measured["note"] = f"`status` exits {status.returncode}: {status.stderr.strip().splitlines()[-1][:80]}"
+    assert status.returncode != 0
+    assert "Traceback" not in status.stderr
+
+
+def _member(session: int, name: bytes) -> int:
+    """The process of a session whose program has this name."""
+    (pid,) = (
+        member.pid
+        for member in session_members(session)
+        if name in Path(f"/proc/{member.pid}/cmdline").read_bytes().split(b"\0")[0]
+    )
+    return pid
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[tuple[RayHead, "subprocess.Popen[bytes]"]]:
+    """An operator's Ray of two nodes. The folder's path must be short: Ray puts sockets in it."""
+    directory = Path(tempfile.mkdtemp(prefix="by-fault-", dir="/tmp"))
+    head = start_head(directory, num_cpus=4)
+    recorded = session_members(head.session)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "token")
+        environment.setenv("RAY_AUTH_TOKEN_PATH", str(head.token_path))
+        join = ["start", "--address", head.address, "--num-cpus", "4", "--block"]
+        with (directory / "node.log").open("wb") as log:
+            node = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", *join],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            yield head, node
+        finally:
+            end_session(node.pid, session_members(node.pid))
+            node.wait(10)
+            end_session(head.session, recorded)
+            shutil.rmtree(directory)
+
+
+@pytest.mark.fault(33)
+def test_the_death_of_a_node_moves_all_that_ran_there(
+    two_nodes: tuple[RayHead, "subprocess.Popen[bytes]"], tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    head, node = two_nodes
+    assert eventually(lambda: _has_raylet(node.pid), seconds=60)
+    command = Command(home=tmp_path / "home", cluster="nodes")
+    placed = ("--workers", "6", "--address", head.address)
+    result = command.run("up", "--model", "demo", *SIMULATED, *placed)
+    assert result.returncode == 0, result.stderr
+    there = {member.pid for member in session_members(node.pid)}
+    try:
+        places = [place for place in command.json("status")["places"] if place["kind"] == "worker"]
+        lost = [place["name"] for place in places if place["pid"] in there]
+        assert 0 < len(lost) < len(places)
+        with disturbed(Cluster(command=command, state=remembered_state(command)), measured):
+            for pid in there:
+                os.kill(pid, signal.SIGKILL)
+        measured["note"] = f"{len(lost)} of {len(places)} workers were on it"
+    finally:
+        command.run("down", "--drain", "0")
+
+
+def _has_raylet(session: int) -> bool:
+    try:
+        return bool(_member(session, b"raylet"))
+    except (ValueError, OSError):
+        return False

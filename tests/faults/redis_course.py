@@ -1,0 +1,198 @@
+"""What each fault of Redis must leave: one course of events under load, and what is asserted of it.
+
+Owns the traffic, the measuring of placement, and `survives`, which the rows of test_redis_*.py share. Does not own the
+cluster (redis_rig.py) nor the faults.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import median
+from typing import Any
+
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import AsyncClient
+from blockyard.router.client.errors import BlockyardError
+
+from .invariants import blocks_are_free, nothing_is_told
+from .load import CANARY, until
+from .redis_rig import DEGRADED, NUM_WORKERS, RedisCluster, num_resyncs, strays
+
+NUM_GROUPS = 6
+NUM_LOOPS = 6
+CALM_SECONDS = 1.5
+ADDED_SECONDS = 0.05
+"""To a placement, while Redis is not what it should be; tests allow ten times it."""
+
+Action = Callable[[], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """What became of the requests and of the questions where one would be placed."""
+
+    num_done: int = 0
+    errors: list[str] = field(default_factory=list)
+    placements: list[tuple[float, float]] = field(default_factory=list)
+    """When each question was asked, and how long the answer took."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    is_over: bool = False
+
+    def placement_seconds(self, begin: float, end: float) -> list[float]:
+        return sorted(took for at, took in self.placements if begin <= at < end)
+
+
+@asynccontextmanager
+async def running_traffic(client: AsyncClient) -> AsyncIterator[Traffic]:
+    """Until the context ends: loops of requests that share prefixes, and one of questions."""
+    traffic, numbers = Traffic(), count()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(NUM_LOOPS):
+            tasks.create_task(_ask_again_and_again(client, traffic, numbers))
+        tasks.create_task(_measure_placement(client, traffic))
+        try:
+            yield traffic
+        finally:
+            traffic.is_over = True
+
+
+def prompt(number: int) -> str:
+    """Some 20 blocks that a sixth of all share, then words of its own."""
+    return f"# {CANARY} group {number % NUM_GROUPS}\n" + "def f(x): return x\n" * 40 + f"# {number}\n" * 5
+
+
+async def _ask_again_and_again(client: AsyncClient, traffic: Traffic, numbers: Iterator[int]) -> None:
+    while not traffic.is_over:
+        number = next(numbers)
+        try:
+            done = await client.generate(prompt(number), max_tokens=6, seed=number, ignore_eos=True)
+        except BlockyardError as error:
+            traffic.errors.append(str(error))
+            await asyncio.sleep(0.05)
+        else:
+            traffic.num_done += 1
+            traffic.prompt_tokens += done.finish.prompt_tokens
+            traffic.cached_tokens += done.finish.cached_tokens
+        await asyncio.sleep(0.03)
+
+
+async def _measure_placement(client: AsyncClient, traffic: Traffic) -> None:
+    numbers = count()
+    while not traffic.is_over:
+        began = time.monotonic()
+        try:
+            await client.explain_placement(prompt(next(numbers)))
+        except BlockyardError as error:
+            traffic.errors.append(f"ExplainPlacement: {error}")
+        traffic.placements.append((began, time.monotonic() - began))
+        await asyncio.sleep(0.015)
+
+
+@dataclass(slots=True, kw_only=True)
+class Survived:
+    """What one fault cost."""
+
+    exact_seconds: float
+    """From the end of the fault to an index that calls itself EXACT, under load."""
+    equal_seconds: float
+    """From there, without load, to one that equals the workers' truth."""
+    added_p50_ms: float
+    added_worst_ms: float
+    pause_ms: float
+    index: cluster_pb2.IndexInfo
+    num_resyncs: int
+    """How often workers told everything anew."""
+    num_done: int
+
+
+async def survives(
+    cluster: RedisCluster,
+    measured: dict[str, Any],
+    *,
+    harm: Action,
+    heal: Action = lambda: None,
+    hold_seconds: float = 2.0,
+    is_degraded: bool = True,
+    resyncs: int = 0,
+) -> Survived:
+    """Load, calm; `harm`; load; `heal`; until EXACT; until equal to the truth. Asserts what every row of Redis asserts.
+
+    `is_degraded`: the fault lasts long enough for the state to be asked for, and it must have been DEGRADED.
+    `resyncs`: how many workers must have told the index everything anew.
+    """
+    async with cluster.client() as client:
+        await cluster.until_exact(client)
+        before, num_keys = await client.index_info(), cluster.num_keys()
+        async with running_traffic(client) as traffic:
+            await asyncio.sleep(CALM_SECONDS)
+            await asyncio.to_thread(cluster.loop_pause)
+            harmed_at = time.monotonic()
+            await asyncio.to_thread(harm)
+            was_degraded = await _is_told(client, DEGRADED, hold_seconds)
+            await asyncio.sleep(max(0.0, harmed_at + hold_seconds - time.monotonic()))
+            if is_degraded and not was_degraded:
+                was_degraded = await _is_told(client, DEGRADED, 10.0)
+            await asyncio.to_thread(heal)
+            healed_at = time.monotonic()
+            await cluster.until_exact(client, resyncs=num_resyncs(before) + resyncs)
+            exact_seconds = time.monotonic() - healed_at
+            pause_seconds, computing_seconds = await asyncio.to_thread(cluster.loop_pause)
+            await asyncio.sleep(0.5)
+        equal_seconds = await cluster.until_equal(client)
+        index = await client.index_info()
+        for worker in cluster.workers:
+            await blocks_are_free(worker)
+        await _keys_are_back(cluster, num_keys)
+        await cluster.until_exact(client)
+    nothing_is_told(cluster.processes.logs())
+    calm = traffic.placement_seconds(harmed_at - CALM_SECONDS / 2, harmed_at)
+    harmed = traffic.placement_seconds(harmed_at - 0.1, healed_at + exact_seconds)
+    survived = Survived(
+        exact_seconds=exact_seconds,
+        equal_seconds=equal_seconds,
+        added_p50_ms=1000 * (median(harmed) - median(calm)),
+        added_worst_ms=1000 * (max(harmed) - median(calm)),
+        pause_ms=1000 * pause_seconds,
+        index=index,
+        num_resyncs=num_resyncs(index) - num_resyncs(before),
+        num_done=traffic.num_done,
+    )
+    assert not traffic.errors, traffic.errors
+    assert traffic.num_done >= NUM_LOOPS
+    # Where the loop had no processor to run on, nobody's answer came.
+    assert survived.added_worst_ms <= 10_000 * ADDED_SECONDS + 2 * survived.pause_ms, survived
+    assert computing_seconds <= 10 * ADDED_SECONDS, "the event loop was held up"
+    assert was_degraded or not is_degraded
+    measured |= {
+        "failed": len(traffic.errors),
+        "recovery_seconds": exact_seconds,
+        "note": f"placement +{survived.added_p50_ms:.1f} ms in the middle, at worst "
+        f"+{survived.added_worst_ms:.0f} ms; {traffic.num_done} requests",
+    }
+    print(f"\n{survived.exact_seconds:.2f} s to EXACT, {survived.equal_seconds:.2f} s to equal; ", end="")
+    print(f"loop {1000 * pause_seconds:.0f} ms; {measured['note']}; errors {index.failed_lookups}")
+    return survived
+
+
+async def _is_told(client: AsyncClient, state: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (await client.cluster_info()).index_state == state:
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+async def _keys_are_back(cluster: RedisCluster, num_keys: int) -> None:
+    """Nothing of earlier berths is left once the janitors have been there."""
+
+    def are_back() -> bool:
+        with cluster.redis.client() as straight:
+            is_clean = strays(straight, cluster.prefix) == 0
+        return is_clean and cluster.num_keys() <= num_keys + NUM_WORKERS + 1
+
+    await until(are_back, "the dead berths are purged", seconds=60, every=0.2)

@@ -1,0 +1,237 @@
+"""Three simulated workers and a router whose Redis stands behind a chaos proxy.
+
+Owns that cluster, and the comparison of the index with what the workers truly hold. Does not own traffic and the
+course of a fault (redis_course.py) nor the faults.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis as redis_client
+from blockyard.deploy.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index_schema import key_prefix
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import AsyncClient
+
+from .chaos_proxy import ChaosProxyThread
+from .load import until
+from .processes import SECRET, SIMULATED, Process, Processes, processes
+
+EXACT = cluster_pb2.INDEX_STATE_EXACT
+DEGRADED = cluster_pb2.INDEX_STATE_DEGRADED
+WORKER_OPTIONS = (*SIMULATED, "--simulated-prefill-tokens-per-second", "200000")
+TESTS_USER = "tests"
+NUM_WORKERS = 3
+REBUILD_SECONDS = 5.0
+"""From Redis's return to an index that equals the truth; tests allow ten times it."""
+_PAUSE = re.compile(r"longest pause ([\d.]+) ms, computing ([\d.]+) ms")
+
+Holding = dict[str, set[bytes]]
+"""By worker, the first 8 bytes of each name."""
+
+
+class RedisServer:
+    """A private Redis through several lives on one port, with the password that clients of the cluster have."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.process: RedisProcess = start_private_redis(folder, password=SECRET)
+        self._admit_tests()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.process.port}"
+
+    @contextmanager
+    def client(self) -> Iterator["redis_client.Redis"]:
+        """Straight to it, not through the proxy, and as a user that no fault shuts out."""
+        with redis_client.Redis(
+            port=self.process.port, username=TESTS_USER, password=SECRET, socket_timeout=10.0
+        ) as client:
+            yield client
+
+    def run(self, *command: str | int) -> Any:
+        with self.client() as client:
+            return client.execute_command(*command)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.stop()
+
+    def start(self) -> None:
+        self.process = start_private_redis(self._folder, password=SECRET, port=self.process.port)
+        self._admit_tests()
+
+    def end_connections(self) -> None:
+        """Of everybody else. They come back, and log in again."""
+        self.run("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def mend(self) -> None:
+        """Runs and answers, whatever a test left."""
+        try:
+            self.signal(signal.SIGCONT)
+            self.run("PING")
+        except (OSError, redis_client.RedisError):
+            self.process.stop()
+            self.start()
+
+    def _admit_tests(self) -> None:
+        with redis_client.Redis.from_url(self.process.url) as client:
+            client.acl_setuser(
+                TESTS_USER, enabled=True, passwords=[f"+{SECRET}"], keys=["*"], categories=["+@all"]
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class RedisCluster:
+    """Clients of Redis reach it by the proxy alone; the tests go straight to it."""
+
+    processes: Processes
+    redis: RedisServer
+    proxy: ChaosProxyThread
+    router: Process
+    workers: tuple[Process, ...]
+    name: str = "default"
+
+    @property
+    def prefix(self) -> str:
+        return key_prefix(self.name)
+
+    def client(self) -> AsyncClient:
+        return AsyncClient(self.router.address, timeout_seconds=30.0, retries=0)
+
+    async def is_exact(self, client: AsyncClient) -> bool:
+        info = await client.cluster_info()
+        return info.workers_ready == len(self.workers) and info.index_state == EXACT
+
+    async def until_exact(self, client: AsyncClient, *, resyncs: int = 0) -> float:
+        """Seconds until it was, and all workers together had told everything anew so many times."""
+        began = time.monotonic()
+        while True:
+            info = await client.index_info()
+            if await self.is_exact(client) and num_resyncs(info) >= resyncs:
+                return time.monotonic() - began
+            assert time.monotonic() - began < 10 * REBUILD_SECONDS, f"not EXACT again: {info}"
+            await asyncio.sleep(0.05)
+
+    async def truth(self, client: AsyncClient) -> Holding:
+        """What each worker's cache really holds."""
+        return {
+            worker.name: {block.name[:8] for block in await client.list_blocks(worker.name) if block.name}
+            for worker in self.workers
+        }
+
+    async def equals_the_truth(self, client: AsyncClient) -> bool:
+        truth = await self.truth(client)
+        try:
+            with self.redis.client() as straight:
+                return indexed(straight, self.prefix) == truth and await self.truth(client) == truth
+        except redis_client.ResponseError:
+            # A key of a wrong type, which the purge has not passed yet.
+            return False
+
+    async def until_equal(self, client: AsyncClient) -> float:
+        """Without traffic."""
+        return await until(
+            lambda: self.equals_the_truth(client),
+            "the index equals the workers' truth",
+            seconds=10 * REBUILD_SECONDS,
+            every=0.1,
+        )
+
+    def loop_pause(self) -> tuple[float, float]:
+        """The router's longest since the last call, and how much of it was computing; in seconds."""
+        seen = len(_PAUSE.findall(self.router.log_text()))
+        self.router.signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 10
+        while len(found := _PAUSE.findall(self.router.log_text())) == seen:
+            assert time.monotonic() < deadline, "the router does not say how late its event loop was"
+            time.sleep(0.01)
+        pause, computing = found[-1]
+        return float(pause) / 1000, float(computing) / 1000
+
+    def num_keys(self) -> int:
+        """But the buckets, of which there are as many as the names need."""
+        with self.redis.client() as straight:
+            return sum(1 for key in straight.scan_iter(count=1000) if b":b:" not in key)
+
+
+def indexed(straight: "redis_client.Redis", prefix: str) -> Holding:
+    """What look-ups can see, read from the raw keys. A worker that stands there twice is there by both names."""
+    milliseconds = _now_ms(straight)
+    live = [int(berth) for berth in straight.zrangebyscore(f"{prefix}leases", f"({milliseconds}", "+inf")]
+    names = {int(berth): identity for berth, identity in straight.hgetall(f"{prefix}names").items()}
+    owner = {berth: names[berth].split(b"\0")[0].decode() for berth in live if berth in names}
+    holding: Holding = {worker: set() for worker in owner.values()}
+    if len(holding) < len(owner):
+        # After its identity was lost, until the lease of the berth before lapses.
+        holding["of a worker that stands there twice"] = set()
+    for name, berths in entries(straight, prefix):
+        for berth in berths:
+            if berth in owner:
+                holding[owner[berth]].add(name)
+    return holding
+
+
+def entries(straight: "redis_client.Redis", prefix: str) -> Iterator[tuple[bytes, list[int]]]:
+    for key in straight.scan_iter(match=f"{prefix}b:*", count=1000):
+        bucket = int(key.rpartition(b":")[2], 16)
+        for part, value in straight.hgetall(key).items():
+            berths = [int.from_bytes(value[at : at + 2], "little") for at in range(0, len(value), 2)]
+            yield bytes([bucket >> 4]) + part, berths
+
+
+def strays(straight: "redis_client.Redis", prefix: str) -> int:
+    """Entries of berths that do not stand in the index (any more)."""
+    milliseconds = _now_ms(straight)
+    live = {int(berth) for berth in straight.zrangebyscore(f"{prefix}leases", f"({milliseconds}", "+inf")}
+    live &= {int(berth) for berth in straight.hkeys(f"{prefix}names")}
+    return sum(1 for _, berths in entries(straight, prefix) for berth in berths if berth not in live)
+
+
+def _now_ms(straight: "redis_client.Redis") -> int:
+    seconds, microseconds = straight.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def num_resyncs(info: cluster_pb2.IndexInfo) -> int:
+    return sum(worker.index.resyncs for worker in info.workers)
+
+
+def num_errors(info: cluster_pb2.IndexInfo) -> int:
+    """Of the workers' calls."""
+    return sum(worker.index.errors for worker in info.workers)
+
+
+@contextmanager
+def redis_cluster_in(folder: Path) -> Iterator[RedisCluster]:
+    redis = RedisServer(folder / "redis")
+    try:
+        with ChaosProxyThread(redis.address) as proxy, processes(folder) as started:
+            url = f"redis://:{SECRET}@{proxy.address}/0"
+            workers = tuple(
+                started.add_worker(f"w{number}", *WORKER_OPTIONS) for number in range(NUM_WORKERS)
+            )
+            router = started.add_router("router")
+            for process in (*workers, router):
+                process.environment["BLOCKYARD_REDIS_URL"] = url
+            started.start(*workers, router)
+            cluster = RedisCluster(
+                processes=started, redis=redis, proxy=proxy, router=router, workers=workers
+            )
+            yield cluster
+            redis = cluster.redis
+    finally:
+        redis.mend()
+        redis.process.stop()

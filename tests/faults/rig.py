@@ -1,0 +1,63 @@
+"""What the rows share: a whole cluster to begin with, a client, a fault's victims, and what it cost them."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from blockyard.router.client import AsyncClient
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from .load import Stream, until_ready
+from .processes import Process, Processes
+
+READY_SECONDS = 90.0
+
+
+@asynccontextmanager
+async def whole(cluster: Processes, *routers: Process) -> AsyncIterator[AsyncClient]:
+    """A client that never retries, of the first router (of all of them, if more are given), once every worker is up
+    again and READY."""
+    asked = routers or tuple(cluster.routers.values())[:1]
+    dead = [worker for worker in cluster.workers.values() if not worker.is_running]
+    cluster.start(*dead)
+    async with AsyncClient([router.address for router in asked], retries=0) as client:
+        await until_ready(client, *cluster.workers, seconds=READY_SECONDS)
+        yield client
+
+
+def busiest(held: Mapping[str, str]) -> str:
+    """The worker with the most requests."""
+    return Counter(held.values()).most_common(1)[0][0]
+
+
+def victims(streams: Iterable[Stream], held: Mapping[str, str], worker: str) -> list[Stream]:
+    return [stream for stream in streams if held[stream.request_id] == worker]
+
+
+def cost(touched: Sequence[Stream], lost_worker: str, *, at: float) -> dict[str, Any]:
+    """Failed, migrated, and the longest pause of those that a fault touched."""
+    return {
+        "failed": sum(stream.error is not None for stream in touched),
+        "migrated": sum(
+            stream.finish is not None and stream.finish.worker_id != lost_worker for stream in touched
+        ),
+        "recovery_seconds": max((stream.longest_gap(at) for stream in touched), default=0.0),
+    }
+
+
+async def is_serving(router: Process) -> bool:
+    """What health says."""
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+@asynccontextmanager
+async def raw_inference(router: Process, *options: tuple[str, Any]) -> AsyncIterator[Any]:
+    """A stub without our client, for what our client never does."""
+    async with grpc.aio.insecure_channel(router.address, options=options) as channel:
+        yield InferenceServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -1,0 +1,127 @@
+"""Requests that harm what computes them: nobody else may feel it. (What kills its workers: test_worker_death.py.)"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.client import AsyncClient
+from safetensors.torch import load_file, save_file
+
+from .invariants import Baseline, all_is_as_before, each_ended_once, pool_of, same_tokens
+from .load import answers, load, streams, until_ready
+from .processes import DETERMINISTIC, MODEL, SIMULATED, Process, Processes, processes
+from .rig import raw_inference
+
+pytestmark = pytest.mark.cluster
+
+MARKER_TOKEN = 3333
+NUM_STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes(tmp_path_factory.mktemp("poison")) as cluster:
+        yield cluster
+
+
+def marked(*, max_tokens: int = 4, length: int = 40) -> inference_pb2.GenerateRequest:
+    """A prompt with the marker in it, over more than two blocks."""
+    tokens = [10 + number for number in range(length)]
+    tokens[length // 2] = MARKER_TOKEN
+    return inference_pb2.GenerateRequest(
+        prompt_token_ids={"ids": tokens}, sampling={"max_tokens": max_tokens, "seed": 1}
+    )
+
+
+async def code_of_poison(router: Process) -> grpc.StatusCode:
+    async with raw_inference(router) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.Generate(marked(), timeout=60.0)
+    code: grpc.StatusCode = failure.value.code()
+    return code
+
+
+@pytest.mark.fault(25)
+async def test_a_step_that_raises_ends_the_request_that_is_to_blame_alone(
+    cluster: Processes, measured: dict[str, Any]
+) -> None:
+    options = (*SIMULATED, "--simulated-step-seconds", "0.02", "--simulated-fault", f"{MARKER_TOKEN}:raise")
+    workers = [cluster.add_worker(f"raises{number}", *options) for number in range(2)]
+    router = cluster.add_router("r25", workers=[worker.address for worker in workers])
+    with cluster.extra(*workers, router):
+        async with AsyncClient(router.address, retries=0) as client:
+            await until_ready(client, *(worker.name for worker in workers))
+            reference = await answers(client, streams(NUM_STREAMS, max_tokens=100))
+            baseline = Baseline.of(cluster)
+            async with load(client, streams(NUM_STREAMS, max_tokens=100)) as running:
+                await running.until_tokens(5)
+                code = await code_of_poison(router)
+                finished = await running.finished()
+            failed = sum(stream.error is not None for stream in finished)
+            measured.update(failed=failed, note="of those beside it")
+            assert code is grpc.StatusCode.INTERNAL
+            same_tokens(finished, reference)
+            each_ended_once(finished)
+            assert all(worker.is_running for worker in workers)
+            await all_is_as_before(cluster, baseline, client)
+
+
+@pytest.fixture(scope="module")
+def spoilt_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, but the marker's embedding is not a number; the head is its own, and sound."""
+    folder = tmp_path_factory.mktemp("spoilt") / "model"
+    shutil.copytree(MODEL, folder)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.clone()
+    embedding[MARKER_TOKEN] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return folder
+
+
+@pytest.mark.fault(27)
+async def test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_prefix(
+    cluster: Processes, spoilt_model: Path, measured: dict[str, Any]
+) -> None:
+    worker = cluster.add_worker("spoilt", *DETERMINISTIC, model=spoilt_model)
+    router = cluster.add_router("r27", workers=[worker.address], model=spoilt_model)
+    wanted = {"temperature": 0.0, "max_tokens": 60, "bad_token_ids": [MARKER_TOKEN]}
+    with cluster.extra(worker, router):
+        async with AsyncClient(router.address, retries=0) as client:
+            await until_ready(client, worker.name)
+            reference = await answers(client, streams(NUM_STREAMS, **wanted))
+            baseline = Baseline.of(cluster)
+            async with load(client, streams(NUM_STREAMS, **wanted)) as running:
+                await running.until_tokens(3)
+                code = await code_of_poison(router)
+                finished = await running.finished()
+            measured.update(
+                failed=sum(stream.error is not None for stream in finished), note="of those beside it"
+            )
+            assert code is grpc.StatusCode.INTERNAL
+            same_tokens(finished, reference)
+            each_ended_once(finished)
+            await all_is_as_before(cluster, baseline, client)
+            assert (await pool_of(worker)).cached_blocks == await _named_blocks(client, worker)
+            # Cached, it would be hit by the next one, which would then fail for less.
+            assert await code_of_poison(router) is grpc.StatusCode.INTERNAL
+            assert await _cached_tokens_of_poison(client) == 0
+
+
+async def _named_blocks(client: AsyncClient, worker: Process) -> int:
+    blocks = await client.list_blocks(worker.name)
+    return sum(block.state == cluster_pb2.BLOCK_STATE_CACHED for block in blocks)
+
+
+async def _cached_tokens_of_poison(client: AsyncClient) -> int:
+    """Of the worker's own cache, which placement asks for without an index, past the marker."""
+    explained = await client.explain_placement(prompt_token_ids=list(marked().prompt_token_ids.ids))
+    return max(candidate.cached_tokens for candidate in explained.candidates)

@@ -1,0 +1,151 @@
+"""Redis holds what nobody told it, or lacks what it was told: rows 42 and 43 of the fault matrix.
+
+A request that was promised too much recomputes it; each worker finds the damage at a renewal of its lease, and tells
+everything anew. Every row asserts what redis_course.survives asserts.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from blockyard.proto.index_schema import pack_berths
+from blockyard.proto.v1 import cluster_pb2
+
+from .redis_course import survives
+from .redis_rig import RedisCluster
+
+FOREIGN_BERTH = 4711
+
+
+def overwrite_values(cluster: RedisCluster) -> None:
+    """Every bucket's, with rubbish of each kind."""
+    seeded = random.Random(7)
+    with cluster.redis.client() as straight:
+        for key in straight.scan_iter(match=f"{cluster.prefix}b:*", count=1000):
+            for name in straight.hkeys(key):
+                rubbish = [b"", b"odd", pack_berths([FOREIGN_BERTH]), seeded.randbytes(100_001)]
+                straight.hset(key, name, seeded.choice(rubbish))
+
+
+def forge_holders(cluster: RedisCluster) -> None:
+    """Everybody holds everything: the removals of all that is not there were lost."""
+    with cluster.redis.client() as straight:
+        live = sorted(int(berth) for berth in straight.zrange(f"{cluster.prefix}leases", 0, -1))
+        for key in straight.scan_iter(match=f"{cluster.prefix}b:*", count=1000):
+            for name in straight.hkeys(key):
+                straight.hset(key, name, pack_berths(live))
+
+
+def delete_buckets(cluster: RedisCluster) -> None:
+    with cluster.redis.client() as straight:
+        straight.delete(*straight.scan_iter(match=f"{cluster.prefix}b:*", count=1000))
+
+
+def change_types(cluster: RedisCluster) -> None:
+    with cluster.redis.client() as straight:
+        for key in list(straight.scan_iter(match=f"{cluster.prefix}*", count=1000)):
+            straight.delete(key)
+            straight.set(key, b"not of our making")
+
+
+def forge_records(cluster: RedisCluster) -> None:
+    """Of the workers, and one of a worker that nobody knows."""
+    with cluster.redis.client() as straight:
+        forged = {"address": "no.such.host.invalid:1", "worker_id": b"\xff\n" * 5000}
+        for berth in map(int, straight.hkeys(f"{cluster.prefix}names")):
+            straight.hset(f"{cluster.prefix}berth:{berth}", mapping=forged)
+            straight.hset(f"{cluster.prefix}names", str(berth), b"x" * 100_000)
+        foreign = {
+            "epoch": "1",
+            "worker_id": "x" * 10_000,
+            "incarnation": "1",
+            "address": "?",
+            "fingerprint": "",
+        }
+        straight.hset(f"{cluster.prefix}berth:{FOREIGN_BERTH}", mapping={**foreign, "block_size": "16"})
+        straight.zadd(f"{cluster.prefix}leases", {str(FOREIGN_BERTH): 9e15})
+        straight.hset(cluster.prefix.replace(":v1:", ":v9:") + "state", "next", "of another version")
+
+
+SLOW_LIES = (delete_buckets, change_types, forge_records)
+
+
+@pytest.mark.fault(42)
+@pytest.mark.parametrize(
+    "lie",
+    [overwrite_values, *(pytest.param(lie, marks=pytest.mark.slow_fault) for lie in SLOW_LIES)],
+    ids=lambda lie: lie.__name__,
+)
+async def test_what_nobody_told_costs_recomputing_and_is_told_anew(
+    lie: Callable[[RedisCluster], None], redis_cluster: RedisCluster, measured: dict[str, Any]
+) -> None:
+    async with redis_cluster.client() as client:
+        before = num_damages(await client.index_info())
+    survived = await survives(
+        redis_cluster,
+        measured,
+        harm=lambda: lie(redis_cluster),
+        hold_seconds=0.0,
+        is_degraded=False,
+        resyncs=1,
+    )
+    assert num_damages(survived.index) > before or lie is change_types
+    assert "blockyard.worker.publisher" in redis_cluster.workers[0].log_text()
+    with redis_cluster.redis.client() as straight:
+        straight.delete(redis_cluster.prefix.replace(":v1:", ":v9:") + "state")
+
+
+@pytest.mark.slow_fault
+@pytest.mark.fault(42)
+async def test_prefixes_promised_of_everybody_cost_no_request(
+    redis_cluster: RedisCluster, measured: dict[str, Any]
+) -> None:
+    survived = await survives(
+        redis_cluster,
+        measured,
+        harm=lambda: forge_holders(redis_cluster),
+        hold_seconds=3.0,
+        is_degraded=False,
+        heal=lambda: overwrite_values(redis_cluster),
+        resyncs=1,
+    )
+    assert survived.index.stale_blocks > 0, "routers saw that the promises were not kept"
+
+
+@pytest.mark.fault(43)
+async def test_news_lost_and_doubled_on_the_way_leave_no_trace(
+    redis_cluster: RedisCluster, measured: dict[str, Any]
+) -> None:
+    """A connection that dies with a batch on it may have delivered it or not: the batch is sent again."""
+    proxy, ended = redis_cluster.proxy, threading.Event()
+    seeded = random.Random(11)
+
+    def lose_and_double() -> None:
+        while not ended.is_set():
+            # Upstream alone: lost. Downstream alone: applied, and the answer is lost.
+            is_lost = seeded.random() < 0.5
+            proxy.black_hole(upstream=is_lost, downstream=not is_lost)
+            time.sleep(seeded.uniform(0.0, 0.05))
+            proxy.heal()
+            time.sleep(seeded.uniform(0.02, 0.3))
+
+    thread = threading.Thread(target=lose_and_double)
+
+    def heal() -> None:
+        ended.set()
+        thread.join()
+        proxy.heal()
+
+    try:
+        await survives(
+            redis_cluster, measured, harm=thread.start, heal=heal, hold_seconds=5.0, is_degraded=False
+        )
+    finally:
+        ended.set()
+
+
+def num_damages(info: cluster_pb2.IndexInfo) -> int:
+    return sum(worker.index.damages for worker in info.workers)

@@ -1,0 +1,212 @@
+"""Model folders that somebody else wrote: refused at start by a sentence that names the file, and nothing of them runs.
+
+Each way to spoil one in this process, which is quicker; a few as an operator meets them, with exit code and last words.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blockyard.proto.text import load_tokenizer
+from blockyard.router.model_facts import read_facts
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.loading import load_engine
+from safetensors.torch import load_file, save_file
+
+from .rig import MODEL
+
+SHARD = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+START_SECONDS = 120
+MAX_SENTENCE = 1_000
+Spoil = Callable[[Path], object]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the demo model, to be spoilt."""
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+def start(module: str, folder: Path, *more: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", module, "--model", str(folder), *more],
+        env={**os.environ, "BLOCKYARD_CLUSTER_SECRET": "x"},
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+
+
+def assert_refused(result: "subprocess.CompletedProcess[str]", named: str) -> None:
+    assert result.returncode == 1, result.stderr
+    assert named in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+
+
+def with_header(header: bytes, data: bytes = b"\0" * 64, *, length: int | None = None) -> Spoil:
+    def spoil(folder: Path) -> None:
+        said = len(header) if length is None else length
+        (folder / SHARD).write_bytes(struct.pack("<Q", said) + header + data)
+
+    return spoil
+
+
+def of_tensors(**places: tuple[int, int]) -> bytes:
+    tensors = {name: {"dtype": "F32", "shape": [4], "data_offsets": place} for name, place in places.items()}
+    return json.dumps(tensors).encode()
+
+
+def with_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / SHARD)
+        tensors[NORM] = change(tensors[NORM])
+        save_file(tensors, folder / SHARD)
+
+    return spoil
+
+
+def with_index(content: object) -> Spoil:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
+def with_config(**changes: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return spoil
+
+
+class Bomb:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
+def with_pickle(name: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / SHARD).unlink()
+        (folder / name).write_bytes(pickle.dumps(Bomb(folder / "it-ran")))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (with_header(b"{}", length=2 * 2**30), SHARD),
+        (with_header(b"{}", length=2**64 - 1), SHARD),
+        (with_header(b""), SHARD),
+        (with_header(b"[1, 2]"), SHARD),
+        (with_header(b"\xff" * 40), SHARD),
+        (with_header(b'{"a":' * 5_000), SHARD),
+        (with_header(of_tensors(a=(0, 16), b=(8, 24))), SHARD),
+        (with_header(of_tensors(a=(0, 2**40))), SHARD),
+        (with_header(of_tensors(a=(16, 0))), SHARD),
+        (with_header(of_tensors(a=(0, 16), b=(32, 48))), SHARD),
+        (lambda folder: (folder / SHARD).write_bytes(b"\x01"), SHARD),
+        (lambda folder: os.truncate(folder / SHARD, 100_000), SHARD),
+        (with_tensor(lambda norm: norm[:-1].clone()), NORM),
+        (with_tensor(lambda norm: norm[None].clone()), NORM),
+        (with_tensor(lambda norm: norm.to(torch.int8)), NORM),
+        (with_tensor(lambda norm: norm.to(torch.float64)), NORM),
+        (with_pickle("pytorch_model.bin"), "pickled weights"),
+        (with_pickle("model.pt"), "pickled weights"),
+        (with_pickle(SHARD), SHARD),
+        (with_index("{"), INDEX),
+        (with_index("[" * 100_000), INDEX),
+        (with_index([]), INDEX),
+        (with_index({}), INDEX),
+        (with_index({"weight_map": {"a": 7}}), INDEX),
+        (with_index({"weight_map": {"a": "../model/model.safetensors"}}), INDEX),
+        (with_index({"weight_map": {"a": "/etc/passwd"}}), INDEX),
+        (with_index({"weight_map": {"a": "."}}), INDEX),
+        (with_config(num_hidden_layers=10**9), "num_hidden_layers"),
+        (with_config(hidden_size=2**63), "hidden_size"),
+        (with_config(vocab_size=-1), "vocab_size"),
+        (with_config(eos_token_id="2"), "config.json"),
+        (with_config(rms_norm_eps={}), "config.json"),
+        (with_config(layer_types=7), "config.json"),
+        (with_config(architectures="x"), "architectures"),
+        (with_config(auto_map={"AutoConfig": "evil.Config"}, architectures=["Evil"]), "architectures"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_refused_by_name(folder: Path, spoil: Spoil, named: str) -> None:
+    (folder / "generation_config.json").unlink()
+    spoil(folder)
+    with pytest.raises(ValueError, match=re.escape(named)) as refused:
+        load_engine(EngineConfig(model=str(folder), device="cpu", kv_cache_memory=2**25))
+    assert len(str(refused.value)) < MAX_SENTENCE
+    assert not (folder / "it-ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [(with_header(b"{}", length=2 * 2**30), SHARD), (with_pickle("model.bin"), "pickled weights")],
+)
+def test_a_worker_of_a_spoilt_checkpoint_exits_1(folder: Path, spoil: Spoil, named: str) -> None:
+    spoil(folder)
+    assert_refused(start("blockyard.worker", folder, "--device", "cpu"), named)
+    assert not (folder / "it-ran").exists()
+
+
+EVIL = "from pathlib import Path\nPath(__file__).with_name('it-ran').touch()\nEvil = object\n"
+
+
+def with_code_for_tokenizer(folder: Path) -> None:
+    (folder / "evil.py").write_text(EVIL)
+    file = folder / "tokenizer_config.json"
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map, "tokenizer_class": "Evil"})
+    )
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "tokenizer.json").write_text("{"),
+        lambda folder: (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}'),
+        lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe"),
+        lambda folder: (folder / "tokenizer_config.json").write_text("["),
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        with_config(vocab_size="many"),
+    ],
+)
+def test_a_spoilt_tokenizer_is_refused_by_folder(folder: Path, spoil: Spoil) -> None:
+    spoil(folder)
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
+        read_facts(folder, name="x", tokenizer=load_tokenizer(folder))
+
+
+def test_a_router_of_a_spoilt_folder_exits_1(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    assert_refused(start("blockyard.router", folder), str(folder))
+
+
+def test_code_beside_a_tokenizer_never_runs(folder: Path) -> None:
+    """Whether it is refused, or served by the plain tokenizer that lies there too, is the library's choice."""
+    with_code_for_tokenizer(folder)
+    loads = "from blockyard.proto.text import load_tokenizer; import sys; load_tokenizer(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", loads, str(folder)], capture_output=True, timeout=60, check=False)
+    assert not (folder / "it-ran").exists()

@@ -1,0 +1,73 @@
+"""A chat template that somebody else wrote: it computes in a process of its own, for so long and with so much."""
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from blockyard.router.tokenizing import (
+    ChatMessage,
+    ChatPrompt,
+    PromptError,
+    TextPrompt,
+    TokenizerService,
+    TokenizingError,
+)
+
+from .rig import CANARY, MODEL
+
+CHAT = ChatPrompt([ChatMessage("user", CANARY)])
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+"""As far as the sandbox lets a loop go, twice inside one another."""
+MEMORY = (
+    "{% set m = namespace(x='a' * 1000000) %}{% for i in range(99) %}{% set m.x = m.x ~ m.x %}{% endfor %}"
+)
+
+
+def model_with(template: str, folder: Path) -> Path:
+    copy = Path(shutil.copytree(MODEL, folder / "model"))
+    file = copy / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (LOOP, TokenizingError),
+        (MEMORY, TokenizingError),
+        ("{{ 'a' * 99999999999 }}", TokenizingError),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", PromptError),
+        ("{{ cycler.__init__.__globals__.os.system('touch it-ran') }}", PromptError),
+        ("{% include '/etc/passwd' %}", PromptError),
+        ("{{ raise_exception(messages[0]['content']) }}", PromptError),
+        ("{{ messages[9]['content'] }}", PromptError),
+        ("{{ 1 / 0 }}", PromptError),
+    ],
+)
+async def test_a_hostile_template_ends_its_own_call_alone(
+    template: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    longest_pause, is_over = 0.0, asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal longest_pause
+        while not is_over.is_set():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_pause = max(longest_pause, time.monotonic() - before)
+
+    async with TokenizerService(model_with(template, tmp_path), timeout_seconds=2.0) as service:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch())
+            with pytest.raises(error) as caught:
+                await service.prepare(CHAT, root=None, block_size=16)
+            is_over.set()
+        assert CANARY not in str(caught.value)
+        assert longest_pause < 1.0
+        assert (await service.prepare(TextPrompt("good"), root=None, block_size=16)).num_tokens
+    assert "it-ran" not in os.listdir(tmp_path)

@@ -1,0 +1,63 @@
+"""The session's messages as they were before drains, stalls and tenants: what an older worker or router speaks."""
+
+from typing import Any
+
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2, session_pb2
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+
+NEW_FIELDS = {
+    "Hello": {"is_draining", "stalled_seconds"},
+    "Pong": {"stalled_seconds"},
+    "Submit": {"tenant"},
+    "ToRouter": {"draining"},
+}
+UNKNOWN = bytes((0xC2, 0x3E, 3)) + b"new"
+"""Field 1000, which nobody has: a text."""
+
+
+def _old_pool() -> descriptor_pool.DescriptorPool:
+    pool = descriptor_pool.DescriptorPool()
+    for module in (inference_pb2, cluster_pb2, admin_pb2, session_pb2):
+        file = descriptor_pb2.FileDescriptorProto()
+        module.DESCRIPTOR.CopyToProto(file)
+        if module is session_pb2:
+            del file.service[:]
+            for message in file.message_type:
+                kept = [
+                    field for field in message.field if field.name not in NEW_FIELDS.get(message.name, ())
+                ]
+                del message.field[:]
+                message.field.extend(kept)
+        pool.Add(file)  # type: ignore[attr-defined]
+    return pool
+
+
+_POOL = _old_pool()
+
+
+def old_class(name: str) -> Any:
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"blockyard.v1.{name}"))
+
+
+def as_old(message: Message) -> bytes:
+    """What an older program would have sent instead."""
+    parsed = old_class(message.DESCRIPTOR.name).FromString(message.SerializeToString())
+    parsed.DiscardUnknownFields()
+    return bytes(parsed.SerializeToString())
+
+
+def as_newer(message: Message) -> bytes:
+    """What a newer program might send: fields in it, and in all that it holds, that nobody here knows."""
+    copy = type(message).FromString(message.SerializeToString())
+    _add_unknown(copy)
+    return copy.SerializeToString()
+
+
+def _add_unknown(message: Message) -> None:
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for inner in value if field.is_repeated else (value,):
+            _add_unknown(inner)
+    message.MergeFromString(UNKNOWN)

@@ -1,0 +1,65 @@
+"""Whatever goes over the wire to the tokeniser process arrives as it was, however its bytes are cut."""
+
+import io
+
+import pytest
+from blockyard.proto.block_hash import NAME_BYTES, pack_tokens
+from blockyard.router.prompts import ChatMessage, ChatPrompt, PromptError, TextPrompt, TokenPrompt
+from blockyard.router.tokenizer_wire import (
+    Answer,
+    Frames,
+    Prepared,
+    Question,
+    TokenizingError,
+    answer_frame,
+    parse_answer,
+    parse_question,
+    question_frame,
+    read_frame,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+TEXTS = st.text()
+PROMPTS = st.one_of(
+    TEXTS.map(TextPrompt),
+    st.lists(st.builds(ChatMessage, TEXTS, TEXTS)).map(ChatPrompt),
+    st.lists(st.integers(0, 2**31 - 1)).map(TokenPrompt),
+)
+ROOTS = st.none() | st.binary(min_size=NAME_BYTES, max_size=NAME_BYTES)
+
+
+@given(st.lists(st.builds(Question, prompt=PROMPTS, root=ROOTS, block_size=st.integers(1, 256)), max_size=3))
+def test_questions_arrive_as_they_were(questions: list[Question]) -> None:
+    stream = io.BytesIO(b"".join(question_frame(question) for question in questions))
+    arrived = []
+    while (content := read_frame(stream)) is not None:
+        arrived.append(parse_question(content))
+    assert arrived == questions
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)), st.binary(), st.integers(1, 20))
+def test_an_answer_arrives_whole_however_it_is_cut(token_ids: list[int], names: bytes, piece: int) -> None:
+    answer = Prepared(token_ids=pack_tokens(token_ids), num_tokens=len(token_ids), block_names=names)
+    sent = answer_frame(None) + answer_frame(answer)
+    frames = Frames()
+    cuts = (sent[at : at + piece] for at in range(0, len(sent), piece))
+    contents = [content for cut in cuts for content in frames.push(cut)]
+    assert [parse_answer(content) for content in contents] == [None, answer]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PromptError("of the client"), PromptError),
+        (TokenizingError("ours"), TokenizingError),
+        (FileNotFoundError(2, "no file"), OSError),
+        (ValueError("no tokenizer"), ValueError),
+        (KeyError("of a library"), ValueError),
+    ],
+)
+def test_errors_arrive_as_their_kind_with_their_text(error: Answer, kind: type[Exception]) -> None:
+    _, _, content = answer_frame(error).partition(b"{")
+    arrived = parse_answer(b"{" + content)
+    assert type(arrived) is kind
+    assert str(arrived) == str(error)

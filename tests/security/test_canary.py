@@ -1,0 +1,267 @@
+"""A word that clients send wherever text may stand is found nowhere but in what the model is given and says.
+
+Real router, workers and Redis, with every process at its most talkative, through good requests, refused ones and a
+worker that dies. Nor are the cluster's secrets found: its own, Redis's password, clients' tokens.
+"""
+
+import asyncio
+import socket
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import grpc
+import pytest
+from blockyard.proto.block_hash import pack_tokens
+from blockyard.proto.text import load_tokenizer
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
+from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
+from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from blockyard.router.client import AsyncClient
+from redis import Redis
+
+from .conftest import Tokens
+from .rig import CLUSTER_SECRET, MODEL, SIMULATED, Processes, processes, until_ready
+
+pytestmark = [pytest.mark.cluster]
+CANARY = "kanarienvogel7Zq9"
+SENTENCE = f"The {CANARY} sings. " * 6
+"""Two blocks of tokens and more."""
+LONG = {"max_tokens": 300, "ignore_eos": True}
+
+
+@dataclass(slots=True, kw_only=True)
+class Talkative:
+    """A cluster and whatever anybody was told about it, by where it was told."""
+
+    processes: Processes
+    metrics_ports: list[int]
+    told: dict[str, bytes] = field(default_factory=dict)
+
+    def look_around(self) -> None:
+        """At logs, pool maps, metrics and Redis, as they are now."""
+        for path in (*self.processes.logs(), *self.processes.folder.rglob("*.map")):
+            self.told[path.name] = path.read_bytes()
+        for port in self.metrics_ports:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                    self.told[f"metrics of {port}"] = answer.read()
+            except OSError:
+                continue  # of the worker that was killed
+        assert self.processes.redis is not None
+        with Redis.from_url(self.processes.redis.url) as redis:
+            keys = redis.keys("*")
+            assert keys
+            for key in keys:
+                self.told[f"Redis key {key!r}"] = key + (redis.dump(key) or b"")
+                if redis.type(key) == b"hash":
+                    self.told[f"Redis hash {key!r}"] = repr(redis.hgetall(key)).encode()
+
+    def where(self, secret: bytes) -> list[str]:
+        return [place for place, text in self.told.items() if secret.lower() in text.lower()]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, tokens: Tokens) -> Iterator[Talkative]:
+    folder = tmp_path_factory.mktemp("talkative")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("BLOCKYARD_LOG_LEVEL", "debug")
+        environment.setenv("GRPC_VERBOSITY", "debug")
+        environment.setenv("PYTHONASYNCIODEBUG", "1")
+        with processes(folder, with_redis=True) as running:
+            ports = [free_port(), free_port()]
+            for number, port in enumerate(ports):
+                running.add_worker(
+                    f"worker-{number}",
+                    *SIMULATED,
+                    *("--metrics-port", str(port), "--pool-map-path", str(folder / f"{number}.map")),
+                )
+            running.add_router("router-0", "--auth-file", str(tokens.path))
+            running.start(*running.workers.values(), *running.routers.values())
+            yield Talkative(processes=running, metrics_ports=ports)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True, kw_only=True)
+class Caller:
+    """Every service of a router, by somebody who may call everything; what went wrong is kept."""
+
+    channel: grpc.aio.Channel
+    metadata: Any
+    told: dict[str, bytes]
+    num_failed: int = 0
+
+    async def call(self, method: str, request: Any, *, metadata: Any = None) -> Any:
+        service, _, name = method.partition(".")
+        stub = {
+            "Inference": InferenceServiceStub,
+            "Cluster": ClusterServiceStub,
+            "Admin": AdminServiceStub,
+        }[service](self.channel)
+        return await self._finished(
+            method, getattr(stub, name)(request, metadata=metadata or self.metadata, timeout=30)
+        )
+
+    async def raw(self, path: str, message: bytes) -> Any:
+        return await self._finished(
+            path, self.channel.unary_unary(path)(message, metadata=self.metadata, timeout=30)
+        )
+
+    async def fails(self, method: str, request: Any, **options: Any) -> None:
+        before = self.num_failed
+        await self.call(method, request, **options)
+        assert self.num_failed == before + 1, f"{method} did not fail"
+
+    async def _finished(self, name: str, rpc: Any) -> Any:
+        try:
+            return [message async for message in rpc] if hasattr(rpc, "__aiter__") else await rpc
+        except grpc.aio.AioRpcError as error:
+            self.num_failed += 1
+            trailing = [f"{key}: {value!r}" for key, value in error.trailing_metadata() or ()]
+            told = [error.code().name, error.details() or "", *trailing, error.debug_error_string()]
+            self.told[f"error {self.num_failed} of {name}"] = "\n".join(told).encode()
+            return None
+
+
+@asynccontextmanager
+async def caller(cluster: Talkative, tokens: Tokens) -> AsyncIterator[Caller]:
+    (router,) = cluster.processes.routers.values()
+    async with AsyncClient(router.address, token=tokens.of["ada"]) as client:
+        await until_ready(client, *cluster.processes.workers, seconds=60.0)
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        yield Caller(channel=channel, metadata=tokens.metadata("ada"), told=cluster.told)
+
+
+def generation(**fields: Any) -> inference_pb2.GenerateRequest:
+    sampling = {"max_tokens": 8, **fields.pop("sampling", {})}
+    return inference_pb2.GenerateRequest(sampling=sampling, **fields)
+
+
+async def good_requests(caller: Caller) -> None:
+    chat = {"messages": [{"role": "system", "content": SENTENCE}, {"role": "user", "content": SENTENCE}]}
+    for fields in (
+        {"prompt": SENTENCE},
+        {"chat": chat},
+        {"prompt": "x", "sampling": {"stop": [CANARY], "n": 2, "logprobs": 1}},
+    ):
+        assert await caller.call("Inference.GenerateStream", generation(**fields))
+        assert await caller.call("Inference.Generate", generation(**fields))
+    assert await caller.call("Inference.Tokenize", inference_pb2.TokenizeRequest(prompt=SENTENCE))
+    assert await caller.call("Cluster.LookupPrefix", cluster_pb2.LookupPrefixRequest(prompt=SENTENCE))
+    explained = await caller.call(
+        "Cluster.ExplainPlacement", cluster_pb2.ExplainPlacementRequest(prompt=SENTENCE)
+    )
+    caller.told["ExplainPlacement"] = str(explained).encode()
+
+
+async def failing_requests(caller: Caller) -> None:
+    structured = inference_pb2.StructuredOutput
+    schema = f'{{"properties": {{"{CANARY}": {{"not": {{"const": "{CANARY}"}}}}}}}}'
+    for fields in (
+        {"prompt": SENTENCE * 400},
+        {"prompt": SENTENCE, "model": CANARY},
+        {"prompt": SENTENCE, "request_id": f"{CANARY} {CANARY}"},
+        {"prompt": SENTENCE, "cache_salt": f"{CANARY}\n"},
+        {"prompt": SENTENCE, "session_id": f"{CANARY}/"},
+        {"prompt": SENTENCE, "sampling": {"stop": [CANARY * 100]}},
+        {"prompt": SENTENCE, "sampling": {"temperature": float("nan")}},
+        {"prompt": SENTENCE, "sampling": {"structured_output": structured(json_schema=schema)}},
+        {"prompt": SENTENCE, "sampling": {"structured_output": structured(json_schema=CANARY)}},
+        {"prompt": SENTENCE, "sampling": {"structured_output": structured(regex=f"({CANARY}")}},
+        {"chat": {"messages": [{"role": CANARY, "content": SENTENCE}]}},
+        {"chat": {"messages": [{"role": "assistant", "content": SENTENCE}]}},
+    ):
+        await caller.fails("Inference.Generate", generation(**fields))
+        await caller.fails("Inference.GenerateStream", generation(**fields))
+    await caller.fails("Inference.Abort", inference_pb2.AbortRequest(request_id=CANARY))
+    await caller.fails("Cluster.GetBlockPool", cluster_pb2.GetBlockPoolRequest(worker_id=CANARY))
+    token = cluster_pb2.ListBlocksRequest(worker_id="worker-0", page_token=CANARY)
+    await caller.fails("Cluster.ListBlocks", token)
+    shown = (("authorization", f"Bearer {CANARY}"),)
+    await caller.fails("Inference.Generate", generation(prompt=SENTENCE), metadata=shown)
+    named = (*caller.metadata, ("blockyard-tenant", f"{CANARY} {CANARY}"))
+    await caller.fails("Inference.Generate", generation(prompt=SENTENCE), metadata=named)
+    for message in (
+        CANARY.encode(),
+        b"\x12\x20" + CANARY.encode() + b"\xff" * 15,
+        b"\x12\x7f" + CANARY.encode(),
+    ):
+        await caller.raw("/blockyard.v1.InferenceService/Generate", message)
+    await caller.raw(f"/{CANARY}/{CANARY}", SENTENCE.encode())
+
+
+async def looks_of_operators(caller: Caller, moment: str) -> None:
+    for method, request in (
+        ("GetClusterInfo", cluster_pb2.GetClusterInfoRequest()),
+        ("ListWorkers", cluster_pb2.ListWorkersRequest()),
+        ("ListRequests", cluster_pb2.ListRequestsRequest()),
+        ("GetIndexInfo", cluster_pb2.GetIndexInfoRequest()),
+        ("GetBlockPool", cluster_pb2.GetBlockPoolRequest(worker_id="worker-1")),
+        ("ListBlocks", cluster_pb2.ListBlocksRequest(worker_id="worker-1", page_size=1000)),
+    ):
+        answer = await caller.call(f"Cluster.{method}", request)
+        assert answer is not None
+        caller.told[f"{method} {moment}"] = answer.SerializeToString() + str(answer).encode()
+
+
+async def a_worker_dies_under(caller: Caller, cluster: Talkative) -> None:
+    """Replays are told in logs too."""
+    streams = [
+        asyncio.create_task(
+            caller.call("Inference.GenerateStream", generation(prompt=f"{number} {SENTENCE}", sampling=LONG))
+        )
+        for number in range(8)
+    ]
+    listed: Any = None
+    async with asyncio.timeout(30):
+        while listed is None or {request.worker_id for request in listed.requests} != {
+            "worker-0",
+            "worker-1",
+        }:
+            listed = await caller.call("Cluster.ListRequests", cluster_pb2.ListRequestsRequest())
+            await asyncio.sleep(0.01)
+    await looks_of_operators(caller, "while requests run")
+    cluster.processes.workers["worker-0"].kill()
+    assert all(await asyncio.gather(*streams)), "every stream goes on elsewhere"
+
+
+async def test_what_clients_say_is_found_nowhere(cluster: Talkative, tokens: Tokens) -> None:
+    async with caller(cluster, tokens) as calls:
+        await good_requests(calls)
+        await failing_requests(calls)
+        assert calls.num_failed > 30
+        await a_worker_dies_under(calls, cluster)
+        await looks_of_operators(calls, "afterwards")
+    cluster.look_around()
+    log = cluster.told["router-0.log"]
+    assert b"DEBUG" in log
+    assert b"lost worker" in log
+    assert any(place.startswith("Redis hash") for place in cluster.told), "the index has entries"
+    assert cluster.where(CANARY.encode()) == []
+    token_ids = load_tokenizer(MODEL).encode(CANARY, add_special_tokens=False)
+    assert len(token_ids) > 4
+    inner = token_ids[1:-1]
+    for disguise in (
+        pack_tokens(inner),
+        ", ".join(map(str, inner)).encode(),
+        CANARY.encode().hex().encode(),
+    ):
+        assert cluster.where(disguise) == []
+
+
+def test_the_clusters_secrets_are_found_nowhere(cluster: Talkative, tokens: Tokens) -> None:
+    cluster.look_around()
+    digests = (entry["token_sha256"] for entry in tokens.entries)
+    for secret in chain((CLUSTER_SECRET,), tokens.of.values(), digests):
+        assert cluster.where(secret.encode()) == []
+    for process in (*cluster.processes.workers.values(), *cluster.processes.routers.values()):
+        assert not any(CLUSTER_SECRET in word for word in process.command), "anybody may read it there"

@@ -1,0 +1,162 @@
+"""A whole router with an auth file, over the wire: every method there is, with and without tokens of each role."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from blockyard.router.auth import METHOD_ROLES, OPEN, Role
+from google.protobuf import descriptor_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+
+from .conftest import PEOPLE, Tokens
+from .rig import Router, reason_of, running_router, until
+
+SECONDS = 5.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(tokens: Tokens) -> AsyncIterator[Router]:
+    async with running_router(auth_file=str(tokens.path), no_worker_seconds=0.0) as running:
+        yield running
+
+
+async def reflected(router: Router, metadata: Any, **request: Any) -> Any:
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(**request)
+
+    stub = ServerReflectionStub(router.channel)
+    return await anext(aiter(stub.ServerReflectionInfo(ask(), metadata=metadata, timeout=SECONDS)))
+
+
+async def all_methods(router: Router, tokens: Tokens) -> list[descriptor_pb2.MethodDescriptorProto]:
+    """Of every service that the server itself names: the full path is put into `name`."""
+    ada = tokens.metadata("ada")
+    listed = await reflected(router, ada, list_services="")
+    methods = []
+    for service in listed.list_services_response.service:
+        answer = await reflected(router, ada, file_containing_symbol=service.name)
+        for packed in answer.file_descriptor_response.file_descriptor_proto:
+            file = descriptor_pb2.FileDescriptorProto.FromString(packed)
+            for described in file.service:
+                if f"{file.package}.{described.name}" == service.name:
+                    for method in described.method:
+                        method.name = f"/{service.name}/{method.name}"
+                        methods.append(method)
+    return methods
+
+
+async def status_of(
+    router: Router, method: descriptor_pb2.MethodDescriptorProto, metadata: Any
+) -> grpc.aio.AioRpcError | None:
+    """What a call with an empty message ends with; None: it was let in and goes on or has answered."""
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    call = getattr(router.channel, kind)(method.name)
+    message = iter([b""]) if method.client_streaming else b""
+    rpc = call(message, metadata=metadata, timeout=SECONDS)
+    try:
+        if method.server_streaming:
+            await rpc.read()
+        else:
+            await rpc
+    except grpc.aio.AioRpcError as error:
+        return error
+    finally:
+        rpc.cancel()
+    return None
+
+
+def was_denied(error: grpc.aio.AioRpcError | None) -> bool:
+    return error is not None and error.code() in (
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_method_of_every_service_is_in_the_table_and_nothing_else_is(
+    router: Router, tokens: Tokens
+) -> None:
+    served = {method.name for method in await all_methods(router, tokens)}
+    assert {"/grpc.health.v1.Health/Watch", "/blockyard.v1.InferenceService/GenerateStream"} <= served
+    assert served == set(METHOD_ROLES)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_method_but_health_asks_for_a_token(router: Router, tokens: Tokens) -> None:
+    unknown = (("authorization", "Bearer by-unknown"),)
+    for method in await all_methods(router, tokens):
+        for metadata in ((), unknown):
+            error = await status_of(router, method, metadata)
+            if METHOD_ROLES[method.name] is OPEN:
+                assert not was_denied(error), method.name
+            else:
+                assert error is not None, method.name
+                assert error.code() is grpc.StatusCode.UNAUTHENTICATED, method.name
+                assert reason_of(error) == "UNAUTHENTICATED"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", ["ann", "vic", "ada"])
+async def test_every_method_is_open_to_its_roles_and_to_no_other(
+    router: Router, tokens: Tokens, name: str
+) -> None:
+    role = Role(PEOPLE[name][0])
+    for method in await all_methods(router, tokens):
+        error = await status_of(router, method, tokens.metadata(name))
+        roles = METHOD_ROLES[method.name]
+        if roles is OPEN or role in roles:
+            assert not was_denied(error), method.name
+        else:
+            assert error is not None, method.name
+            assert error.code() is grpc.StatusCode.PERMISSION_DENIED, method.name
+            assert reason_of(error) == "PERMISSION_DENIED"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_method_that_does_not_exist_is_denied_like_one_that_nobody_may_call(
+    router: Router, tokens: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = descriptor_pb2.MethodDescriptorProto(name="/blockyard.v1.InferenceService/Steal")
+    error = await status_of(router, method, ())
+    assert error is not None
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    with caplog.at_level("INFO", logger="blockyard.audit"):
+        error = await status_of(router, method, tokens.metadata("ada"))
+    assert error is not None
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert "Steal" not in caplog.text
+    assert "ada as admin" in caplog.text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_revoked_token_is_refused_and_a_new_one_let_in_while_the_router_runs(tokens: Tokens) -> None:
+    own = Tokens(tokens.path.with_name("changing.json"))
+    own.add("old", "viewer")
+    own.write()
+    async with running_router(auth_file=str(own.path)) as router:
+        method = descriptor_pb2.MethodDescriptorProto(name="/blockyard.v1.ClusterService/ListWorkers")
+        assert await status_of(router, method, own.metadata("old")) is None
+        old = own.metadata("old")
+        own.entries.clear()
+        own.add("new", "viewer", "a-longer-name-than-before")
+        own.write()
+
+        async def is_let_in() -> bool:
+            return await status_of(router, method, own.metadata("new")) is None
+
+        await until(is_let_in, seconds=20)
+        error = await status_of(router, method, old)
+        assert error is not None
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_router_does_not_start_with_a_bad_auth_file(tokens: Tokens) -> None:
+    bad = tokens.path.with_name("bad.json")
+    bad.touch(mode=0o600)
+    bad.write_text("[]")
+    with pytest.raises(ValueError, match=r"auth file .*bad\.json: it must be a JSON list"):
+        async with running_router(auth_file=str(bad)):
+            pass

@@ -1,0 +1,108 @@
+"""Secrets are masked where configs are shown, and files that hold them are their owner's alone."""
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blockyard.deploy import state
+from blockyard.deploy.security import append_entry, redis_user
+from blockyard.deploy.state import ClusterState
+from blockyard.proto.index_acl import acl_rules, user_name
+from blockyard.router.auth import new_token
+from blockyard.router.client.connection import Connection
+from blockyard.router.config import RouterConfig
+from blockyard.router.token_file import TokenFile
+from blockyard.worker.config import EngineConfig, WorkerConfig
+
+HIDDEN = "hunter2"
+URL = f"redis://:{HIDDEN}@127.0.0.1:1/0"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RouterConfig(model="m", cluster_secret=HIDDEN, redis_url=URL),
+        WorkerConfig(engine=EngineConfig(model="m"), cluster_secret=HIDDEN, redis_url=URL),
+        ClusterState(cluster="c", model="m", secret=HIDDEN, redis_url=URL, router_redis_url=URL),
+        Connection.of(("localhost:1",), token=HIDDEN, tenant=None, tls=None, allow_plaintext_token=False),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_no_config_shows_a_secret(config: object) -> None:
+    assert HIDDEN not in repr(config)
+    assert HIDDEN not in str(config)
+    assert HIDDEN not in f"{config}"
+
+
+def test_nor_does_a_user_of_redis() -> None:
+    user = redis_user("router", "default")
+    assert user.password not in repr(user)
+    assert user.password not in user.setting(), "the server is given its hash"
+
+
+def test_the_state_file_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(state.HOME_VARIABLE, str(tmp_path / "home"))
+    state.save(ClusterState(cluster="c", model="m", secret=HIDDEN, router_redis_url=URL))
+    assert stat.S_IMODE(state.state_path("c").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
+    assert state.load("c").router_redis_url == URL
+
+
+def test_a_token_is_printed_once_and_its_entry_added_to_a_file_that_stays_private(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    tokens = []
+    for name in ("ann", "bob"):
+        command = [
+            sys.executable,
+            "-m",
+            "blockyard.deploy.cli",
+            "token",
+            "new",
+            "--name",
+            name,
+            "--role",
+            "user",
+        ]
+        made = subprocess.run(
+            [*command, "--auth-file", str(path)], capture_output=True, text=True, check=True
+        )
+        assert made.stdout.strip() not in made.stderr
+        tokens.append(made.stdout.strip())
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    table = TokenFile(path).tokens
+    found = [table.find(token) for token in tokens]
+    assert [principal and principal.name for principal in found] == ["ann", "bob"]
+    assert not any(token in path.read_text() for token in tokens)
+    again = subprocess.run([*command, "--auth-file", str(path)], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "the name 'bob' is taken" in again.stderr
+    assert "Traceback" not in again.stderr
+    assert TokenFile(path).tokens.find(tokens[1]) is not None
+
+
+def test_a_file_that_would_be_bad_is_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.touch(mode=0o600)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="must be a JSON list"):
+        append_entry(path, new_token("ann", "user")[1])
+    assert path.read_text() == "{}"
+    assert [file.name for file in tmp_path.iterdir()] == ["tokens.json"]
+
+
+def test_the_docs_have_the_acl_that_the_tests_prove() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    for role in ("router", "worker"):
+        assert f"ACL SETUSER {user_name(role)} on #SHA256 {acl_rules(role, 'default')}" in text
+
+
+def test_no_process_binds_every_interface_unless_it_is_told_to() -> None:
+    """The one mention is the refusal of a worker that would not say where routers find it."""
+    sources = [
+        path for folder in ("router", "worker", "deploy", "proto") for path in (ROOT / folder).rglob("*.py")
+    ]
+    mentions = [path.name for path in sources if "0.0.0.0" in path.read_text(encoding="utf-8")]
+    assert mentions == ["config.py"]

@@ -1,0 +1,264 @@
+"""What must hold of a run: while it goes on, when it has come to rest, and when everything has ended.
+
+The names are those of the project's list of faults: I1 blocks are conserved, I2 tokens come exactly once, I3 every
+request ends once and for a reason that is there, I5 the index costs hits alone.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+from blockyard.proto.block_hash import chain
+
+from .index_access import answer
+from .model import expected_outputs
+from .router_process import Record, RouterProcess
+from .scenario import MAX_MIGRATIONS, NO_WORKER_SECONDS
+from .virtual_time import ProcessState
+from .worker_process import SECRET, WorkerProcess
+from .world import World, run_processes
+
+BACK_SECONDS = 9.0
+"""A worker that could be worked with for so long is ready in every router: 5 s for a greeting that does not come, 2 s
+until the next try, and the rest for what is slow."""
+LONGEST_PAUSE_SECONDS = 6.0
+"""Silence, as often as a request may lose its worker, and its turn on a slow one that others wait for too."""
+DROPPED_SECONDS = 0.7
+"""Twice the longest step, and the way there behind what was sent while the path was slow."""
+LATE_SECONDS = 1.0
+"""What ends by its deadline ends so much later at most."""
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def check_now(world: World) -> None:
+    """Cheap enough for every moment. I1."""
+    for worker in world.workers():
+        worker.engine.scheduler.check_invariants()
+        _require(not worker.runner.defects, f"{worker.incarnation}: {worker.runner.defects}")
+    for router in world.routers:
+        if router.process.is_alive:
+            router.fleet.view.check_invariants()
+    for process in run_processes(world):
+        _require(not process.failures, f"{process} has failed: {process.failures}")
+    _check_running(world)
+    for record in world.records:
+        _require(not record.defects, f"I2: request {record.request.number}: {record.defects}")
+        late = world.now - record.arrived - record.request.deadline_seconds
+        _require(
+            bool(record.outcome) or late < LATE_SECONDS,
+            f"I3: request {record.request.number} lives {late:.1f} s longer than its deadline",
+        )
+
+
+def _check_running(world: World) -> None:
+    """A worker that hears of it drops a request that has ended, or gone elsewhere: each runs once."""
+    records = {record.request.request_id: record for record in world.records}
+    places = Counter[str]()
+    for seat in world.seats:
+        worker = seat.alive
+        if worker is None or not worker.is_serving:
+            continue
+        for route in worker.service._routes.values():
+            record, since = records[route.request_id], world.now - DROPPED_SECONDS
+            is_available = world.was_seat_available(record.router, seat.name, since, world.now)
+            if not is_available or worker.stalled_seconds > DROPPED_SECONDS / 2:
+                continue
+            places[route.request_id] += 1
+            _require(
+                not record.outcome or record.ended > since,
+                f"I1: {route.request_id} ended at {record.ended:.2f} and runs on {seat.name} still",
+            )
+    world.doubled = {
+        request_id: world.doubled.get(request_id, world.now)
+        for request_id, count in places.items()
+        if count > 1
+    }
+    for request_id, since in world.doubled.items():
+        _require(world.now - since < DROPPED_SECONDS, f"I1: {request_id} runs twice since {since:.2f}")
+
+
+def check_at_rest(world: World) -> None:
+    """I1, I2, I3, I5, after everything that was broken is whole again."""
+    check_now(world)
+    _require(world.is_at_rest, "; ".join(_unrest(world)))
+    for record in world.records:
+        _check_outcome(world, record)
+        _check_pauses(world, record)
+        _check_tokens(world, record)
+    for worker in world.workers():
+        _check_idle_worker(worker)
+    for router in world.routers:
+        _check_idle_router(world, router)
+    _check_index(world)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise Violation(message)
+
+
+def _check_outcome(world: World, record: Record) -> None:
+    request, since, until = record.request, record.arrived, record.ended
+    about = (
+        f"I3: request {request.number} of {record.router}, {since:.2f} to {until:.2f}, ended {record.outcome}"
+    )
+    lasted = until - since
+    match record.outcome:
+        case "finished":
+            missing = set(range(request.n)) - record.finished - request.stop_after.keys()
+            _require(not missing, f"{about} without outputs {missing}")
+        case "CANCELLED":
+            _require(request.cancel_after is not None and lasted >= request.cancel_after - 1e-6, about)
+        case "ROUTER_DIED":
+            pass
+        case "DEADLINE_EXCEEDED" | "DEADLINE_UNREACHABLE":
+            # A worker sheds early what cannot meet its deadline any more.
+            _require(
+                request.deadline_seconds < 60 and lasted <= request.deadline_seconds + LATE_SECONDS, about
+            )
+        case "NO_WORKERS":
+            _require(lasted >= NO_WORKER_SECONDS - 1e-6, about)
+            _require(not world.was_available(record.router, until - BACK_SECONDS, until), about)
+        case "WORKER_LOST":
+            _require(world.num_blows(record.router, since, until) > MAX_MIGRATIONS, about)
+        case "POISON_REQUEST":
+            _require(world.num_blows(record.router, since, until) >= 2, about)
+        case "REQUEST_TOO_LARGE":
+            _require(_is_too_large(world, record) or _are_beams_too_large(world, record), about)
+        case _:
+            raise Violation(about)
+    _require(record.outcome != "finished" or not _is_too_large(world, record), f"{about}, too large")
+
+
+def _check_pauses(world: World, record: Record) -> None:
+    """Where some worker could be worked with all along, a request moves there."""
+    for since, until in record.pauses:
+        _require(
+            until - since < LONGEST_PAUSE_SECONDS or not world.was_available(record.router, since, until),
+            f"I3: request {record.request.number} of {record.router} brought nothing, {since:.2f} to {until:.2f}",
+        )
+
+
+def _is_too_large(world: World, record: Record) -> bool:
+    longest = world.scenario.setup.scheduler.max_model_len
+    return len(record.request.prompt) + record.request.max_tokens > longest
+
+
+def _are_beams_too_large(world: World, record: Record) -> bool:
+    """They may be: how far beams share is the scheduler's estimate."""
+    request, setup = record.request, world.scenario.setup
+    longest = len(request.prompt) + request.max_tokens
+    return request.beam_width * -(-longest // setup.scheduler.block_size) > setup.num_blocks
+
+
+def _check_tokens(world: World, record: Record) -> None:
+    """Whoever was cut short has the beginning."""
+    if _is_too_large(world, record):
+        return
+    request, config = record.request, world.scenario.setup.scheduler
+    expected = expected_outputs(list(request.prompt), request.sampling, config)
+    for index, tokens in enumerate(record.outputs):
+        whole = expected[index]
+        _require(
+            tokens == whole[: len(tokens)] and (index not in record.finished or len(tokens) == len(whole)),
+            f"I2: request {request.number} output {index} has {tokens}, not {whole}",
+        )
+        enough = request.stop_after.get(index, len(whole))
+        _require(
+            record.outcome != "finished" or len(tokens) >= min(enough, len(whole)),
+            f"I2: request {request.number} output {index} finished with {tokens} of {whole}",
+        )
+
+
+def _check_idle_worker(worker: WorkerProcess) -> None:
+    engine, service = worker.engine, worker.service
+    about = f"I1: {worker.incarnation}"
+    _require(not engine.has_work and not engine._requests, f"{about} still runs {engine._requests}")
+    _require(not engine.pool.num_used, f"{about} holds {engine.pool.num_used} blocks")
+    _require(not service._routes, f"{about} has routes {service._routes}")
+    for link in service._links:
+        _require(not link.requests and not len(link.compiling), f"{about} has requests of a router")
+
+
+def _check_idle_router(world: World, router: RouterProcess) -> None:
+    view, about = router.fleet.view, f"I1: {router.name}"
+    for worker in view.workers():
+        _require(not len(worker.booked), f"{about} has {len(worker.booked)} bookings at {worker.address}")
+    for link in router.fleet.links.values():
+        _require(not link._open, f"{about} has open requests at {link.address}")
+    _require(not router.ledger.requests and not router.ledger.tokens, f"{about}: the ledger is not empty")
+    _require(not router.registry.records(), f"{about}: requests are registered")
+    _require(not router.placer._lines and not len(router.placer._line), f"{about}: somebody stands in line")
+    alive = {worker.incarnation for worker in world.workers()}
+    believed = set(view.incarnations().values())
+    _require(believed == alive, f"{about} believes in {believed}, alive are {alive}")
+    addresses = {seat.address for seat in world.seats}
+    known = {worker.address for worker in view.workers()}
+    _require(known == addresses, f"{about} knows {known}, there are {addresses}")
+
+
+def _check_index(world: World) -> None:
+    """Of every prompt: what the index says of each worker is what its cache holds, and there is nobody else."""
+    twin, stride = world.index.twin, world.scenario.setup.scheduler.index_stride_blocks
+    block_size = world.scenario.setup.scheduler.block_size
+    alive = {worker.incarnation: worker for worker in world.workers()}
+    standing = {str(record.incarnation) for record in answer(twin.directory())}
+    _require(standing == alive.keys(), f"I5: in the index stand {standing}, alive are {set(alive)}")
+    identity = world.routers[0].fleet.identity
+    assert identity is not None
+    root = identity.root(cluster_secret=SECRET, salt="")
+    for record in world.records:
+        tokens = [*record.request.prompt, *record.outputs[0]]
+        names = chain(root, tokens, block_size)[stride - 1 :: stride]
+        said = {
+            str(holder.incarnation): (holder.depth, holder.host_blocks)
+            for holder in answer(twin.lookup(names))
+        }
+        for incarnation, worker in alive.items():
+            true = _depths(worker, chain(root, tokens, block_size), stride)
+            _require(
+                said.get(incarnation, (0, 0)) == true,
+                f"I5: of prompt {record.request.number} {incarnation} holds {true}, "
+                f"the index says {said.get(incarnation)}",
+            )
+
+
+def _depths(worker: WorkerProcess, names: list[bytes], stride: int) -> tuple[int, int]:
+    """Leading groups on the GPU, and those after them in host memory."""
+    scheduler = worker.engine.scheduler
+    on_gpu = len(scheduler.cache.match(names)) // stride  # type: ignore[arg-type]
+    host = set(scheduler.host_cache._slots) if scheduler.host_cache is not None else set()
+    held = [scheduler.cache.match([name]) or name in host for name in names]  # type: ignore[list-item]
+    anywhere = next((depth for depth, is_held in enumerate(held) if not is_held), len(held)) // stride
+    return on_gpu, anywhere - on_gpu
+
+
+def _unrest(world: World) -> Iterator[str]:
+    """Why a run does not come to rest."""
+    yield f"I3: never at rest, {sum(not record.outcome for record in world.records)} requests run"
+    for worker in world.workers():
+        yield f"{worker.incarnation}: idle {worker.is_idle()}, {worker.publisher.state()}"
+    for router in world.routers:
+        view = router.fleet.view
+        states = {worker.address: view.state(worker).name for worker in view.workers()}
+        yield f"{router.name}: {states}"
+
+
+async def check_ends(world: World) -> None:
+    """Everybody who lives ends when told to, and leaves no task behind."""
+    for worker in world.workers():
+        await worker.leave()
+    for router in world.routers:
+        for task in router.process.tasks():
+            task.cancel()
+    await asyncio.sleep(10.0)
+    left = [
+        repr(task.get_coro())
+        for process in run_processes(world)
+        if process.state is ProcessState.RUNNING
+        for task in process.tasks()
+    ]
+    _require(not left, f"tasks are left behind: {left}")

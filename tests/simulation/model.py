@@ -1,0 +1,166 @@
+"""A model whose next token is a function of the tokens before it, its seed, and nothing else; and what it must say.
+
+Its KV memory holds a digest of the whole prefix in each token slot, so that a row which reads a block that is not its
+own, or was never filled, is found at once. Implements `Runner`; a step moves the clock that its engine looks at.
+"""
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from blockyard.worker.beams import num_candidates
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.scheduler import SchedulerConfig
+from blockyard.worker.sequence import (
+    NO_TOKEN,
+    BlockName,
+    RowExtras,
+    SamplingParams,
+    ScheduledRow,
+    StepPlan,
+    StepTokens,
+)
+
+from .virtual_time import VirtualLoop
+
+VOCABULARY = 64
+ROOT = BlockName(bytes(16))
+"""Of a search that runs alone."""
+GARBAGE = -1
+
+
+def follow(digest: int, token: int) -> int:
+    return (digest * 1_000_003 + token + 7) % (2**61 - 1)
+
+
+def digests(tokens: Iterable[int]) -> list[int]:
+    """For each position: of all tokens up to it."""
+    return list(accumulate(tokens, follow, initial=0))[1:]
+
+
+def next_token(digest: int, seed: int, index: int) -> int:
+    return (digest + 31 * seed + 13 * index) % (VOCABULARY - 2) + 1
+
+
+class StepClock:
+    """The engine's clock: the loop's, ahead of it by what the step under way takes."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._ahead_seconds = 0.0
+
+    def __call__(self) -> float:
+        return self._loop.time() + self._ahead_seconds
+
+    def spend(self, seconds: float) -> None:
+        self._ahead_seconds += seconds
+
+    def take(self) -> float:
+        """What the step has spent; the loop's clock is to be moved by as much."""
+        seconds, self._ahead_seconds = self._ahead_seconds, 0.0
+        return seconds
+
+
+class DigestRunner:
+    """`slowness` makes a straggler: it stretches every step."""
+
+    def __init__(self, clock: StepClock, *, step_seconds: float, prefill_tokens_per_second: float) -> None:
+        self.slowness = 1.0
+        self._clock = clock
+        self._step_seconds = step_seconds
+        self._prefill_rate = prefill_tokens_per_second
+        self._kv: dict[int, list[int]] = {}
+        self._host: dict[int, list[int]] = {}
+        self._block_size = 0
+        self.defects: list[str] = []
+        """Reads of what is not the reader's own."""
+
+    def prepare(self, engine: Engine) -> None:
+        self._block_size = engine.scheduler.config.block_size
+        self._kv = {block: [GARBAGE] * self._block_size for block in engine.pool.blocks()}
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def execute(self, plan: StepPlan) -> StepTokens:
+        prefill_tokens = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        self._clock.spend(self.slowness * (self._step_seconds + prefill_tokens / self._prefill_rate))
+        for block, slot in plan.to_host:
+            self._host[slot] = list(self._kv[block])
+        for slot, block in plan.from_host:
+            self._kv[block] = list(self._host[slot])
+        for source, destination in plan.copies:
+            self._kv[destination] = list(self._kv[source])
+        known = [digests(row.sequence.tokens[: row.end]) for row in plan.rows]
+        for row, expected in zip(plan.rows, known, strict=True):
+            self._write(row, expected)
+        for row, expected in zip(plan.rows, known, strict=True):
+            self._check_read(row, expected)
+        tokens, extras = [], {}
+        for number, (row, expected) in enumerate(zip(plan.rows, known, strict=True)):
+            tokens.append(NO_TOKEN)
+            if row.samples:
+                seed, index = row.sequence.sampling.seed, row.sequence.index
+                if row.sequence.sampling.beam_width:
+                    seed = index = 0
+                tokens[-1] = next_token(expected[-1], seed, index)
+                extras[number] = self._extras(row, expected[-1])
+        return StepTokens(
+            tokens=tokens, extras={n: extra for n, extra in extras.items() if extra != RowExtras()}
+        )
+
+    def _write(self, row: ScheduledRow, expected: list[int]) -> None:
+        for position in range(row.start, row.end):
+            block = row.sequence.block_table[position // self._block_size]
+            self._kv[block][position % self._block_size] = expected[position]
+
+    def _check_read(self, row: ScheduledRow, expected: list[int]) -> None:
+        for start in range(0, row.end, self._block_size):
+            end = min(start + self._block_size, row.end)
+            found = self._kv[row.sequence.block_table[start // self._block_size]][: end - start]
+            if found != expected[start:end]:
+                self.defects.append(
+                    f"sequence {row.sequence.sequence_id} reads at {start} what is not its own"
+                )
+
+    def _extras(self, row: ScheduledRow, digest: int) -> RowExtras:
+        if row.sequence.group is not None:
+            width = num_candidates(row.sequence.sampling)
+            chosen = tuple(
+                ((digest + 7 * n) % (VOCABULARY - 2) + 1, -0.3 - 0.1 * n - digest % 97 / 500)
+                for n in range(width)
+            )
+            return RowExtras(candidates=chosen)
+        seed = row.sequence.sampling.seed
+        return RowExtras(tokens=tuple(next_token(digest, seed, n) for n in range(1, row.num_outputs)))
+
+
+def expected_outputs(prompt: list[int], sampling: SamplingParams, config: SchedulerConfig) -> list[list[int]]:
+    """What an undisturbed cluster says, output by output."""
+    if sampling.beam_width:
+        return _beams_alone(prompt, sampling, config)
+    return [_output(prompt, sampling, index, config.max_model_len) for index in range(sampling.n)]
+
+
+def _output(prompt: list[int], sampling: SamplingParams, index: int, max_model_len: int) -> list[int]:
+    tokens: list[int] = []
+    digest = digests(prompt)[-1]
+    while len(tokens) < sampling.max_tokens and len(prompt) + len(tokens) < max_model_len:
+        tokens.append(next_token(digest, sampling.seed, index))
+        digest = follow(digest, tokens[-1])
+        if tokens[-1] in sampling.stop_token_ids and len(tokens) >= sampling.min_tokens:
+            break
+    return tokens
+
+
+def _beams_alone(prompt: list[int], sampling: SamplingParams, config: SchedulerConfig) -> list[list[int]]:
+    """The search on an engine of its own."""
+    clock = StepClock(VirtualLoop())
+    runner = DigestRunner(clock, step_seconds=0.001, prefill_tokens_per_second=1e6)
+    engine = Engine(config, runner, num_blocks=200, clock=clock)
+    runner.prepare(engine)
+    engine.submit(EngineRequest(token_ids=prompt, prompt_length=len(prompt), names=[ROOT], sampling=sampling))
+    outputs: list[list[int]] = []
+    while engine.has_work:
+        outputs += [list(output.token_ids) for output in engine.step().outputs]
+    return outputs

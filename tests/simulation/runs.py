@@ -1,0 +1,112 @@
+"""One seed to one verdict: build the loop, run the world, check it, bury what is left."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .checks import Violation, check_at_rest, check_ends, check_now
+from .scenario import Kind, Scenario, scenario
+from .virtual_time import Stalled, VirtualLoop
+from .world import World, run_processes
+
+NO_DEFECTS = ("refused worker",)
+"""Beginnings of errors that are an operator's concern: a worker that stalls is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What came of one seed."""
+
+    seed: int
+    violation: str
+    """Empty: everything held."""
+    log: tuple[tuple[object, ...], ...]
+    outcomes: tuple[str, ...]
+    struck: dict[Kind, int]
+    seconds: float
+    """Of virtual time."""
+    num_turns: int
+
+
+def run(seed: int) -> Run:
+    return run_scenario(scenario(seed))
+
+
+def run_scenario(chosen: Scenario) -> Run:
+    """The global generator of random numbers is seeded, because the product's jitters come from it."""
+    state = random.getstate()
+    random.seed(chosen.seed)
+    loop = VirtualLoop()
+    world = World(chosen, loop)
+    world.on_look = check_now
+    violation = ""
+    try:
+        with _complaints() as complaints:
+            loop.run_until_complete(_checked(world))
+        if complaints:
+            raise Violation(f"defects are logged: {complaints}")
+    except (Violation, AssertionError, Stalled) as error:
+        violation = f"{type(error).__name__}: {error}"
+    finally:
+        _bury(world, loop)
+        random.setstate(state)
+    return Run(
+        seed=chosen.seed,
+        violation=violation,
+        log=tuple(world.log),
+        outcomes=tuple(record.outcome for record in world.records),
+        struck={kind: count for kind, count in world.struck.items() if count},
+        seconds=world.now,
+        num_turns=loop.num_turns,
+    )
+
+
+class _Complaints(logging.Handler):
+    """What the product logs as an error: it names what can only be a defect of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not (text := record.getMessage()).startswith(NO_DEFECTS):
+            self.texts.append(text)
+
+
+@contextmanager
+def _complaints() -> Iterator[list[str]]:
+    logger, handler = logging.getLogger("blockyard"), _Complaints()
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+async def _checked(world: World) -> None:
+    await world.run()
+    check_at_rest(world)
+    await check_ends(world)
+
+
+def _bury(world: World, loop: VirtualLoop) -> None:
+    """Nothing of a run outlives it: no pending task, nothing for the garbage collector to finish in another run."""
+    world.is_over = True
+    loop.set_exception_handler(lambda *_: None)
+    tasks = [task for process in run_processes(world) for task in process.bury()]
+    tasks += asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(_end(tasks))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,212 @@
+"""What happens in one run: a cluster, requests, faults. A pure function of a seed.
+
+Each fault ends by itself, and all of them before `HEALED_SECONDS`: what comes after is recovery.
+"""
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from blockyard.worker.scheduler import SchedulerConfig
+from blockyard.worker.sequence import SamplingParams
+
+from .worker_process import WorkerSetup
+
+BUSY_SECONDS = 5.0
+"""Requests and faults begin within it."""
+HEALED_SECONDS = 9.0
+NO_WORKER_SECONDS = 2.0
+MAX_MIGRATIONS = 3
+STOP_TOKENS = (7, 21)
+
+
+class Kind(Enum):
+    """A fault. What its target is stands beside it."""
+
+    KILL = auto()  # worker
+    HANG = auto()  # worker
+    SLOW = auto()  # worker
+    DRAIN = auto()  # worker: it takes nothing new, ends, and is started again
+    PAUSE = auto()  # worker: drained, and resumed
+    FLUSH = auto()  # worker: its cache
+    REBUILD = auto()  # worker: tells the index anew
+    MOVE = auto()  # worker: killed, and started at another address
+    CUT = auto()  # router, worker
+    CUT_UP = auto()  # router, worker
+    CUT_DOWN = auto()  # router, worker
+    RESET = auto()  # router, worker
+    LAG = auto()  # router, worker
+    INDEX_DOWN = auto()
+    INDEX_HUNG = auto()
+    INDEX_FLUSHED = auto()
+    INDEX_SLOW = auto()
+    INDEX_LOSES_REPLIES = auto()
+    KILL_ROUTER = auto()  # router
+
+
+LIFE_FAULTS = (Kind.KILL, Kind.HANG, Kind.SLOW, Kind.DRAIN, Kind.MOVE)
+CARE = (Kind.PAUSE, Kind.FLUSH, Kind.REBUILD)
+PATH_FAULTS = (Kind.CUT, Kind.CUT_UP, Kind.CUT_DOWN, Kind.RESET, Kind.LAG)
+INDEX_FAULTS = (
+    Kind.INDEX_DOWN,
+    Kind.INDEX_HUNG,
+    Kind.INDEX_FLUSHED,
+    Kind.INDEX_SLOW,
+    Kind.INDEX_LOSES_REPLIES,
+)
+KINDS = (*LIFE_FAULTS * 2, *PATH_FAULTS * 2, *INDEX_FAULTS, *CARE, Kind.KILL_ROUTER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    at: float
+    kind: Kind
+    seconds: float
+    """How long it lasts; of a kill, until the next life begins."""
+    worker: int
+    router: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    number: int
+    at: float
+    router: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    n: int = 1
+    beam_width: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    deadline_seconds: float = 60.0
+    cancel_after: float | None = None
+    stop_after: dict[int, int] = field(default_factory=dict)
+    """Tokens after which the client's side ends an output, as a stop string does."""
+
+    @property
+    def request_id(self) -> str:
+        return f"request-{self.number}"
+
+    @property
+    def num_sequences(self) -> int:
+        return max(self.n, self.beam_width)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            n=self.n,
+            beam_width=self.beam_width,
+            stop_token_ids=frozenset(self.stop_token_ids),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    seed: int
+    num_workers: int
+    num_routers: int
+    setup: WorkerSetup
+    latency_seconds: float
+    jitter_seconds: float
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+
+    def describe(self) -> str:
+        lines = [f"seed {self.seed}: {self.num_workers} workers, {self.num_routers} routers, {self.setup}"]
+        lines += [f"  {fault}" for fault in self.faults]
+        lines += [f"  {request}" for request in self.requests]
+        return "\n".join(lines)
+
+
+def scenario(seed: int) -> Scenario:
+    chance = random.Random(f"scenario {seed}")
+    num_workers, num_routers = chance.choice((1, 2, 2, 3, 3)), chance.choice((1, 1, 2))
+    setup = _setup(chance)
+    num_requests = chance.randint(6, 22)
+    groups = [[chance.randint(1, 9) for _ in range(32)] for _ in range(3)]
+    return Scenario(
+        seed=seed,
+        num_workers=num_workers,
+        num_routers=num_routers,
+        setup=setup,
+        latency_seconds=chance.choice((0.0, 0.0005, 0.005)),
+        jitter_seconds=chance.choice((0.0, 0.0005, 0.01)),
+        requests=tuple(
+            _request(chance, number, setup.scheduler.max_model_len, groups, num_routers)
+            for number in range(num_requests)
+        ),
+        faults=_faults(chance, num_workers, num_routers),
+    )
+
+
+def _setup(chance: random.Random) -> WorkerSetup:
+    num_blocks = chance.choice((24, 30, 60))
+    host_blocks = chance.choice((0, 0, 20))
+    config = SchedulerConfig(
+        block_size=4,
+        max_num_seqs=chance.choice((4, 8)),
+        max_num_batched_tokens=chance.choice((16, 64)),
+        max_model_len=96,
+        swap_blocks=chance.choice((0, 0, 16)),
+        host_cache_blocks=host_blocks,
+        index_stride_blocks=chance.choice((1, 1, 2)),
+    )
+    return WorkerSetup(
+        scheduler=config,
+        num_blocks=num_blocks,
+        step_seconds=chance.choice((0.005, 0.02)),
+        prefill_tokens_per_second=chance.choice((500.0, 5000.0)),
+        max_waiting=chance.choice((2, 4, 16)),
+    )
+
+
+def _request(
+    chance: random.Random, number: int, max_model_len: int, groups: list[list[int]], num_routers: int
+) -> Request:
+    shared = chance.choice(groups)[: chance.choice((0, 8, 16, 32))]
+    # The last token makes each prompt its own: a quarantine of one must not end another.
+    prompt = (*shared, *(chance.randint(1, 60) for _ in range(chance.randint(1, 20))), number + 1)
+    n = chance.choice((1, 1, 1, 1, 2, 3))
+    beam_width = 3 if n == 2 and chance.random() < 0.3 else 0
+    longest = max_model_len - len(prompt)
+    max_tokens = min(chance.choice((1, 4, 12, 30, 60)), longest)
+    if chance.random() < 0.02:
+        max_tokens = longest + 1
+    has_stop = not beam_width and chance.random() < 0.2
+    return Request(
+        number=number,
+        at=chance.uniform(0.0, BUSY_SECONDS) if chance.random() < 0.7 else 1.0,
+        router=chance.randrange(num_routers),
+        prompt=prompt,
+        max_tokens=max_tokens,
+        seed=chance.randint(0, 5),
+        n=n,
+        beam_width=beam_width,
+        stop_token_ids=STOP_TOKENS if chance.random() < 0.2 else (),
+        priority=chance.choice((0, 0, 0, 3, -2)),
+        tenant=chance.choice(("", "a", "b")),
+        deadline_seconds=chance.choice((60.0, 60.0, 60.0, 2.0, 0.3)),
+        cancel_after=chance.uniform(0.0, 1.0) if chance.random() < 0.15 else None,
+        stop_after={chance.randrange(n): chance.randint(1, 8)} if has_stop else {},
+    )
+
+
+def _faults(chance: random.Random, num_workers: int, num_routers: int) -> tuple[Fault, ...]:
+    """Few over all the time, or many at once; of all kinds, or of two."""
+    start, end = chance.choice(((0.3, BUSY_SECONDS), (0.3, BUSY_SECONDS), (0.9, 1.6)))
+    kinds = chance.choice((KINDS, KINDS, tuple(chance.sample(KINDS, 2))))
+    faults = [
+        Fault(
+            at=chance.uniform(start, end),
+            kind=chance.choice(kinds),
+            seconds=chance.choice((0.05, 0.3, 1.2, 3.5, 8.0)),
+            worker=chance.randrange(num_workers),
+            router=chance.randrange(num_routers),
+        )
+        for _ in range(chance.choice((0, 2, 4, 6, 10)))
+    ]
+    return tuple(sorted(faults, key=lambda fault: fault.at))

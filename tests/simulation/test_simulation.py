@@ -1,0 +1,44 @@
+"""Router, workers and index live through whatever a seed brings; and a product that is broken on purpose does not."""
+
+from collections import Counter
+
+import pytest
+
+from .mutants import MUTANTS, broken
+from .runs import run
+from .scenario import Kind
+
+CHUNKS = 8
+RUNS_A_CHUNK = 20
+MUTANT_RUNS = 60
+"""By then the slowest of the mutants is found; most are in the first few."""
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
+    """A seed that fails is shown by `python -m tests.simulation --runs 1 --seed SEED --log`."""
+    results = [run(seed) for seed in range(chunk * RUNS_A_CHUNK, (chunk + 1) * RUNS_A_CHUNK)]
+    assert {result.seed: result.violation for result in results if result.violation} == {}
+    # Runs in which nothing happens would prove nothing.
+    struck, outcomes = Counter[Kind](), Counter[str]()
+    for result in results:
+        struck.update(result.struck)
+        outcomes.update(result.outcomes)
+    assert len(struck) >= len(Kind) - 6
+    assert outcomes["finished"] > 3 * RUNS_A_CHUNK
+    assert outcomes["CANCELLED"]
+    assert outcomes["DEADLINE_EXCEEDED"]
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 25))
+def test_a_seed_is_the_same_run_each_time(seed: int) -> None:
+    first, second = run(seed), run(seed)
+    assert first.log == second.log
+    assert len(first.log) > 50
+    assert run(seed + 1).log != first.log
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_product_is_found(mutant: str) -> None:
+    with broken(mutant):
+        assert any(run(seed).violation for seed in range(MUTANT_RUNS))

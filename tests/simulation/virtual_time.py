@@ -1,0 +1,162 @@
+"""An event loop without time, threads or sockets: its clock jumps to the next timer.
+
+A `Process` stands for an operating system's process. Whatever is started in its context belongs to it, and so do the
+callbacks and timers of that: `freeze` stops all of them (SIGSTOP), `thaw` lets what came due meanwhile happen in its
+order, `kill` lets nothing of it happen any more, no `finally` either. Owns nothing of what processes do.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from contextvars import Context, ContextVar, copy_context
+from enum import Enum, auto
+from typing import Any
+
+START_SECONDS = 1000.0
+OUTSIDE = Context()
+"""Of what belongs to no process: the network, the plan of a run."""
+
+
+class ProcessState(Enum):
+    RUNNING = auto()
+    FROZEN = auto()
+    DEAD = auto()
+
+
+class Stalled(AssertionError):
+    """Somebody waits, and nothing will ever happen."""
+
+
+class Process:
+    """Made and used on one VirtualLoop; its name is unique there."""
+
+    def __init__(self, name: str, loop: "VirtualLoop") -> None:
+        self.name = name
+        self.state = ProcessState.RUNNING
+        self.held: list[asyncio.Handle] = []
+        """What would have happened since it was frozen or killed."""
+        self.failures: list[str] = []
+        """What its tasks raised to nobody."""
+        self._loop = loop
+        self._corpses: list[asyncio.Task[Any]] = []
+        """Kept from the garbage collector, which would run their `finally` clauses."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state is not ProcessState.DEAD
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        context = copy_context()
+        context.run(PROCESS.set, self)
+        task = self._loop.create_task(work, context=context)
+        task.add_done_callback(self._note_failure)
+        return task
+
+    def _note_failure(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failures.append(repr(error))
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        return [t for t in asyncio.all_tasks(self._loop) if isinstance(t, _Task) and t.process is self]
+
+    def freeze(self) -> None:
+        assert self.state is ProcessState.RUNNING
+        self.state = ProcessState.FROZEN
+        self._loop.sift()
+
+    def thaw(self) -> None:
+        """Nothing happens to a process that was killed meanwhile."""
+        if self.state is ProcessState.FROZEN:
+            self.state = ProcessState.RUNNING
+            self._release()
+
+    def kill(self) -> None:
+        self._corpses = self.tasks()
+        self.state = ProcessState.DEAD
+        self._loop.sift()
+
+    def bury(self) -> list[asyncio.Task[Any]]:
+        """After a run: its tasks may end, unheard by anybody."""
+        self.state = ProcessState.RUNNING
+        self._release()
+        return self._corpses
+
+    def _release(self) -> None:
+        held, self.held = self.held, []
+        for handle in held:
+            self._loop.resume(handle)
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class _Ready(deque[asyncio.Handle]):
+    """The loop's queue of what runs next; it takes nothing of a process that does not run."""
+
+    def append(self, handle: asyncio.Handle, /) -> None:
+        process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+        if process is None or process.state is ProcessState.RUNNING:
+            super().append(handle)
+        else:
+            process.held.append(handle)
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Serves as its own selector: to wait is to move the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = START_SECONDS
+        self._clock_resolution = 1e-9
+        self._ready: deque[asyncio.Handle] = _Ready()
+        self._selector = self
+        self._is_to_sift = False
+        self.num_turns = 0
+        self.set_task_factory(_task_of_process)
+
+    def time(self) -> float:
+        return self._now
+
+    def select(self, timeout: float | None) -> list[object]:
+        self.num_turns += 1
+        if self._is_to_sift:
+            self._is_to_sift = False
+            waiting = list(self._ready)
+            self._ready.clear()
+            for handle in waiting:
+                self._ready.append(handle)
+        elif timeout is None:
+            raise Stalled("nothing will ever happen")
+        elif timeout > 0:
+            self._now += timeout
+        return []
+
+    def sift(self) -> None:
+        """From the next turn on nothing of a process runs that does not."""
+        self._is_to_sift = True
+
+    def resume(self, handle: asyncio.Handle) -> None:
+        self._ready.append(handle)
+
+    def _process_events(self, event_list: list[object]) -> None:
+        """There is no I/O."""
+
+    def _write_to_self(self) -> None:
+        """There are no other threads."""
+
+
+class _Task(asyncio.Task[Any]):
+    """One that knows whose it is."""
+
+    process: Process | None = None
+
+
+def _task_of_process(
+    loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None
+) -> asyncio.Task[Any]:
+    task = _Task(work, loop=loop, context=context)
+    task.process = PROCESS.get() if context is None else context.get(PROCESS)
+    return task

@@ -1,0 +1,384 @@
+"""One run of a scenario: the cluster is built, requests come, faults strike and end, everything comes to rest.
+
+Owns the order of events, the log that two runs of one seed must agree in, and what is true of the cluster (who lives,
+who can be reached). Does not own what must hold (checks.py).
+"""
+
+import asyncio
+import random
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+
+from .calls import Connections
+from .index_access import IndexServer, IndexState, answer
+from .network import Network, Path
+from .router_process import Record, RouterProcess
+from .scenario import HEALED_SECONDS, Fault, Kind, Request, Scenario
+from .virtual_time import START_SECONDS, Process, ProcessState, VirtualLoop
+from .worker_process import WorkerProcess
+
+RECOVERY_SECONDS = 40.0
+"""After the last fault everything is at rest again, or never."""
+LOOK_SECONDS = 0.1
+TOLD_SECONDS = 0.05
+"""Until routers hear from their supervisor of a new address."""
+EARLIEST_RESTART_SECONDS = 0.05
+NOTICED_SECONDS = 3.0
+"""A fault that is over may still cost a request its worker: steps that it slowed end, routers find out."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """A worker's name and place, whoever sits there now."""
+
+    name: str
+    address: str
+    life: int = 0
+    worker: WorkerProcess | None = None
+    lives: list[WorkerProcess] = field(default_factory=list)
+    is_going: bool = False
+    """Between the order to drain and the next life."""
+
+    @property
+    def alive(self) -> WorkerProcess | None:
+        return self.worker if self.worker is not None and self.worker.process.is_alive else None
+
+
+class World:
+    """Made and run once, on a loop of its own."""
+
+    def __init__(self, scenario: Scenario, loop: VirtualLoop) -> None:
+        self.scenario = scenario
+        self.loop = loop
+        self.chance = random.Random(f"world {scenario.seed}")
+        self.network = Network(loop, self.chance)
+        self.connections = Connections(self.network)
+        self.connections.on_message = self._heard
+        self.index = IndexServer(TwinPrefixIndex(loop.time), self.network)
+        self.seats = [Seat(f"w{number}", f"w{number}:1") for number in range(scenario.num_workers)]
+        self.routers: list[RouterProcess] = []
+        self.dead_routers: list[RouterProcess] = []
+        self.records: list[Record] = []
+        self.log: list[tuple[object, ...]] = []
+        self.is_over = self.is_at_rest = False
+        self.struck: Counter[Kind] = Counter()
+        self.blows: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        """From when to when something could cost a request its worker, by the router's name; "" is all routers."""
+        self.disturbances: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
+        """By router and seat: from when on it could, or could not, be worked with."""
+        self.doubled: dict[str, float] = {}
+        """Requests that run in more than one place, and since when."""
+        self.on_look: Callable[[World], None] = lambda world: None
+
+    @property
+    def now(self) -> float:
+        """Since the start of the run."""
+        return self.loop.time() - START_SECONDS
+
+    def note(self, *what: object) -> None:
+        if not self.is_over:
+            self.log.append((round(self.now, 6), *what))
+
+    def workers(self) -> list[WorkerProcess]:
+        return [worker for seat in self.seats if (worker := seat.alive) is not None]
+
+    async def run(self) -> None:
+        self._build()
+        for request in self.scenario.requests:
+            self._at(request.at, partial(self._arrive, request))
+        for fault in self.scenario.faults:
+            self._at(fault.at, partial(self._strike, fault))
+        self._at(HEALED_SECONDS, self._heal_all)
+        while self.now < HEALED_SECONDS or not self._is_at_rest():
+            self.on_look(self)
+            if self.now > HEALED_SECONDS + RECOVERY_SECONDS:
+                self.note("never at rest")
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+        self.is_at_rest = True
+        self.note("at rest")
+
+    # What is there
+
+    def _build(self) -> None:
+        for seat in self.seats:
+            self._seat(seat)
+        for number in range(self.scenario.num_routers):
+            self._start_router(number)
+
+    def _seat(self, seat: Seat) -> None:
+        seat.life += 1
+        seat.is_going = False
+        seat.worker = WorkerProcess(
+            seat.name, seat.life, seat.address, self.scenario.setup, self.loop, self.connections, self.index
+        )
+        seat.lives.append(seat.worker)
+        seat.worker.start()
+        self.note("life", seat.worker.incarnation, seat.address)
+        self._changed()
+
+    def _start_router(self, number: int, life: int = 1) -> None:
+        name = f"r{number}#{life}"
+        router = RouterProcess(name, self.loop, self.connections, self.index, self.chance.randrange(2**30))
+        self.routers[number : number + 1] = [router]
+        for seat in self.seats:
+            self._set_up(self.network.path(name, seat.address))
+        router.start([seat.address for seat in self.seats])
+        self.note("router", name)
+        self._changed()
+
+    def _set_up(self, path: Path) -> None:
+        path.latency_seconds = self.scenario.latency_seconds
+        path.jitter_seconds = self.scenario.jitter_seconds
+
+    # What comes
+
+    def _at(self, seconds: float, action: Callable[[], object]) -> None:
+        self.network.later(seconds - self.now, action)
+
+    def _arrive(self, request: Request) -> None:
+        router = self.routers[request.router]
+        record = Record(request, router.name, self.now, [[] for _ in range(request.n)])
+        self.records.append(record)
+        self.note("arrives", request.number, router.name)
+        if not router.process.is_alive:
+            record.end("ROUTER_DIED", self.now)
+            self._ended(record)
+            return
+        task = router.accept(record, self._ended)
+        if request.cancel_after is not None:
+            self._at(self.now + request.cancel_after, task.cancel)
+
+    def _ended(self, record: Record) -> None:
+        self.note("ends", record.request.number, record.outcome, [len(output) for output in record.outputs])
+
+    def _heard(self, host: str, address: str, way: str, data: bytes) -> None:
+        self.note(way, host, address, len(data), zlib.crc32(data))
+
+    # Faults
+
+    def _strike(self, fault: Fault) -> None:
+        """One that cannot happen, because its target has another one, does not."""
+        seat, router = self.seats[fault.worker], self.routers[fault.router]
+        path = self.network.path(router.name, seat.address)
+        worker = seat.alive
+        until = min(self.now + fault.seconds, HEALED_SECONDS)
+        self.note("fault", fault.kind.name, seat.name, router.name, round(fault.seconds, 3))
+        self.struck[fault.kind] += 1
+        match fault.kind:
+            case Kind.KILL | Kind.MOVE if worker is not None:
+                self._kill(seat, worker)
+                self._at(max(until, self.now + EARLIEST_RESTART_SECONDS), lambda: self._restart(seat, fault))
+            case Kind.HANG if worker is not None and worker.process.state is ProcessState.RUNNING:
+                worker.process.freeze()
+                self._blow(until)
+                self._at(until, lambda: self._thaw(worker))
+            case Kind.SLOW if worker is not None:
+                worker.runner.slowness = 100.0
+                self._blow(until)
+                self._at(until, lambda: setattr(worker.runner, "slowness", 1.0))
+            case Kind.DRAIN if worker is not None and not seat.is_going:
+                seat.is_going = True
+                worker.process.start(self._replace(seat, worker, fault.seconds))
+            case Kind.PAUSE if worker is not None and not seat.is_going:
+                seat.is_going = True
+                worker.drain(fault.seconds / 2)
+                self._at(until, lambda: self._resume(seat, worker))
+            case Kind.FLUSH if worker is not None:
+                worker.flush()
+            case Kind.REBUILD if worker is not None:
+                worker.rebuild()
+            case Kind.CUT | Kind.CUT_UP | Kind.CUT_DOWN:
+                self.network.cut(path, up=fault.kind is not Kind.CUT_DOWN, down=fault.kind is not Kind.CUT_UP)
+                self._blow(until, router.name)
+                self._at(until, lambda: self._heal(path, router.name))
+            case Kind.RESET:
+                self.connections.reset(router.name, seat.address)
+                self._blow(router=router.name)
+            case Kind.LAG:
+                path.latency_seconds += 0.3
+                self._blow(until, router.name)
+                self._at(until, lambda: self._end_lag(path))
+            case Kind.INDEX_DOWN:
+                self.index.set_state(IndexState.DOWN)
+                self._at(until, lambda: self.index.set_state(IndexState.UP))
+            case Kind.INDEX_HUNG:
+                self.index.set_state(IndexState.HUNG)
+                self._at(until, lambda: self.index.set_state(IndexState.UP))
+            case Kind.INDEX_FLUSHED:
+                self.index.twin.flush()
+            case Kind.INDEX_SLOW:
+                self.index.jitter_seconds = 0.3
+                self._at(until, lambda: setattr(self.index, "jitter_seconds", 0.0))
+            case Kind.INDEX_LOSES_REPLIES:
+                self.index.lost_replies = 0.5
+                self._at(until, lambda: setattr(self.index, "lost_replies", 0.0))
+            case Kind.KILL_ROUTER:
+                self._kill_router(fault.router, until)
+            case _:
+                self.struck[fault.kind] -= 1
+        self._changed()
+
+    def _kill(self, seat: Seat, worker: WorkerProcess) -> None:
+        worker.process.kill()
+        self.connections.died(worker.process)
+        seat.is_going = True
+        self._blow()
+
+    def _restart(self, seat: Seat, fault: Fault) -> None:
+        if fault.kind is Kind.MOVE:
+            seat.address = f"{seat.name}:{seat.life + 1}"
+            for router in self.routers:
+                self._set_up(self.network.path(router.name, seat.address))
+            self._at(self.now + TOLD_SECONDS, self._tell_addresses)
+        self._seat(seat)
+
+    def _tell_addresses(self) -> None:
+        for router in self.routers:
+            if router.process.is_alive:
+                router.fleet.set_addresses([seat.address for seat in self.seats])
+
+    async def _replace(self, seat: Seat, worker: WorkerProcess, grace_seconds: float) -> None:
+        """As a supervisor restarts: drain, stop, start."""
+        await worker.drain(grace_seconds)
+        self.note("drained", worker.incarnation)
+        self._blow()
+        await worker.leave()
+        self.network.later(0.1, lambda: self._next_life(seat, worker))
+
+    def _next_life(self, seat: Seat, worker: WorkerProcess) -> None:
+        if worker.process.is_alive:
+            worker.process.kill()
+            self.connections.died(worker.process)
+            self._seat(seat)
+
+    def _resume(self, seat: Seat, worker: WorkerProcess) -> None:
+        if seat.worker is worker and worker.process.is_alive:
+            worker.resume()
+            seat.is_going = False
+            self._changed()
+
+    def _thaw(self, worker: WorkerProcess) -> None:
+        worker.process.thaw()
+        self.note("thaws", worker.incarnation)
+        self._changed()
+
+    def _end_lag(self, path: Path) -> None:
+        self._set_up(path)
+        self._changed()
+
+    def _heal(self, path: Path, host: str) -> None:
+        self.network.heal(path)
+        self.note("heals", host)
+        self._changed()
+
+    def _kill_router(self, number: int, until: float) -> None:
+        router = self.routers[number]
+        if not router.process.is_alive:
+            return
+        router.process.kill()
+        self.connections.died(router.process)
+        self.dead_routers.append(router)
+        for record in self.records:
+            if record.router == router.name and not record.outcome:
+                record.end("ROUTER_DIED", self.now)
+                self._ended(record)
+        life = int(router.name.partition("#")[2]) + 1
+        self._at(max(until, self.now + EARLIEST_RESTART_SECONDS), lambda: self._start_router(number, life))
+
+    def _heal_all(self) -> None:
+        for path in self.network.paths():
+            self._set_up(path)
+            self.network.heal(path)
+        self.index.jitter_seconds = self.index.lost_replies = 0.0
+        if self.index.state is not IndexState.UP:
+            self.index.set_state(IndexState.UP)
+        for worker in self.workers():
+            worker.process.thaw()
+            worker.runner.slowness = 1.0
+        self.note("healed")
+        self._changed()
+
+    # What is true
+
+    def _blow(self, until: float = 0.0, router: str = "") -> None:
+        self.blows[router].append((self.now, max(until, self.now) + NOTICED_SECONDS))
+
+    def _changed(self) -> None:
+        """Who could be worked with from now on."""
+        for router in self.routers:
+            for seat in self.seats:
+                worker = seat.alive
+                path = self.network.path(router.name, seat.address)
+                can = (
+                    worker is not None
+                    and worker.process.state is ProcessState.RUNNING
+                    and not seat.is_going
+                    and worker.runner.slowness == 1.0
+                    and path.is_whole
+                    and path.latency_seconds == self.scenario.latency_seconds
+                )
+                history = self.disturbances[router.name, seat.name]
+                if not history or history[-1][1] is not can:
+                    history.append((self.now, can))
+
+    def was_available(self, router: str, since: float, until: float) -> bool:
+        """Whether some one worker could be worked with all along."""
+        return any(self.was_seat_available(router, seat.name, since, until) for seat in self.seats)
+
+    def was_seat_available(self, router: str, seat: str, since: float, until: float) -> bool:
+        state = False
+        for at, can in self.disturbances[router, seat]:
+            if at > until:
+                break
+            if at > since and not can:
+                return False
+            if at <= since:
+                state = can
+            elif not state:
+                return False
+        return state
+
+    def num_blows(self, router: str, since: float, until: float) -> int:
+        return sum(begin <= until and end >= since for begin, end in (*self.blows[""], *self.blows[router]))
+
+    def _is_at_rest(self) -> bool:
+        """Every request has ended, and everybody knows everything."""
+        return (
+            all(record.outcome for record in self.records)
+            and len(self.workers()) == len(self.seats)
+            and all(worker.is_idle() and _is_told(worker) for worker in self.workers())
+            and all(router.process.is_alive and self._knows_all(router) for router in self.routers)
+            and self._is_index_of_the_living
+        )
+
+    def _knows_all(self, router: RouterProcess) -> bool:
+        lives = {seat.worker.incarnation for seat in self.seats if seat.worker is not None}
+        return {worker.incarnation for worker in router.fleet.view.ready()} == lives and not any(
+            len(worker.booked) for worker in router.fleet.view.workers()
+        )
+
+    @property
+    def _is_index_of_the_living(self) -> bool:
+        """All of them stand in it, and entries of the dead are struck out."""
+        twin = self.index.twin
+        standing = {str(record.incarnation) for record in answer(twin.directory())}
+        lives = {worker.incarnation for worker in self.workers()}
+        return standing == lives and len(twin._berths) == len(twin._live())
+
+
+def _is_told(worker: WorkerProcess) -> bool:
+    state = worker.publisher.state()
+    return state.berth is not None and not state.num_pending and state.last_error is None
+
+
+def run_processes(world: World) -> list[Process]:
+    """All that ever were."""
+    routers = [*world.routers, *world.dead_routers]
+    lives = [worker for seat in world.seats for worker in seat.lives]
+    return [router.process for router in routers] + [worker.process for worker in lives]

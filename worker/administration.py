@@ -1,0 +1,93 @@
+"""What an operator may do to one worker: drain, resume, flush, tell the index anew.
+
+Owns the calls and the bounds of their fields. Who may make them is the routers' business: a worker knows the cluster's
+secret only. Does not own draining itself (draining.py), the cache (engine.py) nor the index (publisher.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from blockyard.proto.v1 import admin_pb2
+from blockyard.worker.calls import check_secret, parse
+from blockyard.worker.config import DEFAULT_GRACE_SECONDS
+from blockyard.worker.draining import Draining, DrainTakenBack
+
+if TYPE_CHECKING:
+    from blockyard.worker.calls import Context
+    from blockyard.worker.engine_thread import EngineThread
+    from blockyard.worker.publisher import IndexPublisher
+    from blockyard.worker.session import SessionService
+    from google.protobuf.message import Message
+
+MAX_GRACE_SECONDS = 86_400.0
+
+
+class Administration:
+    """`index` is set once there is one."""
+
+    def __init__(self, *, service: SessionService, engine: EngineThread, cluster_secret: str) -> None:
+        self._engine = engine
+        self._secret = cluster_secret
+        self.draining = Draining(service)
+        self.draining.on_change = self._tell_index
+        self.index: IndexPublisher | None = None
+
+    def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        behaviours: dict[str, Callable[[bytes, Context], Awaitable[Message]]] = {
+            "DrainWorker": self._drain,
+            "ResumeWorker": self._resume,
+            "FlushCache": self._flush,
+            "RebuildIndex": self._rebuild,
+        }
+        return {
+            name: grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=_serialize)
+            for name, behaviour in behaviours.items()
+        }
+
+    def _tell_index(self, is_draining: bool) -> None:
+        """A worker that takes nothing must attract nobody."""
+        if self.index is not None and is_draining:
+            self.index.withdraw()
+        elif self.index is not None:
+            self.index.restore()
+
+    async def _drain(self, data: bytes, context: Context) -> admin_pb2.DrainWorkerResponse:
+        await check_secret(context, self._secret)
+        request = await parse(admin_pb2.DrainWorkerRequest, data, context)
+        grace_seconds = request.grace_seconds if request.HasField("grace_seconds") else DEFAULT_GRACE_SECONDS
+        if not (math.isfinite(grace_seconds) and 0 <= grace_seconds <= MAX_GRACE_SECONDS):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"grace_seconds must be from 0 to {MAX_GRACE_SECONDS:g}"
+            )
+        try:
+            moved = await self.draining.drain(grace_seconds)
+        except DrainTakenBack:
+            await context.abort(grpc.StatusCode.ABORTED, "the drain was taken back")
+        return admin_pb2.DrainWorkerResponse(moved=moved)
+
+    async def _resume(self, data: bytes, context: Context) -> admin_pb2.ResumeWorkerResponse:
+        await check_secret(context, self._secret)
+        await parse(admin_pb2.ResumeWorkerRequest, data, context)
+        self.draining.resume()
+        return admin_pb2.ResumeWorkerResponse()
+
+    async def _flush(self, data: bytes, context: Context) -> admin_pb2.FlushCacheResponse:
+        await check_secret(context, self._secret)
+        await parse(admin_pb2.FlushCacheRequest, data, context)
+        blocks, host_blocks = await asyncio.wrap_future(self._engine.call(lambda engine: engine.flush()))
+        return admin_pb2.FlushCacheResponse(flushed_blocks=blocks, flushed_host_blocks=host_blocks)
+
+    async def _rebuild(self, data: bytes, context: Context) -> admin_pb2.RebuildIndexResponse:
+        await check_secret(context, self._secret)
+        await parse(admin_pb2.RebuildIndexRequest, data, context)
+        tells = self.index is not None and self.index.rebuild()
+        return admin_pb2.RebuildIndexResponse(workers=int(tells))
+
+
+def _serialize(response: Message) -> bytes:
+    return response.SerializeToString()
