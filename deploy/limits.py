@@ -1,4 +1,4 @@
-"""What a cluster's routers admit, as a value and as options of `up`.
+"""What a cluster's routers admit and bear, as a value and as options of `up`.
 
 Does not own what the limits mean (router/config.py, router/admission.py, router/tenants.py).
 """
@@ -10,10 +10,15 @@ from typing import Any
 import click
 from blockyard.deploy.options import Command
 from blockyard.router.config import (
+    DEFAULT_LOST_SECONDS,
+    DEFAULT_MAX_MIGRATIONS,
     DEFAULT_MAX_QUEUE_SECONDS,
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS_ADMITTED,
+    DEFAULT_STALL_SECONDS,
+    DEFAULT_SUSPECT_SECONDS,
     check_limits,
+    check_patience,
 )
 from blockyard.router.tenants import parse_weights
 
@@ -26,9 +31,24 @@ class RouterLimits:
     max_tokens_admitted: int = DEFAULT_MAX_TOKENS_ADMITTED
     max_queue_seconds: float = DEFAULT_MAX_QUEUE_SECONDS
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    suspect_seconds: float = DEFAULT_SUSPECT_SECONDS
+    lost_seconds: float = DEFAULT_LOST_SECONDS
+    stall_seconds: float = DEFAULT_STALL_SECONDS
+    max_migrations: int = DEFAULT_MAX_MIGRATIONS
 
     def __post_init__(self) -> None:
-        check_limits(**self.as_settings())
+        check_limits(
+            max_requests=self.max_requests,
+            max_tokens_admitted=self.max_tokens_admitted,
+            max_queue_seconds=self.max_queue_seconds,
+            tenant_weights=self.tenant_weights,
+        )
+        check_patience(
+            suspect_seconds=self.suspect_seconds,
+            lost_seconds=self.lost_seconds,
+            stall_seconds=self.stall_seconds,
+            max_migrations=self.max_migrations,
+        )
 
     def as_settings(self) -> dict[str, Any]:
         """For RouterConfig."""
@@ -38,6 +58,35 @@ class RouterLimits:
 def limit_options(command: Command) -> Command:
     """Adds an option for each limit; `router_limits` takes them back."""
     for add in (
+        click.option(
+            "--stall-seconds",
+            type=float,
+            default=DEFAULT_STALL_SECONDS,
+            show_default=True,
+            help="A worker that answers but has finished no step for so long is given up: more than the model's "
+            "longest step.",
+        ),
+        click.option(
+            "--lost-seconds",
+            type=float,
+            default=DEFAULT_LOST_SECONDS,
+            show_default=True,
+            help="A worker that is silent for so long is given up, and its requests go on elsewhere.",
+        ),
+        click.option(
+            "--suspect-seconds",
+            type=float,
+            default=DEFAULT_SUSPECT_SECONDS,
+            show_default=True,
+            help="A worker that is silent for so long gets nothing new.",
+        ),
+        click.option(
+            "--max-migrations",
+            type=int,
+            default=DEFAULT_MAX_MIGRATIONS,
+            show_default=True,
+            help="Workers that a request may lose and still go on elsewhere; 0 switches replay off.",
+        ),
         click.option(
             "--tenant-weight",
             "tenant_weights",

@@ -12,6 +12,10 @@ DEFAULT_MAX_BEAM_WIDTH = 16
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS_ADMITTED = 4_000_000
 DEFAULT_MAX_QUEUE_SECONDS = 120.0
+DEFAULT_SUSPECT_SECONDS = 1.5
+DEFAULT_LOST_SECONDS = 2.5
+DEFAULT_STALL_SECONDS = 60.0
+DEFAULT_MAX_MIGRATIONS = 3
 
 
 def check_limits(
@@ -29,6 +33,20 @@ def check_limits(
     if not max_queue_seconds > 0:
         raise ValueError(f"max_queue_seconds must be above 0, not {max_queue_seconds:g}")
     checked_weights(tenant_weights)
+
+
+def check_patience(
+    *, suspect_seconds: float, lost_seconds: float, stall_seconds: float, max_migrations: int
+) -> None:
+    """The same for when a worker is given up. Raises ValueError."""
+    if not 0 < suspect_seconds < lost_seconds:
+        raise ValueError(
+            f"need 0 < suspect_seconds < lost_seconds, not {suspect_seconds:g} and {lost_seconds:g}"
+        )
+    if not stall_seconds > 0:
+        raise ValueError(f"stall_seconds must be above 0, not {stall_seconds:g}")
+    if max_migrations < 0:
+        raise ValueError(f"max_migrations must be at least 0, not {max_migrations}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +102,14 @@ class RouterConfig:
     takes, so that a worker's death fails nothing that has not started. Health says NOT_SERVING at once."""
     priority_ageing_seconds: float = 10.0
     """Waiting that makes up for one step of priority, as in the workers."""
-    suspect_seconds: float = 1.5
+    suspect_seconds: float = DEFAULT_SUSPECT_SECONDS
     """Silence after which a worker gets nothing new. Workers are asked for a sign of life each half second."""
-    lost_seconds: float = 2.5
+    lost_seconds: float = DEFAULT_LOST_SECONDS
     """Silence after which a worker is given up and its requests are placed elsewhere."""
-    stall_seconds: float = 60.0
+    stall_seconds: float = DEFAULT_STALL_SECONDS
     """A worker that answers, but whose engine has had work for so long without finishing a step, is given up as well.
     It must be longer than the longest step of the model."""
-    max_migrations: int = 3
+    max_migrations: int = DEFAULT_MAX_MIGRATIONS
     """Workers that a request may lose and still go on elsewhere; 0 switches replay off."""
 
     def __post_init__(self) -> None:
@@ -109,7 +127,9 @@ class RouterConfig:
             raise ValueError("max_outputs and max_beam_width must be at least 1")
         if self.no_worker_seconds < 0 or self.priority_ageing_seconds < 0:
             raise ValueError("no_worker_seconds and priority_ageing_seconds must not be negative")
-        if not 0 < self.suspect_seconds < self.lost_seconds:
-            raise ValueError("need 0 < suspect_seconds < lost_seconds")
-        if self.stall_seconds <= 0 or self.max_migrations < 0:
-            raise ValueError("stall_seconds must be above 0, and max_migrations at least 0")
+        check_patience(
+            suspect_seconds=self.suspect_seconds,
+            lost_seconds=self.lost_seconds,
+            stall_seconds=self.stall_seconds,
+            max_migrations=self.max_migrations,
+        )

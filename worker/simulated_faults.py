@@ -35,7 +35,9 @@ class SimulatedFault:
         kinds: dict[str, FaultKind] = {kind: kind for kind in get_args(FaultKind)}
         token, _, kind = text.partition(":")
         if not token.isdecimal() or kind not in kinds:
-            raise ValueError(f"a simulated fault is TOKEN:KIND, with a kind of {', '.join(kinds)}, not {text!r}")
+            raise ValueError(
+                f"a simulated fault is TOKEN:KIND, with a kind of {', '.join(kinds)}, not {text!r}"
+            )
         return cls(token=int(token), kind=kinds[kind])
 
     def strike(self, rows: Sequence[ScheduledRow]) -> frozenset[int]:
