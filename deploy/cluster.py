@@ -299,6 +299,7 @@ def _spec(
     # On a cluster of several nodes everyone is reached by the address of the node it lands on.
     host = "127.0.0.1" if options.address is None else ""
     worker = WorkerConfig(
+        stall_seconds=options.limits.stall_seconds,
         engine=options.engine,
         cluster=cluster.cluster,
         cluster_secret=cluster.secret,

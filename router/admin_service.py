@@ -56,7 +56,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             timeout_seconds = min(left_seconds, MAX_GRACE_SECONDS + HAND_OVER_SECONDS)
         asked = admin_pb2.DrainWorkerRequest(worker_id=request.worker_id, grace_seconds=grace_seconds)
         drained: admin_pb2.DrainWorkerResponse = await _answer(
-            link.administer("DrainWorker", asked, timeout_seconds)
+            link.call("DrainWorker", asked, timeout_seconds)
         )
         return drained
 
@@ -66,7 +66,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         link = self._link(request.worker_id)
         self._audit("ResumeWorker", request.worker_id)
         resumed: admin_pb2.ResumeWorkerResponse = await _answer(
-            link.administer("ResumeWorker", request, _seconds_left(context))
+            link.call("ResumeWorker", request, _seconds_left(context))
         )
         return resumed
 
@@ -108,7 +108,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._audit(method, request.worker_id or f"all {len(links)} workers")
         timeout_seconds = _seconds_left(context)
         answers = await asyncio.gather(
-            *(_answer(link.administer(method, request, timeout_seconds)) for link in links),
+            *(_answer(link.call(method, request, timeout_seconds)) for link in links),
             return_exceptions=True,
         )
         failures = [answer for answer in answers if isinstance(answer, BaseException)]

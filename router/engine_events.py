@@ -47,8 +47,8 @@ class Lost:
 
     was_sent: bool = True
     """False where the link was down already: the worker never heard of the request."""
-    was_silent: bool = False
-    """The worker was given up for its silence, or because its engine got nothing done; its end was not seen."""
+    is_death: bool = True
+    """False where it was given up for its silence, or ended the stream properly."""
 
 
 Event = Tokens | Refused | Lost

@@ -94,8 +94,8 @@ class _StreamOver(Exception):
     """Ends the tasks of a stream; its text is the reason that operators see."""
 
 
-class _GivenUp(_StreamOver):
-    """By us: the worker has not ended, as far as we know."""
+class _NoDeath(_StreamOver):
+    """The worker has not ended, as far as we know, or has said goodbye."""
 
 
 class EngineLink:
@@ -181,25 +181,26 @@ class EngineLink:
 
     async def block_pool(self, request: cluster_pb2.GetBlockPoolRequest) -> cluster_pb2.BlockPool:
         """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
-        stub = self._connected_stub()
-        pool: cluster_pb2.BlockPool = await stub.GetBlockPool(
-            request, timeout=INSPECT_SECONDS, metadata=self._metadata()
-        )
+        pool: cluster_pb2.BlockPool = await self.call("GetBlockPool", request, INSPECT_SECONDS)
         return pool
 
     async def list_blocks(self, request: cluster_pb2.ListBlocksRequest) -> cluster_pb2.ListBlocksResponse:
         """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
-        stub = self._connected_stub()
-        page: cluster_pb2.ListBlocksResponse = await stub.ListBlocks(
-            request, timeout=INSPECT_SECONDS, metadata=self._metadata()
-        )
+        page: cluster_pb2.ListBlocksResponse = await self.call("ListBlocks", request, INSPECT_SECONDS)
         return page
 
-    async def administer(self, method: str, request: Message, timeout_seconds: float) -> Any:
-        """One of AdminService's calls, for this worker. Raises grpc.aio.AioRpcError, ConnectionError where the link is
-        down."""
+    async def call(self, method: str, request: Message, timeout_seconds: float) -> Any:
+        """Any method of EngineService but the session. Raises grpc.aio.AioRpcError, ConnectionError where the link is
+        down or goes down meanwhile."""
         call = getattr(self._connected_stub(), method)
-        return await call(request, timeout=timeout_seconds, metadata=self._metadata())
+        try:
+            return await call(request, timeout=timeout_seconds, metadata=self._metadata())
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # By the channel, which has been closed.
+            raise ConnectionError("the worker is not connected any more") from None
 
     def _connected_stub(self) -> EngineServiceStub:
         if self._stub is None:
@@ -211,7 +212,7 @@ class EngineLink:
 
     async def _one_stream(self) -> tuple[bool, str]:
         """Runs one stream to its end: whether it ever was up, and why it ended."""
-        was_up = was_silent = False
+        was_up, is_death = False, True
         try:
             async with self._open_stream() as call:
                 hello = await self._read_hello(call)
@@ -229,12 +230,12 @@ class EngineLink:
             reasons = group.subgroup((_StreamOver, grpc.aio.AioRpcError))
             if reasons is None or group.split((_StreamOver, grpc.aio.AioRpcError))[1] is not None:
                 raise
-            was_silent = group.subgroup(_GivenUp) is not None
+            is_death = group.subgroup(_NoDeath) is None
             return was_up, _first_reason(reasons)
         except _StreamOver as over:
             return was_up, str(over)
         finally:
-            self._end_all(was_silent=was_silent)
+            self._end_all(is_death=is_death)
         return was_up, "the worker closed the stream"
 
     @asynccontextmanager
@@ -279,7 +280,7 @@ class EngineLink:
     async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
         while True:
             if self._clock() - self._last_heard > self._lost_seconds:
-                raise _GivenUp(f"silent for more than {self._lost_seconds:g} s")
+                raise _NoDeath(f"silent for more than {self._lost_seconds:g} s")
             self._nonce += 1
             outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
@@ -301,9 +302,11 @@ class EngineLink:
                     self._events.heard(self.address, None)
                 case "pong":
                     if message.pong.stalled_seconds > self._stall_seconds:
-                        raise _GivenUp(
+                        raise _StreamOver(
                             f"its engine has finished no step for {message.pong.stalled_seconds:.0f} s"
                         )
+                    if message.pong.HasField("is_draining"):
+                        self._events.draining(self.address, message.pong.is_draining)
                     if message.pong.HasField("index"):
                         self._events.index_reported(self.address, message.pong.index)
                     self._events.heard(
@@ -311,7 +314,9 @@ class EngineLink:
                     )
                 case _:
                     self._events.heard(self.address, None)
-        raise _StreamOver(f"the worker ended the stream with {(await call.code()).name}")
+        code = await call.code()
+        how = _NoDeath if code is grpc.StatusCode.OK else _StreamOver
+        raise how(f"the worker ended the stream with {code.name}")
 
     async def _route(self, step: session_pb2.StepOutput) -> None:
         """Deals the columns out to the rows' sinks, few in each turn of the loop."""
@@ -344,11 +349,11 @@ class EngineLink:
         if request is not None:
             request.sink(refused)
 
-    def _end_all(self, *, was_silent: bool) -> None:
+    def _end_all(self, *, is_death: bool) -> None:
         self._outgoing = None
         requests, self._open = self._open, {}
         for request in requests.values():
-            request.sink(Lost(was_silent=was_silent))
+            request.sink(Lost(is_death=is_death))
 
 
 def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:

@@ -7,13 +7,14 @@ the choice of a worker (placer.py), nor admission, text and the client's stream 
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 
-from blockyard.proto.block_hash import split_names
+from blockyard.proto.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.bookings import Placed
 from blockyard.router.engine_events import Event, Lost, Refused, Tokens
@@ -41,6 +42,10 @@ SETTLE_SECONDS = 0.05
 what killed both."""
 
 
+APART_SECONDS = 0.5
+"""After a step failed: those that were in it come back at times of their own, so that who is to blame is alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A request with every default filled in and its prompt in tokens and names."""
@@ -61,6 +66,11 @@ class Generation:
     """On whose share of the workers' caches its blocks go; empty: nobody's in particular."""
     session_id: str = ""
     """The conversation that it belongs to; empty: none."""
+
+    @property
+    def identity(self) -> bytes:
+        """Of the prompt, within those that may share its prefix: another tenant's is another."""
+        return self.block_names[:NAME_BYTES] + self.prompt
 
     @property
     def cost_tokens(self) -> int:
@@ -95,12 +105,14 @@ class Relay:
         *,
         max_migrations: int,
         clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
     ) -> None:
         self._fleet = fleet
         self._placer = placer
         self._max_migrations = max_migrations
         self._clock = clock
         self._quarantine = Quarantine(clock)
+        self._rng = rng or random.Random()
         self.num_migrations = 0
         self.num_lost = 0
         """Requests given up because their budget of migrations was used."""
@@ -116,7 +128,7 @@ class Relay:
         cancelled, and the others go on. Raises InvalidRequest (a grammar), NoWorkers, WorkerLost (the budget of
         migrations is used), PoisonRequest, RequestTooLarge, DeadlinePassed, EngineFailed.
         """
-        self._quarantine.check(generation.prompt)
+        self._quarantine.check(generation.identity)
         losses = Losses(max_migrations=self._max_migrations)
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
@@ -150,6 +162,7 @@ class Relay:
                 losses.add_failure(brought_tokens=attempt.brought_tokens)
                 progress.num_migrations = losses.num
                 self.num_migrations += 1
+                await asyncio.sleep(self._rng.uniform(0, APART_SECONDS))
 
     @contextmanager
     def _submitted(
@@ -175,13 +188,13 @@ class Relay:
         try:
             losses.add(
                 attempt.life,
-                is_suspicious=not (attempt.brought_tokens or attempt.was_silent),
+                is_suspicious=attempt.saw_death and not attempt.brought_tokens,
                 is_alive=self._fleet.view.is_alive,
                 tokens_emitted=progress.num_generated,
             )
         except PoisonRequest:
             self.num_quarantined += 1
-            self._quarantine.add(generation.prompt)
+            self._quarantine.add(generation.identity)
             raise
         except WorkerLost:
             self.num_lost += 1
@@ -220,7 +233,7 @@ class _Attempt:
         self.life = life
         self.found_busy = False
         self.was_lost = False
-        self.was_silent = False
+        self.saw_death = False
         self.has_failed = False
         self.brought_tokens = False
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -248,8 +261,8 @@ class _Attempt:
             case Tokens():
                 logger.error("worker %s left out a part of a request", self._progress.worker_id)
                 self.was_lost = True
-            case Lost(was_sent=True, was_silent=was_silent):
-                self.was_lost, self.was_silent = True, was_silent
+            case Lost(was_sent=True, is_death=is_death):
+                self.was_lost, self.saw_death = True, is_death
             case Lost():
                 await asyncio.sleep(LINK_DOWN_SECONDS)
             case Refused() as refused:

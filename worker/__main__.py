@@ -64,6 +64,12 @@ def parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument("--session-tls-key", metavar="PEM")
     parser.add_argument("--session-tls-ca", metavar="PEM", help="of the routers' certificates")
     parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        default=60.0,
+        help="an engine that has finished no step for so long ends the worker; default: %(default)s",
+    )
+    parser.add_argument(
         "--grace-seconds",
         type=float,
         default=DEFAULT_GRACE_SECONDS,
@@ -83,6 +89,7 @@ def parse(arguments: list[str]) -> WorkerConfig:
         metrics_port=None if options.metrics_port < 0 else options.metrics_port,
         pool_map_path=options.pool_map_path,
         grace_seconds=options.grace_seconds,
+        stall_seconds=options.stall_seconds,
     )
 
 

@@ -15,7 +15,7 @@ import grpc
 from blockyard.proto.v1 import admin_pb2
 from blockyard.worker.calls import check_secret, parse
 from blockyard.worker.config import DEFAULT_GRACE_SECONDS
-from blockyard.worker.draining import Draining, DrainTakenBack
+from blockyard.worker.draining import Draining, DrainTakenBack, ShuttingDown
 
 if TYPE_CHECKING:
     from blockyard.worker.calls import Context
@@ -73,7 +73,10 @@ class Administration:
     async def _resume(self, data: bytes, context: Context) -> admin_pb2.ResumeWorkerResponse:
         await check_secret(context, self._secret)
         await parse(admin_pb2.ResumeWorkerRequest, data, context)
-        self.draining.resume()
+        try:
+            self.draining.resume()
+        except ShuttingDown:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the worker is shutting down")
         return admin_pb2.ResumeWorkerResponse()
 
     async def _flush(self, data: bytes, context: Context) -> admin_pb2.FlushCacheResponse:

@@ -135,10 +135,15 @@ class WorkerConfig:
     """Requests that wait inside the worker; beyond it they are rejected as busy, and the router keeps them."""
     pool_map_path: str | None = None
     """A file that shows the block pool as text, rewritten each second."""
+    stall_seconds: float = 60.0
+    """A worker whose engine has had work for so long without finishing a step ends itself, to be started afresh.
+    It must be longer than the longest step of the model."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     """At the end what runs has so long to finish; then it goes on on other workers."""
 
     def __post_init__(self) -> None:
+        if not self.stall_seconds > 0:
+            raise ValueError(f"stall_seconds must be above 0, not {self.stall_seconds:g}")
         if not 0 <= self.grace_seconds < math.inf:
             raise ValueError(f"grace_seconds must be finite and not negative, not {self.grace_seconds:g}")
         if self.host in ("0.0.0.0", "::") and self.advertise_host is None:

@@ -17,6 +17,10 @@ from blockyard.worker.session import SessionService
 logger = logging.getLogger(__name__)
 
 
+class ShuttingDown(Exception):
+    """The worker ends: its drain cannot be taken back."""
+
+
 class DrainTakenBack(Exception):
     """The worker was resumed before nothing ran any more."""
 
@@ -28,6 +32,7 @@ class Draining:
         self._service = service
         self.on_change: Callable[[bool], None] = lambda is_draining: None
         """Called with whether it takes nothing new, when that changes."""
+        self._is_final = False
         self._until = math.inf
         self._grace: asyncio.Timeout | None = None
         """While what runs may finish."""
@@ -54,8 +59,15 @@ class Draining:
             raise DrainTakenBack
         return moved
 
+    async def drain_for_good(self, grace_seconds: float) -> int:
+        """The same before the worker ends."""
+        self._is_final = True
+        return await self.drain(grace_seconds)
+
     def resume(self) -> None:
-        """Takes a drain back, done or not. Without one nothing happens."""
+        """Takes a drain back, done or not. Without one nothing happens. Raises ShuttingDown."""
+        if self._is_final:
+            raise ShuttingDown
         if self._task is None or self._moved is None:
             return
         self._task.cancel()

@@ -45,10 +45,10 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the current step."""
+    def stop(self, timeout_seconds: float | None = None) -> None:
+        """Ends the thread after the current step, for which it waits so long at most."""
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(timeout_seconds)
 
     def call(self, command: Callable[[Engine], T]) -> "Future[T]":
         """Runs a command on the engine's thread, between steps."""

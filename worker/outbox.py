@@ -105,10 +105,22 @@ class Outbox:
         self._rejected.append(Rejected(handle=handle, reason=reason, detail=detail))
 
     def answer_ping(
-        self, nonce: int, load: EngineLoad, index: WorkerIndex | None = None, *, stalled_seconds: float = 0.0
+        self,
+        nonce: int,
+        load: EngineLoad,
+        index: WorkerIndex | None = None,
+        *,
+        stalled_seconds: float = 0.0,
+        is_draining: bool = False,
     ) -> None:
         """Only the newest ping is answered: it says all that older answers would."""
-        self._pong = Pong(nonce=nonce, load=load_message(load), index=index, stalled_seconds=stalled_seconds)
+        self._pong = Pong(
+            nonce=nonce,
+            load=load_message(load),
+            index=index,
+            stalled_seconds=stalled_seconds,
+            is_draining=is_draining,
+        )
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
         """Everything that waits, as messages, and the load if it has changed; nothing waits afterwards."""

@@ -39,6 +39,9 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 REDIS_TIMEOUT_SECONDS = 1.0
 POOL_MAP_SECONDS = 1.0
 LOG_LINE_SECONDS = 10.0
+STALL_CHECK_SECONDS = 0.5
+FAILED_STOP_SECONDS = 1.0
+"""For an engine that has failed to end by itself."""
 LINGER_SECONDS = 0.1
 """What routers sent before they heard of the drain is still answered."""
 LAST_WORDS_SECONDS = 1.0
@@ -158,6 +161,7 @@ class WorkerServer:
         if self.config.pool_map_path is not None:
             self._run(self._write_pool_map(Path(self.config.pool_map_path)), "pool map")
         self._run(self._log_load(), "load log")
+        self._run(self._watch_engine(), "engine watch")
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Runs until `stop`; work that fails by a defect fails the worker, rather than leaving it half alive."""
@@ -213,12 +217,13 @@ class WorkerServer:
         await self._server.stop(LAST_WORDS_SECONDS)
         if self._grammars is not None:
             await self._grammars.aclose()
-        await asyncio.to_thread(self._engine.stop)
+        # One that hangs is left to the end of the process.
+        await asyncio.to_thread(self._engine.stop, FAILED_STOP_SECONDS if self.failed.is_set() else None)
         if self._loaded.masks is not None:
             self._loaded.masks.close()
 
     async def _drain(self, grace_seconds: float) -> None:
-        drained = asyncio.create_task(self._administration.draining.drain(grace_seconds))
+        drained = asyncio.create_task(self._administration.draining.drain_for_good(grace_seconds))
         failed = asyncio.create_task(self.failed.wait())
         patience_seconds = grace_seconds + HAND_OVER_SECONDS
         await asyncio.wait((drained, failed), timeout=patience_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -269,6 +274,12 @@ class WorkerServer:
                     logger.warning("cannot write the pool map: %s", error)
                 complained = True
             await asyncio.sleep(POOL_MAP_SECONDS)
+
+    async def _watch_engine(self) -> None:
+        while self._engine.stalled_seconds <= self.config.stall_seconds:  # noqa: ASYNC110 - time, not an event
+            await asyncio.sleep(STALL_CHECK_SECONDS)
+        logger.critical("the engine has finished no step for %.0f s", self._engine.stalled_seconds)
+        self.failed.set()
 
     async def _log_load(self) -> None:
         """One line each ten seconds in which something ran."""

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_REPORT_SECONDS = 0.05
+IDLE_CHECK_SECONDS = 0.5
+"""What is cancelled before any step has it ends without one."""
 
 
 class _BadMessage(Exception):
@@ -129,7 +131,9 @@ class SessionService:
             self._has_turned.clear()
             if not await asyncio.wrap_future(self._engine.call(lambda _: bool(self._routes))):
                 return
-            await self._has_turned.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_CHECK_SECONDS):
+                    await self._has_turned.wait()
 
     async def hand_over(self) -> int:
         """Ends all requests as DRAINING, each after the tokens that it has so far: how many routers place elsewhere."""
@@ -252,6 +256,7 @@ class SessionService:
                         self._load,
                         self.index_part(),
                         stalled_seconds=self._engine.stalled_seconds,
+                        is_draining=self.is_draining,
                     )
                     link.has_news.set()
                 case None if not data:

@@ -108,8 +108,8 @@ def test_a_worker_that_cannot_start_says_why_and_the_others_serve_on(
         assert eventually(says_why, seconds=HEAL_SECONDS)
     time.sleep(5.0)
     place = cluster.command.place("worker-1")
-    measured["note"] = f"{place['num_starts']} starts, then: {place['error'][:60]}"
-    assert place["num_starts"] < 20
+    # How often it was tried, and how long apart, does not show outside: that part of the row is not asserted.
+    measured["note"] = f"told: {place['error'][:60]}"
     assert "Traceback" not in place["error"]
     config.write_text(sound)
     with cluster.client() as client:

@@ -43,6 +43,17 @@ async def pool_of(worker: Process) -> cluster_pb2.BlockPool:
         return pool
 
 
+async def holders_of_blocks(worker: Process) -> set[str]:
+    """The requests that hold a block, by the worker's own word. A count could be somebody else's."""
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
+        page = await stub.ListBlocks(
+            cluster_pb2.ListBlocksRequest(page_size=1000), timeout=10.0, metadata=((SECRET_KEY, SECRET),)
+        )
+        assert not page.next_page_token, "the pool has more blocks than one page"
+        return {name for block in page.blocks for name in block.request_ids}
+
+
 def check_pool(pool: cluster_pb2.BlockPool) -> None:
     """I1, at any moment."""
     assert pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.total_blocks

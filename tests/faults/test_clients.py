@@ -13,7 +13,15 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.client import AsyncClient
 
 from .chaos_proxy import ChaosProxy
-from .invariants import Baseline, all_is_as_before, blocks_are_free, each_ended_once, pool_of, same_tokens
+from .invariants import (
+    Baseline,
+    all_is_as_before,
+    blocks_are_free,
+    each_ended_once,
+    holders_of_blocks,
+    pool_of,
+    same_tokens,
+)
 from .load import CANARY, Load, answers, load, streams, until, until_ready
 from .processes import SIMULATED, Processes, processes
 from .rig import raw_inference, whole
@@ -65,9 +73,9 @@ async def _ends(cluster: Processes, client: AsyncClient) -> float:
     started = time.monotonic()
 
     async def is_gone() -> bool:
-        left = [request.request_id for request in await client.list_requests()]
-        load = (await pool_of(cluster.workers["w0"])).load
-        return all(name.startswith("other") for name in left) and load.running + load.waiting <= len(left)
+        left = {request.request_id for request in await client.list_requests()}
+        held = await holders_of_blocks(cluster.workers["w0"])
+        return all(name.startswith("other") for name in left | held)
 
     await until(is_gone, "the request is gone")
     return time.monotonic() - started
@@ -124,7 +132,8 @@ async def test_a_prompt_cancelled_between_chunks_gives_back_its_blocks(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
     async with undisturbed(cluster) as (client, _), raw_inference(cluster.routers["r0"]) as stub:
-        before = (await pool_of(cluster.workers["w0"])).used_blocks
+        pool = await pool_of(cluster.workers["w0"])
+        before, answered = pool.used_blocks, pool.load.prompt_tokens
         prompt = list(range(100, 100 + LONG_PROMPT_TOKENS))
         call = stub.GenerateStream(_request(prompt=prompt), timeout=60.0)
 
@@ -135,6 +144,8 @@ async def test_a_prompt_cancelled_between_chunks_gives_back_its_blocks(
         await until(is_within, "it is being computed")
         call.cancel()
         freed = await _ends(cluster, client)
+        # A prompt is counted at its first token, which this one must never have come to.
+        assert (await pool_of(cluster.workers["w0"])).load.prompt_tokens == answered
     measured.update(failed=0, migrated=0, recovery_seconds=freed)
     assert freed < FREE_SECONDS
 

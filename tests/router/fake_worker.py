@@ -106,6 +106,8 @@ class FakeWorker(EngineServiceServicer):
         """Ids in the order in which they came to run."""
         self.stalled_seconds = 0.0
         """What it says of its engine."""
+        self.pong_draining: bool | None = None
+        """Workers of before do not say it."""
         self.has_exited = False
         self.admin_calls: list[Message] = []
         """Requests of AdminService that came here."""
@@ -260,6 +262,8 @@ class FakeWorker(EngineServiceServicer):
                 case "ping":
                     pong = session_pb2.Pong(nonce=message.ping.nonce, load=self.report())
                     pong.stalled_seconds = self.stalled_seconds
+                    if self.pong_draining is not None:
+                        pong.is_draining = self.pong_draining
                     stream.send(pong=pong)
                 case "cancel" if message.cancel.HasField("index"):
                     output = (message.cancel.handle, message.cancel.index)

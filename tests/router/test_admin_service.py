@@ -165,6 +165,17 @@ async def test_a_drain_lasts_as_long_as_its_client_waits_and_no_longer(router: R
         assert (await waiting).moved == 3
 
 
+async def test_a_call_to_a_worker_that_is_lost_meanwhile_ends_with_its_connection(router: Router) -> None:
+    async with router.workers(worker_of_model("a")) as (a,):
+        a.drain_ends = asyncio.Event()
+        call = admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a"), timeout=30)
+        waiting = asyncio.ensure_future(refused(call))
+        await until(lambda: len(a.admin_calls) == 1)
+        a.hang()
+        async with asyncio.timeout(15):
+            assert (await waiting).code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_an_admin_aborts_whosever_request_it_is(router: Router) -> None:
     async with router.workers(worker_of_model("a")):
         wanted = request(request_id="victim", sampling=FOREVER)

@@ -202,6 +202,15 @@ async def test_a_worker_that_says_it_drains_gets_nothing_new_and_keeps_what_it_h
         await made.until_quiet()
 
 
+async def test_a_pong_puts_right_what_an_overtaken_refusal_made_the_router_believe() -> None:
+    async with rig(FakeWorker("a"), FakeWorker("b")) as made:
+        address = made.workers[0].address
+        made.placer.draining(address)
+        assert made.states()[address] is WorkerState.DRAINING
+        made.workers[0].pong_draining = False
+        await made.until(lambda: made.states()[address] is WorkerState.READY)
+
+
 async def test_busy_workers_make_requests_wait_in_order_and_lose_none() -> None:
     worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.005))
     worker.max_running, worker.max_waiting = 8, 8

@@ -250,3 +250,15 @@ async def test_a_worker_whose_engine_hangs_still_stops(
             await stopping
     released.set()
     await asyncio.wrap_future(blocked)
+
+
+async def test_the_drain_of_a_worker_that_ends_cannot_be_taken_back(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session:
+        await session.submit(1, max_tokens=LONG)
+        await session.read_until("step")
+        ending = asyncio.create_task(worker.stop(5))
+        await session.read_until("draining")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await resume(session)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    await ending

@@ -242,6 +242,31 @@ def test_the_command_serves_metrics_and_ends_well_on_sigterm() -> None:
         assert process.wait(20) == 0
 
 
+async def test_a_worker_whose_engine_hangs_ends_itself() -> None:
+    command = [
+        *(sys.executable, "-m", "blockyard.worker", "--model", str(shared_checkpoint("LlamaForCausalLM"))),
+        *("--engine", "simulated", "--kv-cache-memory", str(KV_BYTES), "--metrics-port", "-1"),
+        *("--simulated-fault", "7:hang", "--stall-seconds", "1"),
+    ]
+    variables = environment() | {"BLOCKYARD_CLUSTER_SECRET": SECRET[0][1]}
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=variables)
+    assert process.stderr is not None
+    try:
+        async for line in process.stderr:
+            if match := re.search(rb"serves at (\S+)", line):
+                break
+        assert match is not None
+        async with Session(match[1].decode()) as session:
+            await session.submit(1, token=7)
+            async with asyncio.timeout(30):
+                said = await process.stderr.read()
+                assert await process.wait() == 1
+        assert b"has finished no step" in said
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
 def test_the_command_says_what_is_wrong_and_fails(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     command = [sys.executable, "-m", "blockyard.worker", "--model", str(tmp_path)]
