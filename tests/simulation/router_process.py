@@ -114,7 +114,13 @@ class RouterProcess:
             clock=self._loop.time,
             rng=random.Random(self._seed),
         )
-        self.relay = Relay(self.fleet, self.placer, max_migrations=MAX_MIGRATIONS, clock=self._loop.time)
+        self.relay = Relay(
+            self.fleet,
+            self.placer,
+            max_migrations=MAX_MIGRATIONS,
+            clock=self._loop.time,
+            rng=random.Random(self._seed),
+        )
         self.fleet.set_addresses(addresses)
         await self.fleet.run()
 
