@@ -299,8 +299,8 @@ def _spec(
     # On a cluster of several nodes everyone is reached by the address of the node it lands on.
     host = "127.0.0.1" if options.address is None else ""
     worker = WorkerConfig(
-        stall_seconds=options.limits.stall_seconds,
         engine=options.engine,
+        stall_seconds=options.limits.stall_seconds,
         cluster=cluster.cluster,
         cluster_secret=cluster.secret,
         session_tls=options.security.session_tls,

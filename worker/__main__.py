@@ -13,7 +13,13 @@ from collections.abc import Iterable
 
 from blockyard.proto.logs import configure_logging
 from blockyard.proto.tls_files import session_tls
-from blockyard.worker.config import DEFAULT_GRACE_SECONDS, WorkerConfig, add_engine_arguments, engine_config
+from blockyard.worker.config import (
+    DEFAULT_GRACE_SECONDS,
+    DEFAULT_STALL_SECONDS,
+    WorkerConfig,
+    add_engine_arguments,
+    engine_config,
+)
 from blockyard.worker.server import WorkerServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -66,7 +72,7 @@ def parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument(
         "--stall-seconds",
         type=float,
-        default=60.0,
+        default=DEFAULT_STALL_SECONDS,
         help="an engine that has finished no step for so long ends the worker; default: %(default)s",
     )
     parser.add_argument(

@@ -10,6 +10,7 @@ from blockyard.worker.preemption import PreemptionMode
 from blockyard.worker.simulated_faults import SimulatedFault
 
 EngineKind = Literal["model", "simulated"]
+DEFAULT_STALL_SECONDS = 60.0
 DEFAULT_GRACE_SECONDS = 30.0
 
 
@@ -135,7 +136,7 @@ class WorkerConfig:
     """Requests that wait inside the worker; beyond it they are rejected as busy, and the router keeps them."""
     pool_map_path: str | None = None
     """A file that shows the block pool as text, rewritten each second."""
-    stall_seconds: float = 60.0
+    stall_seconds: float = DEFAULT_STALL_SECONDS
     """A worker whose engine has had work for so long without finishing a step ends itself, to be started afresh.
     It must be longer than the longest step of the model."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
