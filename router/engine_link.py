@@ -111,6 +111,7 @@ class EngineLink:
         stall_seconds: float = inf,
         clock: Callable[[], float] = time.monotonic,
         open_channel: OpenChannel = open_insecure_channel,
+        rng: random.Random | None = None,
     ) -> None:
         """A worker is given up after `lost_seconds` without a word, and when its engine has had work for
         `stall_seconds` without finishing a step."""
@@ -121,6 +122,7 @@ class EngineLink:
         self._stall_seconds = stall_seconds
         self._clock = clock
         self._open_channel = open_channel
+        self._rng = rng or random.Random()
         self._open: dict[int, _Open] = {}
         self._next_handle = 0
         self._outgoing: asyncio.Queue[session_pb2.ToWorker] | None = None
@@ -144,7 +146,7 @@ class EngineLink:
             if was_up:
                 logger.warning("lost worker at %s: %s", self.address, reason)
                 backoff_seconds = FIRST_BACKOFF_SECONDS
-            await asyncio.sleep(backoff_seconds * random.uniform(0.5, 1.0))
+            await asyncio.sleep(backoff_seconds * self._rng.uniform(0.5, 1.0))
             backoff_seconds = min(backoff_seconds * 2, LAST_BACKOFF_SECONDS)
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ Joins engine_link.py (connections) to cluster_view.py (beliefs). Does not own wh
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Fleet(LinkEvents):
         clock: Callable[[], float] = time.monotonic,
         placement: PlacementConfig | None = None,
         open_channel: OpenChannel = open_insecure_channel,
+        rng: random.Random | None = None,
     ) -> None:
         self.view = ClusterView(
             suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock, config=placement
@@ -96,6 +98,7 @@ class Fleet(LinkEvents):
         self._stall_seconds = stall_seconds
         self._clock = clock
         self._open_channel = open_channel
+        self._rng = rng or random.Random()
         self._wanted: frozenset[str] = frozenset()
         self._rearrange = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
@@ -167,6 +170,7 @@ class Fleet(LinkEvents):
             stall_seconds=self._stall_seconds,
             clock=self._clock,
             open_channel=self._open_channel,
+            rng=self._rng,
         )
         self.links[address] = link
         return link

@@ -102,12 +102,14 @@ class IndexPublisher:
         config: PublisherConfig | None = None,
         has_host_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
     ) -> None:
         self._index = index
         self._record = record
         self._config = config or PublisherConfig()
         self._has_host_cache = has_host_cache
         self._clock = clock
+        self._rng = rng or random.Random()
         self._difference = TieredDifference()
         self._berth: Berth | None = None
         self._on_its_way: Batch | None = None
@@ -205,7 +207,7 @@ class IndexPublisher:
                     self._note(error)
                     if error.kind is ErrorKind.DAMAGED:
                         self._damaged()
-                    await self._pause(backoff_seconds * random.uniform(0.5, 1.0))
+                    await self._pause(backoff_seconds * self._rng.uniform(0.5, 1.0))
                     backoff_seconds = min(2 * backoff_seconds, self._config.max_backoff_seconds)
         finally:
             self._stopped.set()
@@ -237,7 +239,7 @@ class IndexPublisher:
 
     async def _register(self) -> None:
         if self._num_registrations and not self._is_withdrawn:
-            await self._pause(random.uniform(0, self._config.resync_jitter_seconds))
+            await self._pause(self._rng.uniform(0, self._config.resync_jitter_seconds))
         lease_seconds = self._config.lease_seconds
         berth = await self._call(
             self._index.register(
@@ -334,7 +336,7 @@ class IndexPublisher:
         progress = await self._call(self._index.purge())
         pause = self._config.purge_slice_seconds if progress.active else self._config.purge_seconds
         # Workers that started together need not all look for the dead at the same moment.
-        self._purge_at = self._clock() + pause * random.uniform(0.75, 1.25)
+        self._purge_at = self._clock() + pause * self._rng.uniform(0.75, 1.25)
 
     async def _wait_for_changes(self) -> None:
         self._changed.clear()

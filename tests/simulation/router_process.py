@@ -88,6 +88,7 @@ class RouterProcess:
             lost_seconds=LOST_SECONDS,
             stall_seconds=STALL_SECONDS,
             clock=loop.time,
+            rng=random.Random(seed),
             open_channel=lambda address: MemoryChannel(connections, self.process, address),  # type: ignore[arg-type, return-value]
         )
         self.ledger = AdmissionLedger(

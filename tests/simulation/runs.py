@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,9 +36,6 @@ def run(seed: int) -> Run:
 
 
 def run_scenario(chosen: Scenario) -> Run:
-    """The global generator of random numbers is seeded, because the product's jitters come from it."""
-    state = random.getstate()
-    random.seed(chosen.seed)
     loop = VirtualLoop()
     world = World(chosen, loop)
     world.on_look = check_now
@@ -53,7 +49,6 @@ def run_scenario(chosen: Scenario) -> Run:
         violation = f"{type(error).__name__}: {error}"
     finally:
         _bury(world, loop)
-        random.setstate(state)
     return Run(
         seed=chosen.seed,
         violation=violation,

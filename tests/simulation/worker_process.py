@@ -4,6 +4,7 @@ Puts together what worker/server.py does, without a server and a thread.
 """
 
 import asyncio
+import random
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class WorkerProcess:
         loop: VirtualLoop,
         connections: Connections,
         index: IndexServer,
+        rng: random.Random,
     ) -> None:
         self.name, self.address = name, address
         self.incarnation = f"{name}#{life}"
@@ -86,6 +88,7 @@ class WorkerProcess:
             config=PublisherConfig(lease_seconds=LEASE_SECONDS),
             has_host_cache=setup.scheduler.host_cache_blocks > 0,
             clock=loop.time,
+            rng=rng,
         )
         self.service: SessionService
         self.administration: Administration

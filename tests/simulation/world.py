@@ -115,7 +115,14 @@ class World:
         seat.life += 1
         seat.is_going = False
         seat.worker = WorkerProcess(
-            seat.name, seat.life, seat.address, self.scenario.setup, self.loop, self.connections, self.index
+            seat.name,
+            seat.life,
+            seat.address,
+            self.scenario.setup,
+            self.loop,
+            self.connections,
+            self.index,
+            random.Random(f"{seat.name}#{seat.life} {self.scenario.seed}"),
         )
         seat.lives.append(seat.worker)
         seat.worker.start()

@@ -70,8 +70,8 @@ async def all_until_failed(session: Session, handle: int, begun: Callable[[], No
 
 async def test_routers_hear_of_a_drain_at_once_and_what_runs_finishes(worker: WorkerServer) -> None:
     async with Session(worker.address) as session, Session(worker.address) as other:
-        await session.submit(1, max_tokens=LONG)
-        await session.read_until("step")
+        await session.submit(1, max_tokens=400)
+        await session.until_runs()
         drained = drain(session, 30.0)
         assert (await other.read_until("draining")).is_draining
         await other.submit(2)
@@ -122,7 +122,7 @@ async def test_what_waits_in_the_worker_is_given_back_too(worker: WorkerServer) 
 async def test_a_second_call_joins_the_first_and_the_shorter_grace_counts(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, max_tokens=400)
-        await session.read_until("step")
+        await session.until_runs()
         first = drain(session, 600.0)
         await session.read_until("draining")
         longer = drain(session, 1200.0)
@@ -135,7 +135,7 @@ async def test_a_second_call_joins_the_first_and_the_shorter_grace_counts(worker
 async def test_a_drain_goes_on_without_its_caller_and_ends_by_resume_alone(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, max_tokens=400)
-        await session.read_until("step")
+        await session.until_runs()
         call = drain(session, 600.0)
         await session.read_until("draining")
         call.cancel()
@@ -218,7 +218,7 @@ async def test_what_waits_for_its_grammar_goes_back_to_its_router(worker: Worker
 async def test_stopping_gives_back_what_runs_and_then_ends_the_stream_well(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, max_tokens=LONG)
-        await session.read_until("step")
+        await session.until_runs()
         stopping = asyncio.create_task(worker.stop(0.1))
         tokens_before_failure = 0
         step = StepOutput()
@@ -255,7 +255,7 @@ async def test_a_worker_whose_engine_hangs_still_stops(
 async def test_the_drain_of_a_worker_that_ends_cannot_be_taken_back(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, max_tokens=LONG)
-        await session.read_until("step")
+        await session.until_runs()
         ending = asyncio.create_task(worker.stop(5))
         await session.read_until("draining")
         with pytest.raises(grpc.aio.AioRpcError) as refused:

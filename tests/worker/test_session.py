@@ -95,6 +95,11 @@ class Session:
             setattr(submit, name, value)
         await self.call.write(ToWorker(submit=submit))
 
+    async def until_runs(self) -> None:
+        """Until its requests have a token: a step may also tell of what was before them."""
+        while not (await self.read_until("step")).token_ids:
+            pass
+
     async def tokens_of(self, *handles: int) -> dict[int, list[int]]:
         """Reads until all of them, with one output each, have ended."""
         outputs = await self.outputs_of(*((handle, 0) for handle in handles))
@@ -173,7 +178,7 @@ async def test_ping_is_answered_with_the_load(worker: WorkerServer) -> None:
 async def test_cancel_frees_the_blocks_and_nothing_more_comes(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, max_tokens=400)
-        await session.read_until("step")
+        await session.until_runs()
         await session.call.write(ToWorker(cancel=Cancel(handle=1)))
         await until_idle(session.stub)
 
@@ -181,7 +186,7 @@ async def test_cancel_frees_the_blocks_and_nothing_more_comes(worker: WorkerServ
 async def test_the_end_of_a_stream_cancels_its_sequences(worker: WorkerServer) -> None:
     async with Session(worker.address) as other, Session(worker.address) as session:
         await session.submit(1, max_tokens=400)
-        await session.read_until("step")
+        await session.until_runs()
         session.call.cancel()
         await until_idle(other.stub)
 
@@ -280,7 +285,7 @@ async def test_a_replay_of_several_outputs_goes_on_with_each(worker: WorkerServe
 async def test_an_output_that_is_cancelled_comes_no_more_and_the_others_end(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, max_tokens=60, sampling={"n": 2})
-        await session.read_until("step")
+        await session.until_runs()
         for _ in range(2):
             await session.call.write(ToWorker(cancel=Cancel(handle=1, index=1)))
         ended: dict[int, int] = {}
@@ -308,7 +313,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(worker: WorkerS
 async def test_the_pool_is_seen_whole_and_block_by_block(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, length=40, max_tokens=300)
-        await session.read_until("step")
+        await session.until_runs()
         pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), metadata=SECRET)
         assert pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.total_blocks == 64
         assert sum(run.length for run in pool.runs) == 64
@@ -328,7 +333,7 @@ async def test_the_pool_is_seen_whole_and_block_by_block(worker: WorkerServer) -
 async def test_a_block_that_many_outputs_hold_names_their_request_once(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, length=40, max_tokens=300, sampling={"n": 3})
-        await session.read_until("step")
+        await session.until_runs()
         listed = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(), metadata=SECRET)
         held = [block for block in listed.blocks if block.request_ids]
         assert all(list(block.request_ids) == ["request-1"] for block in held)
