@@ -4,11 +4,11 @@ Synchronous, and owned by one thread (engine_thread.py); needs no Ray, Redis or 
 they are late, what is told of them. What runs is the scheduler's choice.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from blockyard.worker.blame import NothingSucceeds, execute
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.runner import Runner
@@ -22,7 +22,6 @@ from blockyard.worker.sequence import (
     TokenLogprob,
 )
 
-logger = logging.getLogger(__name__)
 RATE_SMOOTHING = 0.2
 """Weight of the newest step in the measured rates."""
 MIN_MEASURED_PREFILL_TOKENS = 64
@@ -31,8 +30,9 @@ FIRST_CHUNK_TOKENS = 256
 """Of a prompt beside decodes, before any such step was measured."""
 MIN_CHUNK_TOKENS = 16
 """Of a prompt beside decodes, however long its step takes: it must get done."""
-MAX_FAILED_STEPS_IN_A_ROW = 3
-"""After so many the device, not a request, is what fails: the engine ends, and its worker is started afresh."""
+MAX_FAILURES_IN_A_ROW = 8
+"""Requests whose steps raised, and no step succeeded between: then the device, not they, is what fails. The engine
+ends, and its worker is started afresh."""
 DEFAULT_AGEING_SECONDS = 10.0
 SHED_AT_SHARE_OF_ESTIMATE = 0.5
 """A waiting request is shed once less than this share of its estimated prefill time is left: then not even a prefill
@@ -91,7 +91,7 @@ class Engine:
         self._next_request = 0
         self._next_sequence = 0
         self._counters = _Counters()
-        self._failed_steps_in_a_row = 0
+        self._failures_in_a_row = 0
 
     @property
     def has_work(self) -> bool:
@@ -169,25 +169,24 @@ class Engine:
         return True
 
     def step(self) -> StepResult:
-        """Plans, runs and commits one step. A step that raises ends its own requests as FAILED, and is logged.
+        """Plans, runs and commits one step. Where it raises, those end as FAILED that it raises for.
 
-        Raises EngineFailed at the beginning of a step after MAX_FAILED_STEPS_IN_A_ROW that raised.
+        Raises EngineFailed at the beginning of a step after MAX_FAILURES_IN_A_ROW.
         """
-        if self._failed_steps_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
-            raise EngineFailed(f"{self._failed_steps_in_a_row} steps in a row have failed")
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
         expired = self._expire()
         plan = self.scheduler.plan()
         started = self._clock()
         updates: list[Update] = []
         if plan.has_work:
             try:
-                tokens = self.runner.execute(plan)
-            except Exception:
-                logger.exception("step %d failed; its %d sequences end", plan.step, len(plan.rows))
+                tokens = execute(self.runner, plan, self.cache.is_unconfirmed)
+            except NothingSucceeds as failure:
                 updates = self.scheduler.fail(plan)
-                self._failed_steps_in_a_row += 1
+                self._failures_in_a_row += failure.num_blamed
             else:
-                self._failed_steps_in_a_row = 0
+                self._failures_in_a_row = 0
                 updates = self.scheduler.commit(plan, tokens)
                 self._measure(plan, self._clock() - started)
         outputs = [*expired, *(output for update in updates for output in self._outputs(update))]

@@ -55,7 +55,8 @@ class Runner(Protocol):
         """The new token of each row of the plan, NO_TOKEN where it does not sample, FAILED_TOKEN where the
         logits were not finite or no token was possible.
 
-        A row's input may be the token that the step before sampled, although it is not committed yet.
+        A row's input may be the token that the step before sampled, although it is not committed yet. A step that
+        raised may be executed again, whole or in parts; its blocks move once.
         """
         ...
 
@@ -111,6 +112,8 @@ class TorchRunner:
         self._sampler = Sampler(config.vocab_size, self.device)
         self._sampled: dict[tuple[SequenceId, int], int] = {}
         """What the last step sampled, by sequence and position: it may be the next step's input."""
+        self._moved_step: int | None = None
+        """The last whose blocks were all moved."""
 
     @classmethod
     def create(
@@ -192,6 +195,8 @@ class TorchRunner:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """In the plan's order: a block that goes to the host may be filled again in the same step."""
+        if plan.step == self._moved_step or not (plan.to_host or plan.from_host or plan.copies):
+            return
         if plan.to_host or plan.from_host:
             assert self.host_blocks is not None, (
                 "the plan moves blocks to or from a host pool that is not there"
@@ -204,6 +209,7 @@ class TorchRunner:
             src_dst_C2 = torch.tensor(plan.copies, dtype=torch.int64, device=self.device)
             for pool in self.kv_pools:
                 self.backend.copy_blocks(pool, src_dst_C2)
+        self._moved_step = plan.step
 
     def _masks_for(self, sampling: Sequence[ScheduledRow]) -> GrammarMasks | None:
         is_needed = any(row.sequence.grammar is not None for row in sampling)

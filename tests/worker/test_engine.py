@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from blockyard.proto.block_hash import chain
-from blockyard.worker.engine import Engine, EngineFailed
+from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.scheduler import SchedulerConfig
@@ -106,23 +106,6 @@ def test_a_step_that_raises_ends_its_requests_and_the_next_one_is_served() -> No
     outputs = outputs_of(engine)
     assert outputs[-1].finish_reason is FinishReason.LENGTH
     assert engine.pool.num_used == 0
-
-
-class AlwaysFails(SimulatedRunner):
-    """A device that is lost."""
-
-    def execute(self, plan: StepPlan) -> StepTokens:
-        raise RuntimeError("the device is gone")
-
-
-def test_an_engine_whose_every_step_fails_ends_rather_than_failing_all_who_come() -> None:
-    engine = make_engine(Clock(), AlwaysFails)
-    for _ in range(3):
-        engine.submit(request())
-        outputs_of(engine)
-    engine.submit(request())
-    with pytest.raises(EngineFailed, match="3 steps in a row"):
-        engine.step()
 
 
 def test_small_prefills_do_not_pass_for_the_prefill_rate() -> None:

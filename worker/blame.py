@@ -1,0 +1,113 @@
+"""Who is to blame for a step that raises: it is run again in halves, until those stand alone that it raises for.
+
+Everybody else gets the tokens of a step in which nothing went wrong. Rows that depend on one another stay together:
+those of one request, and those that read a block which another of the same step fills. Where requests raise one after
+the other and none succeeds, it is not them, and the whole step has failed.
+
+Every token before a row's must be committed to its sequence: a part of a step replaces what the runner remembers of
+the step before it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from blockyard.worker.runner import Runner
+from blockyard.worker.sequence import (
+    FAILED_TOKEN,
+    BlockId,
+    RequestId,
+    RowExtras,
+    ScheduledRow,
+    StepPlan,
+    StepTokens,
+)
+
+logger = logging.getLogger(__name__)
+MAX_BLAMED_IN_A_ROW = 3
+"""After so many that raised alone, and no success in this step: the device, not a request, is what fails."""
+
+Group = list[int]
+"""Indices of rows that stay together."""
+
+
+class NothingSucceeds(Exception):
+    """Whatever was run of the step raised; `num_blamed` parts of it did so alone."""
+
+    def __init__(self, num_blamed: int) -> None:
+        super().__init__(f"{num_blamed} parts of the step failed alone")
+        self.num_blamed = num_blamed
+
+
+def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]) -> StepTokens:
+    """What the step yields, FAILED_TOKEN for rows that are to blame. `is_being_filled` tells of a block whether this
+    step fills it. Raises NothingSucceeds."""
+    try:
+        return runner.execute(plan)
+    except Exception:
+        logger.exception("step %d failed with %d rows", plan.step, len(plan.rows))
+    halves = _Halves(runner, plan)
+    if plan.rows:
+        halves.split(together(plan.rows, is_being_filled))
+    if not halves.succeeded:
+        raise NothingSucceeds(max(1, halves.num_blamed))
+    return StepTokens(tokens=halves.tokens, extras=halves.extras)
+
+
+def together(rows: Iterable[ScheduledRow], is_being_filled: Callable[[BlockId], bool]) -> list[Group]:
+    """In the plan's order of their first rows."""
+    groups: dict[int, Group] = {}
+    group_of: dict[tuple[str, RequestId | BlockId], int] = {}
+    for index, row in enumerate(rows):
+        keys: list[tuple[str, RequestId | BlockId]] = [("request", row.sequence.request_id)]
+        keys += [("block", block) for block in row.sequence.block_table if is_being_filled(block)]
+        joined = sorted({group_of[key] for key in keys if key in group_of})
+        first = joined[0] if joined else index
+        merged = [member for number in joined for member in groups.pop(number)]
+        groups[first] = sorted([*merged, index])
+        for key, number in group_of.items():
+            if number in joined:
+                group_of[key] = first
+        group_of.update(dict.fromkeys(keys, first))
+    return [groups[number] for number in sorted(groups)]
+
+
+class _Halves:
+    """One step's parts. What has been sampled by parts that succeeded is in `tokens` and `extras`."""
+
+    def __init__(self, runner: Runner, plan: StepPlan) -> None:
+        self.tokens = [FAILED_TOKEN] * len(plan.rows)
+        self.extras: dict[int, RowExtras] = {}
+        self.num_blamed = 0
+        self.succeeded = False
+        self._runner = runner
+        self._plan = plan
+
+    def split(self, groups: list[Group]) -> None:
+        """Of groups that raised together."""
+        if len(groups) == 1:
+            self.num_blamed += 1
+            logger.error("the step fails for request %d", self._request(groups[0]))
+            return
+        middle = len(groups) // 2
+        for half in (groups[:middle], groups[middle:]):
+            if not self.succeeded and self.num_blamed >= MAX_BLAMED_IN_A_ROW:
+                return
+            if not self._run(sorted(index for group in half for index in group)):
+                self.split(half)
+
+    def _run(self, indices: list[int]) -> bool:
+        rows = tuple(self._plan.rows[index] for index in indices)
+        try:
+            part = self._runner.execute(replace(self._plan, rows=rows))
+        except Exception:
+            return False  # why was logged when the whole step raised
+        for place, index in enumerate(indices):
+            self.tokens[index] = part.tokens[place]
+            if place in part.extras:
+                self.extras[index] = part.extras[place]
+        self.succeeded = True
+        return True
+
+    def _request(self, group: Group) -> RequestId:
+        return self._plan.rows[group[0]].sequence.request_id
