@@ -33,15 +33,27 @@ def namespace(cluster: str) -> str:
     return f"blockyard-{cluster}"
 
 
+_WITHOUT_HEAD = (
+    "if its head has died, workers and routers serve on until Ray's reconnect time is over "
+    f"({ray_head.RECONNECT_SECONDS} s unless {ray_head.RECONNECT_VARIABLE} says otherwise), but none is replaced: "
+    "`blockyard down`, then `blockyard up`"
+)
+
+
 @contextlib.contextmanager
 def driver(cluster: ClusterState) -> Iterator[dict[str, Any]]:
     """Inside, this process is a Ray driver in the cluster's namespace; yields Ray's address_info. The
     functions below work only there. Raises ValueError for a cluster whose Ray has not been started."""
     if cluster.ray_address is None:
         raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started")
-    info = ray_head.connect(
-        cluster.ray_address, namespace=namespace(cluster.cluster), token_path=cluster.ray_token_path
-    )
+    try:
+        info = ray_head.connect(
+            cluster.ray_address, namespace=namespace(cluster.cluster), token_path=cluster.ray_token_path
+        )
+    except ray_head.RayConnectError as error:
+        if not cluster.routers:
+            raise
+        raise ray_head.RayConnectError(f"{error}; {_WITHOUT_HEAD}") from error
     import ray
 
     try:

@@ -29,6 +29,10 @@ DASHBOARD_PORT = 8265
 """Where people look for it; another port is taken where this one is."""
 CONNECT_SECONDS = 5.0
 METRICS_REPORT_INTERVAL_MS = 1000
+RECONNECT_SECONDS = 600
+"""For so long after Ray's control service has died its nodes, and so our workers, wait for it and serve on; then they
+end. Ray's own 60 s would be its operator's time to notice."""
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 OBJECT_STORE_BYTES = 100_000_000
 """Near Ray's minimum: tokens never pass through the object store."""
 _POLL_SECONDS = 0.05
@@ -158,7 +162,7 @@ def _dashboard_port() -> int:
 def _command(temp_dir: Path, num_cpus: int) -> list[str]:
     """Port 0 lets Ray pick; the dashboard and the client server take no 0."""
     return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"),
         *("--port=0", "--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"),
         *("--runtime-env-agent-port=0", "--metrics-export-port=0", f"--ray-client-server-port={free_port()}"),
         *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={_dashboard_port()}"),
@@ -176,6 +180,7 @@ def _environment(token_path: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_metrics_report_interval_ms": str(METRICS_REPORT_INTERVAL_MS),
+        RECONNECT_VARIABLE: os.environ.get(RECONNECT_VARIABLE, str(RECONNECT_SECONDS)),
         # Two ports that are fixed otherwise and would clash with another head on this machine.
         "AUTOSCALER_METRIC_PORT": str(free_port()),
         "DASHBOARD_METRIC_PORT": str(free_port()),
@@ -190,13 +195,13 @@ def _wait_for_address(
 ) -> str:
     """Ray writes its address there as the last act of starting."""
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and not process.poll():
         if address_path.exists() and (address := address_path.read_text(encoding="ascii").strip()):
             return address
         waiting()
         time.sleep(_POLL_SECONDS)
     tail = log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-    if process.poll() is not None:
+    if process.poll():
         raise _HeadEnded(f"the Ray head ended while it started\n{tail}")
     raise RayStartError(f"the Ray head did not come up within {START_SECONDS:.0f} s\n{tail}")
 

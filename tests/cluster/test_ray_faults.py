@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from blockyard import deploy
 from blockyard.deploy.processes import end_session, session_members
-from blockyard.deploy.ray_head import RayHead, start_head
+from blockyard.deploy.ray_head import RECONNECT_VARIABLE, RayHead, start_head
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
+from blockyard.router.client.errors import BlockyardError
 from blockyard.router.client.results import Completion, completion
 
 from .harness import Cluster, Command, eventually, remembered_state
@@ -37,6 +38,7 @@ SIMULATED = (
 )
 HEAL_SECONDS = 120.0
 STREAM_SECONDS = 120.0
+RECONNECT_SECONDS = 30
 
 
 @pytest.fixture
@@ -117,19 +119,45 @@ def test_a_worker_that_cannot_start_says_why_and_the_others_serve_on(
         assert eventually(healed, seconds=HEAL_SECONDS)
 
 
+@pytest.fixture
+def patient_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two workers on a Ray that waits RECONNECT_SECONDS for its head."""
+    monkeypatch.setenv(RECONNECT_VARIABLE, str(RECONNECT_SECONDS))
+    command = Command(home=tmp_path / "home", cluster="patient")
+    result = command.run("up", "--model", "demo", "--workers", "2", *SIMULATED)
+    assert result.returncode == 0, result.stderr
+    try:
+        yield Cluster(command=command, state=remembered_state(command))
+    finally:
+        down = command.run("down", "--drain", "0")
+        assert down.returncode == 0, down.stderr
+
+
 @pytest.mark.fault(34)
-@pytest.mark.xfail(
-    reason="`ray start --block` ends all of its node, our actors too, when its head's GCS dies"
-)
-def test_streams_go_on_when_the_head_of_ray_has_died(cluster: Cluster, measured: dict[str, Any]) -> None:
+def test_streams_go_on_when_the_head_of_ray_has_died_and_its_end_is_told(
+    patient_cluster: Cluster, measured: dict[str, Any]
+) -> None:
+    cluster = patient_cluster
     assert cluster.state.head is not None
     with disturbed(cluster, measured) as client:
         os.kill(_member(cluster.state.head.session, b"gcs_server"), signal.SIGKILL)
+        died = time.monotonic()
         assert client.generate("def", max_tokens=4, ignore_eos=True).finish.completion_tokens == 4
     status = cluster.command.run("status")
-    measured["note"] = f"`status` exits {status.returncode}: {status.stderr.strip().splitlines()[-1][:80]}"
     assert status.returncode != 0
+    assert "no Ray answers" in status.stderr
+    assert "serve on until" in status.stderr
     assert "Traceback" not in status.stderr
+    with cluster.client() as client:
+        assert eventually(lambda: not _serves(client), seconds=10 * RECONNECT_SECONDS)
+    measured["note"] = f"all ended after {time.monotonic() - died:.0f} s, of {RECONNECT_SECONDS} configured"
+
+
+def _serves(client: Client) -> bool:
+    try:
+        return client.generate("def", max_tokens=1, timeout_seconds=5.0).finish.completion_tokens == 1
+    except BlockyardError:
+        return False
 
 
 def _member(session: int, name: bytes) -> int:
