@@ -19,8 +19,10 @@ LATE_SECONDS = 0.005
 ALARM_SECONDS = 0.05
 ALARM_PAUSE_SECONDS = 10.0
 """Between two warnings at least."""
-YOUNG_OBJECTS = 10_000
-"""Made and not yet freed before the collector looks at the young ones; 700 by default."""
+COLLECT_AFTER = (1500, 4, 200)
+"""Objects made and not yet freed before the collector walks the young ones, such walks before one of the middle
+generation, and those before one of everything (700, 10, 10 by default). A walk takes 0.3 us an object: so none but the
+last, which comes with the hundred-thousands, takes more than some 2 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +102,11 @@ class LoopWatch:
 @contextmanager
 def spared_by_garbage_collection() -> Iterator[None]:
     """For the life of a process that has loaded what it keeps: the garbage collector leaves all of that alone, a walk
-    of 600 ms with transformers in memory, and looks at what is new less often."""
+    of 600 ms with transformers in memory, and looks at what is new in small portions."""
     gc.collect()
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    gc.set_threshold(*COLLECT_AFTER)
     try:
         yield
     finally:

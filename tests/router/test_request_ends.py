@@ -1,10 +1,12 @@
 """How requests end before their time, over real gRPC: cancelled, aborted, out of time, cut off, drained."""
 
 import asyncio
+import gc
 
 import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.output import Outbox
 
 from .fake_worker import FakeWorker, Script, expected_tokens
 from .rig import (
@@ -39,6 +41,30 @@ async def test_a_cancelled_call_ends_on_the_worker_at_once(router: Router, worke
     stream.cancel()
     await until(lambda: worker.num_running == 0 and worker.cancelled, seconds=0.5)
     assert await router.requests() == []
+
+
+async def test_cancelled_calls_leave_nothing_to_the_garbage_collector(
+    router: Router, worker: FakeWorker
+) -> None:
+    """Its walk over what many calls left that ended in one moment would stop the loop."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            stream = router.inference.GenerateStream(request(sampling=FOREVER))
+            await anext(aiter(stream))
+            stream.cancel()
+            await until(lambda: worker.num_running == 0)
+        assert await router.requests() == []
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = sum(isinstance(thing, Outbox) for thing in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    # The last may still be on its way out.
+    assert left <= 1
 
 
 async def test_a_deadline_ends_the_call_and_the_work(router: Router, worker: FakeWorker) -> None:
