@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard.deploy import on_ray, ray_head, state
-from blockyard.deploy.interruption import undisturbed
+from blockyard.deploy.interruption import raise_if_asked, undisturbed
 from blockyard.deploy.limits import RouterLimits
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
 from blockyard.deploy.redis_server import RedisProcess, configured_redis_url, start_private_redis
@@ -119,10 +119,17 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
         starter=identify(os.getpid()),
     )
     state.save(cluster)
+
+    def told(progress: Progress) -> None:
+        raise_if_asked()
+        report(progress)
+
     try:
-        cluster = _start_redis(cluster, options, report)
-        cluster = _start_ray(cluster, options, report)
-        return _start_serving(cluster, options, report)
+        cluster = _start_redis(cluster, options, told)
+        cluster = _start_ray(cluster, options, told)
+        cluster = _start_serving(cluster, options, told)
+        raise_if_asked()
+        return cluster
     except BaseException:
         with undisturbed():
             report(Progress(stage="stopping what was started"))

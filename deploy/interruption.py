@@ -4,14 +4,29 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 ENDS = (signal.SIGTERM, signal.SIGHUP)
+_asked = threading.Event()
+"""An exception that a handler raises within a library's callback is printed there and lost; this is not."""
 
 
 def end_like_ctrl_c() -> None:
-    """From here on both raise KeyboardInterrupt in the main thread."""
-    for number in ENDS:
-        signal.signal(number, signal.default_int_handler)
+    """From here on all three raise KeyboardInterrupt in the main thread."""
+    for number in (*ENDS, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    _asked.set()
+    raise KeyboardInterrupt
+
+
+def raise_if_asked() -> None:
+    """To be called between the steps of whatever takes long. Raises KeyboardInterrupt."""
+    if _asked.is_set():
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -24,8 +24,9 @@ MAX_TOKENS_ADMITTED = 6000
 STEP = ("--simulated-step-seconds", "0.01", "--simulated-prefill-tokens-per-second", "20000")
 BLOCK_BYTES = 49_152
 """Of the demo model in fp32."""
-REFUSED_SECONDS = 5.0
-"""Of a burst of 500 on two cores that others use too; alone each is told within 50 ms."""
+REFUSED_SECONDS = 30.0
+"""Of a burst of 500 whose clients share two cores with the router and whatever else runs; alone each is told within
+50 ms."""
 
 
 @pytest.fixture(scope="module")

@@ -186,6 +186,7 @@ async def test_a_worker_that_says_it_drains_gets_nothing_new_and_keeps_what_it_h
     worker, other = FakeWorker("a", script=lambda submit: Script(step_seconds=0.02)), FakeWorker("b")
     other.load.queued_prefill_tokens = 1_000_000
     async with rig(worker, other) as made:
+        await made.until(lambda: set(made.states().values()) == {WorkerState.READY}, seconds=20)
         progress = Progress()
         running = asyncio.create_task(collect(made, generation(1), progress))
         await made.until(lambda: bool(worker.started))
