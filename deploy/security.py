@@ -4,9 +4,12 @@ Owns options and files. Does not own what tokens mean (router/auth.py), nor how 
 (router/client/connection.py). A token is never an argument: those can be read by everybody on the machine.
 """
 
+import fcntl
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,16 +165,32 @@ def new(name: str, role: str, tenant: str | None, auth_file: Path | None) -> Non
 
 
 def append_entry(path: Path, entry: dict[str, str]) -> None:
-    """All or nothing, never readable by others. Raises ValueError where the file or the entry with it would be bad."""
-    entries = []
-    if path.exists():
-        TokenFile(path)
-        entries = json.loads(path.read_bytes())
-    text = json.dumps([*entries, entry], indent=2)
-    parse_tokens(text)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    partial.replace(path)
+    """All or nothing, one writer at a time, read by those who could read it before. Raises ValueError where the file
+    or the entry with it would be bad."""
+    with _locked(path.parent):
+        entries = []
+        before = None
+        if path.exists():
+            TokenFile(path)
+            entries, before = json.loads(path.read_bytes()), path.stat()
+        text = json.dumps([*entries, entry], indent=2)
+        parse_tokens(text)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.unlink(missing_ok=True)  # of one that was killed
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            if before is not None:
+                os.fchown(descriptor, -1, before.st_gid)
+                os.fchmod(descriptor, before.st_mode & 0o777)
+            file.write(text + "\n")
+        partial.replace(path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -34,11 +34,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._reported = engine.load()
         self._busy_since: float | None = None
-        """When the step that runs now began; None without work."""
+        """When the step or the command that runs now began."""
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the engine has had work without finishing a step. May be asked on any thread."""
+        """For how long the step or the command has run that runs now. May be asked on any thread."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -87,14 +87,18 @@ class EngineThread:
             self._on_step(result, self._reported)
 
     def _run_commands(self) -> bool:
-        """Runs what is queued, waiting for a command when there is no other work. False once told to stop."""
+        """Runs what is queued by now, waiting for a command when there is no other work: what comes meanwhile does
+        not put a step off. False once told to stop."""
         block = not self._engine.has_work
-        while True:
+        for _ in range(max(1, self._commands.qsize())):
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
                 return True
             if command is None:
                 return False
+            self._busy_since = time.monotonic()
             command()
+            self._busy_since = None
             block = False
+        return True

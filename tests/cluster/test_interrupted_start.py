@@ -29,9 +29,9 @@ def processes_of(home: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("stage", "number"),
     [
-        ("starting Ray", signal.SIGHUP),
+        pytest.param("starting Ray", signal.SIGHUP, marks=pytest.mark.slow),
         ("loading the model", signal.SIGTERM),
-        ("loading the model", signal.SIGINT),
+        pytest.param("loading the model", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str, number: signal.Signals) -> None:

@@ -143,6 +143,7 @@ def test_a_flush_empties_every_cache(cluster: Cluster) -> None:
         assert ask(client, QUESTIONS[0]).finish.cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_taken_out_and_dies_stays_out_until_it_is_asked_for(cluster: Cluster) -> None:
     assert cluster.command.run("drain", "worker-1").returncode == 0
     assert eventually(lambda: cluster.command.place("worker-1")["phase"] == "draining", seconds=WAIT_SECONDS)
@@ -155,6 +156,7 @@ def test_a_worker_that_was_taken_out_and_dies_stays_out_until_it_is_asked_for(cl
         assert state_of(client, "worker-1")[0] == cluster_pb2.WORKER_STATE_READY
 
 
+@pytest.mark.slow
 def test_a_router_restarts_where_its_clients_look_for_it_and_loses_no_running_stream(
     cluster: Cluster,
 ) -> None:
@@ -183,6 +185,7 @@ def stream_tokens(client: Client, question: str, begun: threading.Event) -> tupl
     return tuple(tokens)
 
 
+@pytest.mark.slow
 def test_an_unknown_name_is_refused_before_anything_stops(cluster: Cluster) -> None:
     before = cluster.command.json("status")["places"]
     result = cluster.command.run("restart", "worker-0", "worker-9")

@@ -140,6 +140,7 @@ def test_control_tokens_are_one_id_each_and_end_a_generation() -> None:
     assert generation.eos_token_id == [2, 0]
 
 
+@pytest.mark.slow
 def test_training_chats_are_encoded_as_the_template_renders_them() -> None:
     tokenizer, maker = load_tokenizer(), ChatMaker(load_corpus(), Random(1))
     for chat in (maker.next_chat() for _ in range(50)):
@@ -161,6 +162,7 @@ def test_equal_seeds_give_equal_batches() -> None:
     assert not torch.equal(ids, others)
 
 
+@pytest.mark.slow
 def test_resumed_training_takes_the_same_steps(tmp_path: Path) -> None:
     def fresh() -> Training:
         torch.manual_seed(5)
@@ -198,6 +200,7 @@ def test_held_out_perplexity_is_as_measured() -> None:
     assert perplexity < MAX_HELD_OUT_PERPLEXITY
 
 
+@pytest.mark.slow
 def test_a_full_context_predicts_almost_as_well_as_a_short_one() -> None:
     """The same tokens, read after 1792 others and after 256: measured 0.08 nats apart."""
     ids = encode_documents(load_tokenizer(), (load_corpus().held_out,))

@@ -99,10 +99,8 @@ MATRIX = (
 )
 
 NOT_RUN = {
-    28: "the kernel's out-of-memory killer sends SIGKILL, which is row 16; a limit of its own needs a control group",
     30: "not here, but in tests/worker/test_draining.py and tests/router/test_moving.py",
     31: "not here, but in tests/cluster/test_rolling_restart.py",
     32: "not here, but in tests/router/test_joining.py",
-    50: "there is no soak yet",
 }
 """Rows without a test, and why."""

@@ -3,6 +3,8 @@
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,12 +21,13 @@ from .rig import busiest, cost, is_serving, raw_inference, victims, whole
 
 pytestmark = pytest.mark.cluster
 
-NUM_STREAMS = 12
+NUM_STREAMS, MANY_STREAMS = 12, 200
 STEP = ("--simulated-step-seconds", "0.02")
 DETECTION_SECONDS = 0.5
 """Ten times the bound, as everywhere: a killed worker is out of rotation within 50 ms."""
 GAP_SECONDS = 5.0
 MARKER_TOKEN = 3333
+CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,51 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_with_each_token_once(
         assert measured["migrated"] == len(touched) > 0
         assert detected < DETECTION_SECONDS
         assert measured["recovery_seconds"] < GAP_SECONDS
+        await all_is_as_before(cluster, baseline, client)
+
+
+@contextmanager
+def no_more_memory(pid: int) -> Iterator[None]:
+    """From here on the process gets no new page, and is killed by the kernel when it asks for one."""
+    group = CONTROL_GROUPS / f"blockyard-test-{pid}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group of memory can be made: {error.strerror}")
+    try:
+        (group / "memory.limit_in_bytes").write_text("65536")
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.slow_fault
+@pytest.mark.fault(28)
+async def test_a_worker_that_gets_no_memory_is_killed_and_its_streams_go_on(
+    cluster: Processes, measured: dict[str, Any]
+) -> None:
+    async with whole(cluster) as client:
+        reference = await answers(client, streams(NUM_STREAMS))
+        baseline = Baseline.of(cluster)
+        async with load(client, streams(NUM_STREAMS)) as running:
+            await running.until_tokens(5)
+            held = await holders(client)
+            starved = busiest(held)
+            at = time.monotonic()
+            with no_more_memory(cluster.workers[starved].pid):
+                # It has pages to spare for what it does already.
+                async with load(client, streams(MANY_STREAMS)) as more:
+                    await until(lambda: not cluster.workers[starved].is_running, "the kernel kills it")
+                    measured["note"] = f"killed after {time.monotonic() - at:.2f} s"
+                    finished = await running.finished()
+                    each_ended_once(await more.finished())
+        assert cluster.workers[starved].wait(1.0) == -signal.SIGKILL
+        touched = victims(finished, held, starved)
+        measured.update(cost(touched, starved, at=at))
+        assert touched
+        same_tokens(finished, reference)
+        each_ended_once(finished)
         await all_is_as_before(cluster, baseline, client)
 
 

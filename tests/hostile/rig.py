@@ -29,7 +29,7 @@ CANARY = "kanarien vogel"
 CONTEXT = 512
 VOCABULARY = 4096
 START_SECONDS = 120.0
-CALL_SECONDS = 10.0
+CALL_SECONDS = 60.0
 """Ten times what a refusal may take."""
 MAX_DETAIL = 600
 """Characters of an error's text: a few fields, each with what is allowed."""

@@ -155,6 +155,7 @@ def test_a_method_that_is_none_is_unimplemented(house: House, method: str) -> No
     assert_discreet(outcome)
 
 
+@pytest.mark.slow
 def test_thousands_of_calls_are_refused_or_served_and_a_running_stream_goes_on(house: House) -> None:
     victim = inference_pb2.GenerateRequest(
         prompt="def f(x):", sampling=GREEDY | {"max_tokens": 300, "ignore_eos": True}

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
 from blockyard.router.client import Client
@@ -36,7 +37,10 @@ NAMED = {
 }
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router() -> AsyncIterator[Router]:
     async with running_router() as running:
         yield running

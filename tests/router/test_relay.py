@@ -381,7 +381,7 @@ async def test_a_worker_of_another_kind_is_refused_with_a_reason(
 
 
 async def test_a_wrong_secret_opens_no_session() -> None:
-    async with rig(FakeWorker("a"), secret="not-it") as made:
+    async with rig(FakeWorker("a"), secret="not-it", no_worker_seconds=0.5) as made:
         with pytest.raises(NoWorkers):
             await made.placer.identity()
         assert "UNAUTHENTICATED" in made.fleet.view.workers()[0].reason

@@ -1,8 +1,10 @@
 """Secrets are masked where configs are shown, and files that hold them are their owner's alone."""
 
+import json
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,18 @@ def test_a_file_that_would_be_bad_is_left_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a JSON list"):
         append_entry(path, new_token("ann", "user")[1])
     assert path.read_text() == "{}"
+    assert [file.name for file in tmp_path.iterdir()] == ["tokens.json"]
+
+
+def test_many_writers_at_once_lose_no_entry_and_its_readers_stay(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    append_entry(path, new_token("first", "user")[1])
+    path.chmod(0o640)
+    names = [f"user-{number}" for number in range(40)]
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        list(threads.map(lambda name: append_entry(path, new_token(name, "user")[1]), names))
+    assert {entry["name"] for entry in json.loads(path.read_text())} == {"first", *names}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert [file.name for file in tmp_path.iterdir()] == ["tokens.json"]
 
 

@@ -8,13 +8,16 @@ from .mutants import MUTANTS, broken
 from .runs import run
 from .scenario import Kind
 
-CHUNKS = 8
+CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20
 MUTANT_RUNS = 60
 """By then the slowest of the mutants is found; most are in the first few."""
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(chunk, marks=pytest.mark.slow if chunk >= QUICK_CHUNKS else ()) for chunk in range(CHUNKS)],
+)
 def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     """A seed that fails is shown by `python -m tests.simulation --runs 1 --seed SEED --log`."""
     results = [run(seed) for seed in range(chunk * RUNS_A_CHUNK, (chunk + 1) * RUNS_A_CHUNK)]
@@ -30,7 +33,7 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     assert outcomes["DEADLINE_EXCEEDED"]
 
 
-@pytest.mark.parametrize("seed", range(0, 200, 25))
+@pytest.mark.parametrize("seed", range(0, 200, 50))
 def test_a_seed_is_the_same_run_each_time(seed: int) -> None:
     first, second = run(seed), run(seed)
     assert first.log == second.log
@@ -38,6 +41,7 @@ def test_a_seed_is_the_same_run_each_time(seed: int) -> None:
     assert run(seed + 1).log != first.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_product_is_found(mutant: str) -> None:
     with broken(mutant):

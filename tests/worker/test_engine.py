@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -188,6 +189,47 @@ def test_a_cancel_of_the_last_sequence_is_reported_though_no_step_follows() -> N
     finally:
         thread.stop()
     assert (load.running, load.used_blocks, load.generated_tokens) == (0, 0, 1)
+
+
+def test_commands_that_never_end_put_no_step_off() -> None:
+    done = threading.Event()
+    thread = EngineThread(
+        make_engine(Clock()),
+        lambda result, load: done.set() if any(output.is_last for output in result.outputs) else None,
+    )
+
+    def again(engine: Engine) -> None:
+        if not done.is_set():
+            thread.call(again)
+
+    thread.start()
+    try:
+        thread.call(again)
+        thread.call(lambda engine: engine.submit(request()))
+        assert done.wait(10)
+    finally:
+        done.set()
+        thread.stop(10)
+
+
+def test_a_command_that_hangs_shows_as_a_step_does() -> None:
+    released = threading.Event()
+    thread = EngineThread(make_engine(Clock()), lambda result, load: None)
+    thread.start()
+    try:
+        hangs = thread.call(lambda engine: released.wait(20))
+        deadline = time.monotonic() + 10
+        while thread.stalled_seconds < 0.05:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        released.set()
+        assert hangs.result(timeout=10)
+        while thread.stalled_seconds:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        released.set()
+        thread.stop(10)
 
 
 def test_a_defect_ends_the_thread_and_is_reported() -> None:

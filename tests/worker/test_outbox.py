@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.outbox import MAX_LOGPROBS_A_MESSAGE, Outbox
@@ -132,9 +133,11 @@ def test_tokens_that_wait_go_out_before_their_request_fails() -> None:
     assert (list(message.step.handles), list(message.step.failed_handles)) == ([1], [1])
 
 
-def test_many_logprobs_go_in_several_messages_of_whole_rows() -> None:
+def test_many_logprobs_go_in_several_messages_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_LOGPROBS_A_MESSAGE > 1000
+    monkeypatch.setattr("blockyard.worker.outbox.MAX_LOGPROBS_A_MESSAGE", 1000)
     outbox = Outbox()
-    scores = (TokenLogprob(1, -1.0, 1),) * (MAX_LOGPROBS_A_MESSAGE // 2 - 1)
+    scores = (TokenLogprob(1, -1.0, 1),) * 499
     for handle in range(5):
         outbox.add(handle, output(7, 0, prompt_logprobs=scores))
     outbox.add(9, output(None, 0))
