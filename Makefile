@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto proto/v1/session.proto
+MINUTES ?= 30
+SEED ?=
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: demo test faults check format proto install clean gpu-check
+.PHONY: demo test test-all faults soak check format proto install clean gpu-check
 
 demo: install
 	$(BIN)/python -m blockyard.deploy.demo $(if $(KEEP),--keep)
@@ -15,9 +17,17 @@ demo: install
 test: install
 	$(BIN)/python -m pytest $(TESTS)
 
+# The same and what takes long: more seeds, more of each fault, mutants of the simulation.
+test-all: install
+	$(BIN)/python -m pytest -m "" $(TESTS)
+
 # Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.
 faults: install
 	$(BIN)/python -m pytest tests/faults tests/cluster -m fault -rs --faults-report docs/faults.md
+
+# Random faults under load, one after another; the seed is printed. REPORT=docs/soak.md keeps the tables.
+soak: install
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
 check: install .typing/blockyard
 	$(BIN)/ruff format --check .

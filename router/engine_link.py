@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -233,7 +234,10 @@ class EngineLink:
             if reasons is None or group.split((_StreamOver, grpc.aio.AioRpcError))[1] is not None:
                 raise
             is_death = group.subgroup(_NoDeath) is None
-            return was_up, _first_reason(reasons)
+            reason = _first_reason(reasons)
+            del reasons
+            _forget_frames(group)
+            return was_up, reason
         except _StreamOver as over:
             return was_up, str(over)
         finally:
@@ -356,6 +360,15 @@ class EngineLink:
         requests, self._open = self._open, {}
         for request in requests.values():
             request.sink(Lost(is_death=is_death))
+
+
+def _forget_frames(error: BaseException) -> None:
+    """A group and the frames that it came through hold each other, and those the call, whose connection stays open
+    for as long: until the garbage collector comes by."""
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            _forget_frames(each)
 
 
 def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:

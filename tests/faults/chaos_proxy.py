@@ -72,18 +72,19 @@ class _Connection:
 class ChaosProxy:
     """`async with ChaosProxy("host:port") as proxy`: clients connect to `proxy.address`. Faults add up until `heal`."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, listen: str = "127.0.0.1:0") -> None:
         self.address = ""
         self.num_accepted = 0
         """Connections that clients ever opened, refused ones too."""
-        self._target = target
+        self._target, self._listen = target, listen
         self._up, self._down = _Way(), _Way()
         self._refuses = False
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        at, _, wanted = self._listen.rpartition(":")
+        self._server = await asyncio.start_server(self._accept, at, int(wanted))
         host, port = self._server.sockets[0].getsockname()
         self.address = f"{host}:{port}"
         return self
