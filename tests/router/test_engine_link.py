@@ -1,6 +1,7 @@
 """What a link promises the worker at its other end, and everybody else on its event loop."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -109,3 +110,27 @@ async def test_a_large_step_is_dealt_out_in_order_over_many_turns_of_the_loop() 
     assert [token for _, token in dealt] == list(range(NUM_ROWS))
     most_in_a_turn = max(sum(turn == other for other, _ in dealt) for turn, _ in dealt)
     assert most_in_a_turn <= ROWS_A_TURN
+
+
+async def test_links_that_were_given_up_leave_nothing_to_the_garbage_collector() -> None:
+    """Held by the frames of what ended it, a call keeps its connection open until the collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            async with FakeWorker("a") as worker, asyncio.TaskGroup() as tasks:
+                link = EngineLink(worker.address, Accepting(), secret=SECRET, lost_seconds=0.2)
+                running = tasks.create_task(link.run())
+                await until(lambda link=link: link.is_up)
+                worker.hang()
+                await until(lambda link=link: not link.is_up, seconds=20)
+                link.stop()
+                running.cancel()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = sum(isinstance(thing, grpc.aio.StreamStreamCall) for thing in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == 0
