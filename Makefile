@@ -23,7 +23,7 @@ test-all: install
 
 # Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.
 faults: install
-	$(BIN)/python -m pytest tests/faults tests/cluster -m fault -rs --faults-report docs/faults.md
+	$(BIN)/python -m pytest tests/faults tests/cluster tests/router tests/worker -m fault -rs --faults-report docs/faults.md
 
 # Random faults under load, one after another; the seed is printed. REPORT=docs/soak.md keeps the tables.
 soak: install

@@ -1,4 +1,4 @@
-"""The fault matrix: what is done to the cluster, and what must come of it. Rows that no test runs say why.
+"""The fault matrix: what is done to the cluster, and what must come of it.
 
 Data alone. The tests carry a row's number as `@pytest.mark.fault(number)`; report.py joins both.
 """
@@ -97,10 +97,3 @@ MATRIX = (
         50, "half an hour of random faults", "the invariants hold; memory, descriptors and keys stay flat"
     ),
 )
-
-NOT_RUN = {
-    30: "not here, but in tests/worker/test_draining.py and tests/router/test_moving.py",
-    31: "not here, but in tests/cluster/test_rolling_restart.py",
-    32: "not here, but in tests/router/test_joining.py",
-}
-"""Rows without a test, and why."""

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.client.aio import AsyncClient
 from blockyard.worker.config import EngineConfig, WorkerConfig
@@ -36,7 +37,10 @@ def tokens(answer: Any) -> list[list[int]]:
     return [list(output.token_ids) for output in answer.outputs]
 
 
-async def test_drains_in_turn_move_what_runs_fail_nobody_and_change_no_token() -> None:
+@pytest.mark.fault(30)
+async def test_drains_in_turn_move_what_runs_fail_nobody_and_change_no_token(
+    measured: dict[str, Any],
+) -> None:
     async with AsyncExitStack() as stack:
         workers = [worker(number) for number in range(2)]
         addresses = []
@@ -68,7 +72,7 @@ async def test_drains_in_turn_move_what_runs_fail_nobody_and_change_no_token() -
                 await client.resume_worker(name)
                 await until(lambda: are_ready(router, addresses), 60.0)
             is_over.set()
-        print(f"{moved} requests moved in 4 drains, {len(answers)} answers")
+        measured.update(failed=0, note=f"{moved} requests moved in 4 drains, {len(answers)} answers")
         assert moved > 0
         assert all(tokens(answer) == undisturbed[seed] for seed, answer in answers)
         assert {answer.finish.migrations for _, answer in answers} == {0}, "a drain counts as no death"
