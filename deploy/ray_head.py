@@ -68,7 +68,7 @@ def start_head(
     waiting: Callable[[], None] = lambda: None,
 ) -> RayHead:
     """Starts a head whose files all lie in `directory`, and returns once it takes connections. Calls `spawned`
-    with its session as soon as it has one, and `waiting` at each look.
+    with its session as soon as it has one and again once all of it runs, and `waiting` at each look.
 
     Raises RayStartError if it does not come up within START_SECONDS, or ends by itself START_ATTEMPTS times;
     nothing is left then."""
@@ -80,13 +80,14 @@ def start_head(
         try:
             spawned(process.pid)
             address = _wait_for_address(temp_dir / "ray_current_cluster", process, log_path, waiting)
+            # Whom the session was known by has ended; from now on it is known by those who stay.
+            spawned(process.pid)
         except BaseException as error:
             _kill_session(process)
             # Another head may have taken one of the ports between our look and its use.
             if isinstance(error, _HeadEnded) and attempt + 1 < START_ATTEMPTS:
                 continue
             raise
-        process.returncode = 0  # It outlives us on purpose: Popen need not warn that it still runs.
         return RayHead(address=address, session=process.pid, token_path=token_path)
     raise AssertionError("the last attempt returns or raises")
 
@@ -193,15 +194,15 @@ def _environment(token_path: Path) -> dict[str, str]:
 def _wait_for_address(
     address_path: Path, process: subprocess.Popen[bytes], log_path: Path, waiting: Callable[[], None]
 ) -> str:
-    """Ray writes its address there as the last act of starting."""
+    """Ray writes its address there before `ray start` ends, which leaves the head running."""
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and not process.poll():
-        if address_path.exists() and (address := address_path.read_text(encoding="ascii").strip()):
-            return address
+    while time.monotonic() < deadline and process.poll() is None:
         waiting()
         time.sleep(_POLL_SECONDS)
+    if process.poll() == 0 and address_path.exists():
+        return address_path.read_text(encoding="ascii").strip()
     tail = log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-    if process.poll():
+    if process.poll() is not None:
         raise _HeadEnded(f"the Ray head ended while it started\n{tail}")
     raise RayStartError(f"the Ray head did not come up within {START_SECONDS:.0f} s\n{tail}")
 
