@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 audit = logging.getLogger("blockyard.audit")
 
 ENDS_A_TURN = 8
-"""Cancelled calls whose frames are freed in one turn of the event loop, at some 20 us each."""
+"""Cancelled calls whose frames are freed in one turn of the event loop."""
 UNKNOWN_LOG_SECONDS = 10.0
 """Calls without a known token are counted, and told so often at most: whoever makes them must not fill the log."""
 
@@ -122,7 +122,7 @@ def _guarded(inner: Behaviour, parse: Callable[[bytes], Any], method: str, ends:
             raise
         except asyncio.CancelledError as error:
             # A task group's frame and the error that ended it hold one another. Freed here, a few calls a turn, it
-            # costs microseconds; left to the garbage collector, many that end in one moment stop the loop.
+            # costs little; left to the garbage collector, many that end in one moment stop the loop.
             await ends.take()
             clear_frames(error.__traceback__)
             raise

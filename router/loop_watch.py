@@ -21,8 +21,8 @@ ALARM_PAUSE_SECONDS = 10.0
 """Between two warnings at least."""
 COLLECT_AFTER = (1500, 4, 200)
 """Objects made and not yet freed before the collector walks the young ones, such walks before one of the middle
-generation, and those before one of everything (700, 10, 10 by default). A walk takes 0.3 us an object: so none but the
-last, which comes with the hundred-thousands, takes more than some 2 ms."""
+generation, and those before one of everything (700, 10, 10 by default). On a busy machine a walk over 10,000 young ones
+took 5 ms, and 5 to 18 where most of them were garbage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
