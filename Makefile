@@ -7,23 +7,34 @@ STAMP := $(VENV)/.installed
 PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto proto/v1/session.proto
 MINUTES ?= 30
 SEED ?=
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
+QUICK := not slow and not slow_fault
 
-.PHONY: demo test test-all faults soak check format proto install clean gpu-check
+# What starts whole clusters comes last and one after the other: two Ray heads side by side keep one another waiting.
+define run_tests
+	@failed=0; \
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "($(1)) and not cluster and not alone" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) -m "($(1)) and (cluster or alone)" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
+	exit $$failed
+endef
+
+.PHONY: demo test test-all faults soak check format proto install clean gpu-check gpu-bench
 
 demo: install
 	$(BIN)/python -m blockyard.deploy.demo $(if $(KEEP),--keep)
 
 test: install
-	$(BIN)/python -m pytest $(TESTS)
+	$(call run_tests,$(QUICK))
 
 # The same and what takes long: more seeds, more of each fault, mutants of the simulation.
 test-all: install
-	$(BIN)/python -m pytest -m "" $(TESTS)
+	$(call run_tests,slow or not slow)
 
 # Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.
 faults: install
-	$(BIN)/python -m pytest tests/faults tests/cluster tests/router tests/worker -m fault -rs --faults-report docs/faults.md
+	$(PYTEST) tests/faults tests/cluster tests/router tests/worker -m fault -rs --faults-report docs/faults.md
 
 # Random faults under load, one after another; the seed is printed. REPORT=docs/soak.md keeps the tables.
 soak: install
@@ -34,6 +45,7 @@ check: install .typing/blockyard
 	$(BIN)/ruff check .
 	MYPYPATH=.typing $(BIN)/mypy
 	$(BIN)/python -m proto.generate --check
+	$(BIN)/python -m blockyard.deploy.api_reference --check
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -41,17 +53,28 @@ format: install
 
 proto: install
 	$(BIN)/python -m proto.generate
+	$(BIN)/python -m blockyard.deploy.api_reference
 
 gpu-check: .typing/blockyard
 	PYTHONPATH=.typing $(PYTHON) -m pytest -rs tests/kernels \
 		tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py
 
+# On a machine with a GPU that has only torch, triton, numpy, pytest and transformers; the reports are in bench/reports.
+gpu-bench: .typing/blockyard
+	PYTHONPATH=.typing $(PYTHON) -m bench.kernels --device cuda
+	PYTHONPATH=.typing $(PYTHON) -m bench.engine --device cuda --dtypes bfloat16 --model qwen3-0.6b --name engine-gpu \
+		--workloads nano,mixed,prefix,long --unshared --transformers --kv-gib 20 --memory-gib 60 \
+		--prove tests/worker/test_decoder.py
+	PYTHONPATH=.typing $(PYTHON) -m bench.profile --device cuda --dtype bfloat16 --model qwen3-0.6b --kv-gib 20 \
+		--name profile-gpu --prove tests/worker/test_decoder.py
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing torch, ray, grpc and the rest into $(VENV): a minute or two, once"
-	@$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	@echo "installing torch, ray, grpc and the rest into $(VENV): some minutes, once; pip's own words are in $(VENV)/install.log"
+	@$(BIN)/python -P deploy/quietly.py $(VENV)/install.log \
+		$(PIP) install --progress-bar off -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # For tools that do not follow setuptools' package-dir: the same tree under its import name.

@@ -12,7 +12,8 @@ from typing import Any
 
 from blockyard.proto.prefix_index import Holder
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex
-from blockyard.worker.publisher import IndexPublisher, PublisherConfig, PublisherState
+from blockyard.worker.publisher import IndexPublisher
+from blockyard.worker.publisher_state import PublisherConfig, PublisherState
 from redis.asyncio import Redis
 
 from bench.index_load import CACHED_BLOCKS, CLUSTER, Names, make_names, num_names, worker_record

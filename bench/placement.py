@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from blockyard.deploy.bench.mooncake import write_trace
 from blockyard.router.placement_config import PolicyName
 
 from bench.peers.dynamo import RouterMode, run_dynamo
@@ -23,7 +24,6 @@ from bench.placement_plot import draw
 from bench.placement_text import MOCK_TAG, POLICIES, Findings, floors, text
 from bench.reporting import write_report
 from bench.simulation.mocker import MockerProfile
-from bench.simulation.mooncake import write_trace
 from bench.simulation.profile import HardwareProfile
 from bench.simulation.simulator import Setup
 from bench.simulation.study import STANDARD_LOADS, Job, Load, Table, run_jobs

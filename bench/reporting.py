@@ -5,7 +5,6 @@ and what was measured on what.
 """
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,8 @@ from datetime import date
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
+
+from blockyard.deploy.bench.machine import machine
 
 REPORTS = Path(__file__).parent / "reports"
 
@@ -77,20 +78,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The smallest of the values that so large a share of them does not pass."""
     ordered = sorted(values)
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
-
-
-def machine() -> dict[str, Any]:
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown CPU"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU"
-    )
 
 
 def commit() -> str:

@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+from blockyard.deploy.bench.mooncake import TRACE_BLOCK_TOKENS, read_trace, write_trace
+from blockyard.deploy.bench.requests import Workload
 from blockyard.router.placement_config import PolicyName, parse_placement
 
-from bench.simulation.mooncake import TRACE_BLOCK_TOKENS, read_trace, write_trace
 from bench.simulation.profile import BLOCK_SIZES, HardwareProfile
 from bench.simulation.simulator import Result, Setup, simulate
-from bench.simulation.workloads import GENERATORS, Workload
+from bench.simulation.workloads import GENERATORS
 
 COLUMNS = {
     "reuse": ("", "{:.3f}"),

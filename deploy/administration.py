@@ -4,22 +4,22 @@ Owns the order of a rolling restart. Drains, resumes and flushes go through a ro
 one worker or router is restarted is the supervisor's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from blockyard.deploy import on_ray
 from blockyard.deploy.serving import Progress, Report
 from blockyard.deploy.state import ClusterState
+from blockyard.deploy.views import command_name
+from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
+from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.admin_pb2 import FlushCacheResponse
-
-GRACE_SECONDS = 30.0
-MAX_GRACE_SECONDS = 86_400.0
 
 
 def restart(
     cluster: ClusterState,
     names: Sequence[str] = (),
     *,
-    grace_seconds: float = GRACE_SECONDS,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
     report: Report = lambda progress: None,
 ) -> list[str]:
     """One after the other, workers first; without names all of them. Returns who was restarted.
@@ -62,6 +62,18 @@ _STAGES = {
     "stopped": "starting afresh",
     "serving": "joining routers and workers",
 }
+
+
+def ready_workers(workers: Iterable[cluster_pb2.Worker]) -> list[str]:
+    ready = (worker for worker in workers if worker.state == cluster_pb2.WORKER_STATE_READY)
+    return [worker.worker_id for worker in ready]
+
+
+def last_line(worker: str, which: str) -> str:
+    return (
+        f"no worker but {worker} takes requests: from now on they wait, and fail as NO_WORKERS if that lasts; "
+        f"`{command_name()} resume {worker}{which}` takes the drain back"
+    )
 
 
 def drained_line(worker: str, moved: int) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from blockyard.deploy import on_ray, views
-from blockyard.deploy.cluster import UpOptions, down, leftovers, up
+from blockyard.deploy.cluster import down, leftovers, up
 from blockyard.deploy.demo_model.prompts import DEMO_GROUPS
 from blockyard.deploy.demo_traffic import Chat, chats_of, run_chats
 from blockyard.deploy.interruption import end_like_ctrl_c
@@ -25,6 +25,7 @@ from blockyard.deploy.options import model_path
 from blockyard.deploy.pool_map import cells_of_map, pool_map
 from blockyard.deploy.progress import StageProgress
 from blockyard.deploy.state import ClusterState
+from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.router.client import BlockyardError, Client
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.pool_map import block_cells
@@ -190,7 +191,7 @@ def _dashboard_log(cluster: ClusterState, node_id: str, filename: str) -> str:
 
 def _show_dashboard(console: Console, cluster: ClusterState, *, keep: bool) -> None:
     console.rule("the Ray dashboard", align="left")
-    for line in views.dashboard_lines(cluster):
+    for line in (*views.dashboard_lines(cluster), *views.metrics_lines(cluster)):
         console.print(line, soft_wrap=True)
     console.print(
         "look at   Logs: blockyard-worker-0.log is the pool's map, rewritten each second (press refresh)\n"

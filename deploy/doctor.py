@@ -1,7 +1,7 @@
-"""`blockyard doctor`: looks at this machine and says what would keep a cluster from serving.
+"""`blockyard doctor`: looks at this machine, and at the nodes of a Ray cluster, and says what would keep a cluster from
+serving.
 
-Owns the checks, one line each: ok, warn (serves, but not as it could), fail (does not serve). Changes
-nothing.
+Owns the checks of this machine; those of other nodes are in nodes.py. Changes nothing.
 """
 
 import importlib.metadata
@@ -11,31 +11,22 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import redis
-from blockyard.deploy import state
+from blockyard.deploy import nodes, on_ray, state
+from blockyard.deploy.findings import Finding, Verdict
 from blockyard.deploy.redis_server import RedisStartError, configured_redis_url, find_redis_server
 
-Verdict = Literal["ok", "warn", "fail"]
 PACKAGES = ("torch", "triton", "transformers", "ray", "grpcio", "protobuf", "redis", "numpy")
 OPTIONAL_PACKAGES = frozenset({"triton"})
 OLDEST_REDIS = (6, 2)
 REDIS_SECONDS = 2.0
 DASHBOARD_PORT = 8265
 NEEDED_MEMORY_BYTES = 2 * 2**30
+NEEDED_MEMORY_SHARE = 0.1
+"""Of the machine. A Ray that was not started by us kills its workers at 95 % in use."""
 NEEDED_DISK_BYTES = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of the report."""
-
-    verdict: Verdict
-    subject: str
-    detail: str
 
 
 def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
@@ -52,6 +43,14 @@ def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
         yield from _model(model)
 
 
+def examine_nodes(address: str, model: str | None, redis_url: str | None) -> Iterator[Finding]:
+    """Each finding about each node of a Ray cluster, compared with this machine. Raises RayConnectError."""
+    with on_ray.joined(address):
+        asked = nodes.ask_nodes(PACKAGES, model, redis_url)
+    here = {name: _version(name) for name in PACKAGES}
+    yield from nodes.findings(asked, here, ".".join(map(str, sys.version_info[:3])))
+
+
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     verdict: Verdict = "ok" if sys.version_info >= (3, 11) and sys.platform.startswith("linux") else "fail"
@@ -61,11 +60,17 @@ def _python() -> Finding:
 
 
 def _package(name: str) -> Finding:
+    if (version := _version(name)) is not None:
+        return Finding(verdict="ok", subject=name, detail=version)
+    verdict: Verdict = "warn" if name in OPTIONAL_PACKAGES else "fail"
+    return Finding(verdict=verdict, subject=name, detail="not installed")
+
+
+def _version(name: str) -> str | None:
     try:
-        return Finding(verdict="ok", subject=name, detail=importlib.metadata.version(name))
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        verdict: Verdict = "warn" if name in OPTIONAL_PACKAGES else "fail"
-        return Finding(verdict=verdict, subject=name, detail="not installed")
+        return None
 
 
 def _backend() -> Finding:
@@ -74,12 +79,22 @@ def _backend() -> Finding:
     except ImportError as error:
         return Finding(verdict="fail", subject="backend", detail=f"torch does not import: {error}")
     if not torch.cuda.is_available():
-        threads = torch.get_num_threads()
-        return Finding(
-            verdict="ok", subject="backend", detail=f"torch on the CPU, {threads} threads: no GPU here"
-        )
+        return _cpu_backend(torch.get_num_threads())
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return Finding(verdict="ok", subject="backend", detail=f"triton on {names}")
+
+
+def _cpu_backend(num_threads: int) -> Finding:
+    """As kernels/backend.py would choose, but nothing is built."""
+    from blockyard.kernels.cpu_extension import ExtensionUnavailable, prospect
+
+    where = f"{num_threads} threads, no GPU here"
+    try:
+        detail = f"cpu ({where}): the C++ kernels, {prospect()}"
+    except ExtensionUnavailable as error:
+        detail = f"torch ({where}), slower than the C++ kernels would be: {error}"
+        return Finding(verdict="warn", subject="backend", detail=detail)
+    return Finding(verdict="ok", subject="backend", detail=detail)
 
 
 def _memory() -> Finding:
@@ -87,9 +102,18 @@ def _memory() -> Finding:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError as error:
         return Finding(verdict="warn", subject="memory", detail=f"cannot be read: {error.strerror}")
-    available_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    verdict: Verdict = "ok" if available_bytes >= NEEDED_MEMORY_BYTES else "warn"
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return memory_finding(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024)
+
+
+def memory_finding(total_bytes: int, available_bytes: int) -> Finding:
+    """Whether what this machine has left is enough, and enough of it."""
     detail = f"{available_bytes / 2**30:.1f} GiB available (Ray and two small workers take about 2)"
+    if available_bytes < NEEDED_MEMORY_SHARE * total_bytes:
+        share = f"{available_bytes / total_bytes:.0%} of {total_bytes / 2**30:.1f} GiB"
+        detail += f", {share}: near the end Ray or the kernel kills workers, whoever takes the rest"
+        return Finding(verdict="warn", subject="memory", detail=detail)
+    verdict: Verdict = "ok" if available_bytes >= NEEDED_MEMORY_BYTES else "warn"
     return Finding(verdict=verdict, subject="memory", detail=detail)
 
 
@@ -166,7 +190,3 @@ def _readable(subject: str, files: list[Path]) -> Finding:
         return Finding(verdict="fail", subject=subject, detail=detail)
     total_bytes = sum(file.stat().st_size for file in files)
     return Finding(verdict="ok", subject=subject, detail=f"{len(files)} files, {total_bytes / 2**20:.1f} MiB")
-
-
-def exit_code(findings: list[Finding]) -> int:
-    return 1 if any(finding.verdict == "fail" for finding in findings) else 0

@@ -8,6 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 _ENTRIES = "entries: different names; `workers` counts a block that a worker has twice as cached twice"
+_SILENT = (
+    "- in a worker's row: it has said nothing of its part, because it has just joined or runs without Redis"
+)
 _STYLES = {"EXACT": "green", "DEGRADED": "yellow", "ABSENT": "red"}
 
 
@@ -28,7 +31,9 @@ def index_view(info: cluster_pb2.IndexInfo) -> RenderableType:
     if info.state == cluster_pb2.INDEX_STATE_ABSENT:
         return heading
     totals = plain_table(("what", "how much"), _totals(info))
-    return Group(heading, totals, _workers(info.workers), Text(_ENTRIES, style="dim"))
+    is_silent = not all(worker.HasField("index") for worker in info.workers)
+    notes = [_ENTRIES, _SILENT] if is_silent else [_ENTRIES]
+    return Group(heading, totals, _workers(info.workers), Text("\n".join(notes), style="dim"))
 
 
 def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
@@ -36,15 +41,14 @@ def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
     ratios = derived(info)
     bytes_per_name, stale_ratio = ratios["bytes_per_name"], ratios["stale_ratio"]
     milliseconds = (1000 * info.lookup_p50_seconds, 1000 * info.lookup_p99_seconds)
-    # An index that was counted has the berths of those who tell it something.
-    is_counted = info.live_berths or info.dead_berths
+    uncounted = _why_uncounted(info)
     size = [
         f"{info.names:,}{_stride(info.stride_blocks)}",
         f"{info.bytes:,}" + (f" ({bytes_per_name:.1f} a name)" if bytes_per_name else ""),
         f"{info.live_berths:,} live, {info.dead_berths:,} to be purged",
     ]
     return [
-        *zip(("names", "bytes", "berths"), size if is_counted else ("-", "-", "-"), strict=True),
+        *zip(("names", "bytes", "berths"), [f"- ({uncounted})"] * 3 if uncounted else size, strict=True),
         ("lag", f"{ratios['lag_seconds']:.2f} s at most"),
         (
             "look-ups",
@@ -53,9 +57,22 @@ def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
         ),
         (
             "stale",
-            "-" if stale_ratio is None else f"{stale_ratio:.2%} of {info.promised_blocks:,} blocks promised",
+            "- (this router has placed nothing on a promise of the index yet)"
+            if stale_ratio is None
+            else f"{stale_ratio:.2%} of {info.promised_blocks:,} blocks promised",
         ),
     ]
+
+
+def _why_uncounted(info: cluster_pb2.IndexInfo) -> str:
+    """Empty where it was counted: then it has the berths of those who tell it something."""
+    if info.live_berths or info.dead_berths:
+        return ""
+    if not info.workers:
+        return "not counted: no worker is ready that would tell it anything"
+    if info.state != cluster_pb2.INDEX_STATE_EXACT:
+        return "not counted: see the state above"
+    return "not counted: Redis did not say in time, or may not tell routers (SECURITY.md has the rights)"
 
 
 def _stride(stride_blocks: int) -> str:

@@ -1,26 +1,30 @@
-"""What a cluster's routers admit and bear, as a value and as options of `up`.
+"""What a cluster's routers admit and bear, and its workers, as values and as settings of `up`.
 
-Does not own what the limits mean (router/config.py, router/admission.py, router/tenants.py).
+Does not own what the limits mean (router/config.py, router/admission.py, router/tenants.py, worker/config.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import click
-from blockyard.deploy.options import Command
+from blockyard.deploy.settings import Command, checked_by, field_settings, taken
 from blockyard.router.config import (
     DEFAULT_LOST_SECONDS,
     DEFAULT_MAX_MIGRATIONS,
     DEFAULT_MAX_QUEUE_SECONDS,
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS_ADMITTED,
+    DEFAULT_NO_WORKER_SECONDS,
+    DEFAULT_SLOW_READER_SECONDS,
     DEFAULT_STALL_SECONDS,
     DEFAULT_SUSPECT_SECONDS,
+    DEFAULT_TIMEOUT_SECONDS,
     check_limits,
     check_patience,
+    check_waits,
 )
 from blockyard.router.tenants import parse_weights
+from blockyard.worker.config import DEFAULT_LEASE_SECONDS, DEFAULT_MAX_WAITING, check_worker_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,9 @@ class RouterLimits:
     max_tokens_admitted: int = DEFAULT_MAX_TOKENS_ADMITTED
     max_queue_seconds: float = DEFAULT_MAX_QUEUE_SECONDS
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    default_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    no_worker_seconds: float = DEFAULT_NO_WORKER_SECONDS
+    slow_reader_seconds: float = DEFAULT_SLOW_READER_SECONDS
     suspect_seconds: float = DEFAULT_SUSPECT_SECONDS
     lost_seconds: float = DEFAULT_LOST_SECONDS
     stall_seconds: float = DEFAULT_STALL_SECONDS
@@ -42,6 +49,11 @@ class RouterLimits:
             max_tokens_admitted=self.max_tokens_admitted,
             max_queue_seconds=self.max_queue_seconds,
             tenant_weights=self.tenant_weights,
+        )
+        check_waits(
+            default_timeout_seconds=self.default_timeout_seconds,
+            no_worker_seconds=self.no_worker_seconds,
+            slow_reader_seconds=self.slow_reader_seconds,
         )
         check_patience(
             suspect_seconds=self.suspect_seconds,
@@ -55,82 +67,65 @@ class RouterLimits:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """Of each worker, beside its engine. The names are WorkerConfig's. Raises ValueError for bad values."""
+
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    max_waiting: int = DEFAULT_MAX_WAITING
+
+    def __post_init__(self) -> None:
+        check_worker_limits(lease_seconds=self.lease_seconds, max_waiting=self.max_waiting)
+
+    def as_settings(self) -> dict[str, Any]:
+        """For WorkerConfig."""
+        return asdict(self)
+
+
+ROUTER_HELP = {
+    "max_requests": "The most requests that each router holds at once, waiting and running; more are refused.",
+    "max_tokens_admitted": "The most prompt tokens that each router holds at once; a prompt above it is let in only "
+    "alone.",
+    "max_queue_seconds": "A request that found no worker for so long is refused.",
+    "tenant_weights": "A tenant's share of the waiting line and of the limits beside the others', who have 1; without "
+    "a NAME that of all calls that name no tenant. May be given more than once.",
+    "default_timeout_seconds": "For a call without a deadline.",
+    "no_worker_seconds": "How long requests wait, within their deadlines, while no worker is ready: longer than a "
+    "restart of one takes.",
+    "slow_reader_seconds": "A client that takes nothing for so long while output is written to it is cut off.",
+    "suspect_seconds": "A worker that is silent for so long gets nothing new.",
+    "lost_seconds": "A worker that is silent for so long is given up, and its requests go on elsewhere.",
+    "stall_seconds": "A worker that answers but has finished no step for so long is given up: more than the model's "
+    "longest step.",
+    "max_migrations": "Workers that a request may lose and still go on elsewhere; 0 switches replay off.",
+}
+"""By field of RouterLimits."""
+WORKER_HELP = {
+    "lease_seconds": "How long the prefix index believes a worker alive without a word of it.",
+    "max_waiting": "Requests that wait inside a worker; beyond them the router keeps the others.",
+}
+"""By field of WorkerLimits."""
+
+
 def limit_options(command: Command) -> Command:
-    """Adds an option for each limit; `router_limits` takes them back."""
-    for add in (
-        click.option(
-            "--stall-seconds",
-            type=float,
-            default=DEFAULT_STALL_SECONDS,
-            show_default=True,
-            help="A worker that answers but has finished no step for so long is given up: more than the model's "
-            "longest step.",
-        ),
-        click.option(
-            "--lost-seconds",
-            type=float,
-            default=DEFAULT_LOST_SECONDS,
-            show_default=True,
-            help="A worker that is silent for so long is given up, and its requests go on elsewhere.",
-        ),
-        click.option(
-            "--suspect-seconds",
-            type=float,
-            default=DEFAULT_SUSPECT_SECONDS,
-            show_default=True,
-            help="A worker that is silent for so long gets nothing new.",
-        ),
-        click.option(
-            "--max-migrations",
-            type=int,
-            default=DEFAULT_MAX_MIGRATIONS,
-            show_default=True,
-            help="Workers that a request may lose and still go on elsewhere; 0 switches replay off.",
-        ),
-        click.option(
-            "--tenant-weight",
-            "tenant_weights",
-            multiple=True,
-            callback=_tenant_weights,
-            metavar="NAME=WEIGHT",
-            help="A tenant's share of the waiting line and of the limits beside the others', who have 1; without a "
-            "NAME that of all calls that name no tenant. May be given more than once.",
-        ),
-        click.option(
-            "--max-queue-seconds",
-            type=float,
-            default=DEFAULT_MAX_QUEUE_SECONDS,
-            show_default=True,
-            help="A request that found no worker for so long is refused.",
-        ),
-        click.option(
-            "--max-tokens-admitted",
-            type=int,
-            default=DEFAULT_MAX_TOKENS_ADMITTED,
-            show_default=True,
-            help="The most prompt tokens that each router holds at once; a prompt above it is let in only alone.",
-        ),
-        click.option(
-            "--max-requests",
-            type=int,
-            default=DEFAULT_MAX_REQUESTS,
-            show_default=True,
-            help="The most requests that each router holds at once, waiting and running; more are refused.",
-        ),
-    ):
-        command = add(command)
-    return command
+    """Adds a setting for each limit; `router_limits` and `worker_limits` take them back."""
+    weights = {
+        "flag": "--tenant-weight",
+        "multiple": True,
+        "callback": checked_by(parse_weights),
+        "metavar": "NAME=WEIGHT",
+    }
+    add_routers = field_settings(RouterLimits, "limits", ROUTER_HELP, tenant_weights=weights)
+    return add_routers(field_settings(WorkerLimits, "worker", WORKER_HELP)(command))
 
 
 def router_limits(values: dict[str, Any]) -> RouterLimits:
     """Takes the limits out of a command's arguments. Raises ValueError."""
-    return RouterLimits(**{setting.name: values.pop(setting.name) for setting in fields(RouterLimits)})
+    limits: RouterLimits = taken(RouterLimits, values)
+    return limits
 
 
-def _tenant_weights(
-    context: click.Context, option: click.Parameter, pairs: tuple[str, ...]
-) -> dict[str, float]:
-    try:
-        return parse_weights(pairs)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+def worker_limits(values: dict[str, Any]) -> WorkerLimits:
+    """The same for the workers'."""
+    limits: WorkerLimits = taken(WorkerLimits, values)
+    return limits

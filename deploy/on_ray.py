@@ -5,15 +5,17 @@ Owns the names by which actors are found: each cluster has a namespace of its ow
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockyard.deploy import ray_head
 from blockyard.deploy.state import ClusterState
 
 if TYPE_CHECKING:
-    from blockyard.deploy.supervisor import ClusterSpec, SupervisorReport
+    from blockyard.deploy.places import ClusterSpec, SupervisorReport
 
 SUPERVISOR_NAME = "supervisor"
 CALL_SECONDS = 15.0
@@ -41,14 +43,18 @@ _WITHOUT_HEAD = (
 
 
 @contextlib.contextmanager
-def driver(cluster: ClusterState) -> Iterator[dict[str, Any]]:
-    """Inside, this process is a Ray driver in the cluster's namespace; yields Ray's address_info. The
-    functions below work only there. Raises ValueError for a cluster whose Ray has not been started."""
+def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Inside, this process is a Ray driver in the cluster's namespace; yields Ray's address_info. The functions below
+    work only there. Actors made there have the package from `wheel`, if given, and so have those that they make. Raises
+    ValueError for a cluster whose Ray has not been started."""
     if cluster.ray_address is None:
         raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started")
     try:
         info = ray_head.connect(
-            cluster.ray_address, namespace=namespace(cluster.cluster), token_path=cluster.ray_token_path
+            cluster.ray_address,
+            namespace=namespace(cluster.cluster),
+            token_path=cluster.ray_token_path,
+            wheel=wheel,
         )
     except ray_head.RayConnectError as error:
         if not cluster.routers:
@@ -56,10 +62,29 @@ def driver(cluster: ClusterState) -> Iterator[dict[str, Any]]:
         raise ray_head.RayConnectError(f"{error}; {_WITHOUT_HEAD}") from error
     import ray
 
-    try:
-        yield info
-    finally:
-        ray.shutdown()
+    with _rays_words_on_stderr():
+        try:
+            yield info
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Inside, this process is a driver of no cluster of ours, with the operator's own credentials."""
+    ray_head.connect(address, namespace="blockyard-doctor", token_path=None)
+    import ray
+
+    with _rays_words_on_stderr():
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _rays_words_on_stderr() -> contextlib.AbstractContextManager[object]:
+    """Ray prints what befalls nodes wherever a driver is, on stdout, which is for a command's answer."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def hardware() -> Hardware:
@@ -70,40 +95,65 @@ def hardware() -> Hardware:
     return Hardware(node_cpus=node_cpus, num_gpus=sum(node.get("GPU", 0.0) for node in resources))
 
 
+def room() -> list[Mapping[str, float]]:
+    """What is free on each living node, by the resource's name."""
+    from ray._private import state
+
+    return list(state.available_resources_per_node().values())  # type: ignore[no-untyped-call]
+
+
 def create_supervisor(spec: "ClusterSpec") -> None:
     """Returns at once; the supervisor outlives this driver and any death but `shut_down`."""
     import ray
     from blockyard.deploy.supervisor import Supervisor
+    from blockyard.deploy.wish import RayWishStore
 
+    # What was asked of a cluster of this name that is gone.
+    RayWishStore(spec.namespace).forget_now()
     supervisor = ray.remote(Supervisor).options(
         name=SUPERVISOR_NAME, lifetime="detached", max_restarts=-1, max_task_retries=-1, num_cpus=0
     )
     supervisor.remote(spec)
 
 
-def supervisor_report() -> "SupervisorReport":
-    """Who should run and how each is doing."""
+def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorReport":
+    """Who should run and how each is doing. Raises RuntimeError where the supervisor does not say."""
     import ray
+    from ray.exceptions import GetTimeoutError
 
     supervisor: Any = ray.get_actor(SUPERVISOR_NAME)
-    report: SupervisorReport = ray.get(supervisor.report.remote(), timeout=CALL_SECONDS)
+    try:
+        report: SupervisorReport = ray.get(supervisor.report.remote(), timeout=timeout_seconds)
+    except GetTimeoutError:
+        raise RuntimeError(f"the supervisor did not answer within {timeout_seconds:.0f} s") from None
     return report
 
 
 def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
     """Returns once a worker or router has drained, stopped and serves afresh; `waiting` is called meanwhile. Raises
     RuntimeError where it does not come back."""
-    import ray
-    from ray.exceptions import RayTaskError
+    _ask(lambda supervisor: supervisor.restart.remote(name, grace_seconds), waiting)
 
-    supervisor: Any = ray.get_actor(SUPERVISOR_NAME)
-    asked = supervisor.restart.remote(name, grace_seconds)
-    while not ray.wait([asked], timeout=POLL_SECONDS)[0]:
-        waiting(supervisor_report())
+
+def scale(num_workers: int, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
+    """Returns once so many workers are in use and those beyond are gone; `waiting` is called meanwhile. Raises
+    RuntimeError where a new one does not start."""
+    _ask(lambda supervisor: supervisor.scale.remote(num_workers, grace_seconds), waiting)
+
+
+def _ask(call: Callable[[Any], Any], waiting: Callable[["SupervisorReport"], None]) -> None:
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
     try:
+        asked = call(ray.get_actor(SUPERVISOR_NAME))
+        while not ray.wait([asked], timeout=POLL_SECONDS)[0]:
+            waiting(supervisor_report())
         ray.get(asked)
     except RayTaskError as error:
         raise RuntimeError(str(error.cause)) from None
+    except RayActorError:
+        raise RuntimeError("the supervisor has ended meanwhile") from None
 
 
 def shut_down(drain_seconds: float) -> None:

@@ -12,6 +12,7 @@ from blockyard.worker.pool_map import (
     ROW_CELLS,
     USED_BY_MANY,
     USED_ONCE,
+    activity_text,
     block_cells,
     blocks_per_cell,
     merged_cells,
@@ -35,8 +36,8 @@ def pool_map(pool: cluster_pb2.BlockPool) -> RenderableType:
     scale = blocks_per_cell(pool)
     cells = merged_cells(block_cells(pool), scale)
     headline = Text.assemble((pool.worker_id, "bold"), f"  {pool_counts(pool)}")
-    host = [Text(line) for line in host_lines(pool)]
-    return Group(headline, *host, *_map_rows(cells, scale), _legend(scale_text(pool)))
+    lines = [Text(line) for line in (activity_text(pool), *host_lines(pool))]
+    return Group(headline, *lines, *_map_rows(cells, scale), _legend(scale_text(pool)))
 
 
 def pool_counts(pool: cluster_pb2.BlockPool) -> str:

@@ -20,19 +20,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE, TAB_VARIABLE
+from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE, TOKEN_FILE_VARIABLE
 from blockyard.deploy.interruption import handlers_kept
 from blockyard.deploy.processes import end_session, session_members
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 START_ATTEMPTS = 3
 DASHBOARD_PORT = 8265
 """Where people look for it; another port is taken where this one is."""
 CONNECT_SECONDS = 5.0
+HTTP2_HEAD_BYTES = 9
+"""Of each frame: its length, type, flags and stream."""
+HTTP2_SETTINGS = b"\4"
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
+"""What a client says first, with no settings of its own."""
 METRICS_REPORT_INTERVAL_MS = 1000
+GRAFANA_UID = "blockyard"
+"""Of deploy/grafana/dashboard.json."""
+NO_TOKEN_HINT = "; if it asks for a token, set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token"
 RECONNECT_SECONDS = 600
 """For so long after Ray's control service has died its nodes, and so our workers, wait for it and serve on; then they
 end. Ray's own 60 s would be its operator's time to notice."""
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+MEMORY_MONITOR_VARIABLE = "RAY_memory_monitor_refresh_ms"
+MEMORY_MONITOR_OFF = "0"
+"""At 95 % of the machine's memory Ray kills its own workers, whoever took it. Ours hold what they hold from the start
+on: killing them frees little and ends a cluster for another program's sake. Without it the kernel takes the largest."""
 OBJECT_STORE_BYTES = 100_000_000
 """Near Ray's minimum: tokens never pass through the object store."""
 _POLL_SECONDS = 0.05
@@ -64,19 +78,27 @@ def start_head(
     directory: Path,
     *,
     num_cpus: int,
+    page_token_path: Path | None = None,
+    page_in_metrics_tab: bool = False,
     spawned: Callable[[int], None] = lambda session: None,
     waiting: Callable[[], None] = lambda: None,
 ) -> RayHead:
     """Starts a head whose files all lie in `directory`, and returns once it takes connections. Calls `spawned`
-    with its session as soon as it has one and again once all of it runs, and `waiting` at each look.
+    with its session as soon as it has one and again once all of it runs, and `waiting` at each look. The live page
+    shows routers the token in `page_token_path`, and fills Ray's Metrics tab if it is to (metrics_tab.py).
 
     Raises RayStartError if it does not come up within START_SECONDS, or ends by itself START_ATTEMPTS times;
     nothing is left then."""
     temp_dir, token_path, log_path = directory / "ray", directory / "ray-token", directory / "ray-head.log"
     token_path.touch(mode=0o600)
     token_path.write_text(secrets.token_hex(32), encoding="ascii")
+    environment = _environment(token_path)
+    if page_token_path is not None:
+        environment[TOKEN_FILE_VARIABLE] = str(page_token_path)
+    if page_in_metrics_tab:
+        environment[TAB_VARIABLE] = "1"
     for attempt in range(START_ATTEMPTS):
-        process = _spawn(_command(temp_dir, num_cpus), token_path, log_path)
+        process = _spawn(_command(temp_dir, num_cpus), environment, log_path)
         try:
             spawned(process.pid)
             address = _wait_for_address(temp_dir / "ray_current_cluster", process, log_path, waiting)
@@ -92,11 +114,11 @@ def start_head(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _spawn(command: list[str], token_path: Path, log_path: Path) -> subprocess.Popen[bytes]:
+def _spawn(command: list[str], environment: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
     with log_path.open("wb") as log:
         return subprocess.Popen(
             command,
-            env={**os.environ, **_environment(token_path)},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -111,11 +133,23 @@ def use_token(token_path: str | None) -> None:
         os.environ["RAY_AUTH_TOKEN_PATH"] = token_path
 
 
-def connect(address: str, *, namespace: str, token_path: str | None) -> dict[str, Any]:
-    """Joins a cluster as a driver that prints nothing; returns Ray's address_info.
+def operators_token_path() -> str | None:
+    """Where the token of the operator's own Ray lies, so that later commands find it from any shell. None where Ray
+    asks for none, or has it from a variable, which is not kept."""
+    if os.environ.get("RAY_AUTH_MODE") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return None
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser().absolute()
+    return str(path) if path.is_file() else None
+
+
+def connect(
+    address: str, *, namespace: str, token_path: str | None, wheel: Path | None = None
+) -> dict[str, Any]:
+    """Joins a cluster as a driver that prints nothing; returns Ray's address_info. What it starts has the package from
+    `wheel`, if given.
 
     Raises RayConnectError at once where nothing listens: Ray itself would try for minutes."""
-    _check_listening(address)
+    check_listening(address)
     use_token(token_path)
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -125,22 +159,47 @@ def connect(address: str, *, namespace: str, token_path: str | None) -> dict[str
     try:
         with handlers_kept():
             context: Any = ray.init(
-                address=address, namespace=namespace, logging_level=logging.ERROR, log_to_driver=False
+                address=address,
+                namespace=namespace,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env=None if wheel is None else {"py_modules": [str(wheel)]},
             )
     except (RayError, ConnectionError) as error:
-        raise RayConnectError(f"Ray at {address} does not let us in: {error}") from error
+        hint = "" if os.environ.get("RAY_AUTH_MODE") == "token" else NO_TOKEN_HINT
+        raise RayConnectError(f"Ray at {address} does not let us in: {error}{hint}") from error
     info: dict[str, Any] = context.address_info
     return info
 
 
-def _check_listening(address: str) -> None:
+def host_and_port(address: str) -> tuple[str, int]:
+    """Raises ValueError."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdigit():
         raise ValueError(f"Ray's address is host:port, not {address!r}")
+    return host, int(port)
+
+
+def check_listening(address: str) -> None:
+    """Raises RayConnectError where nothing does, or something that is no Ray; ValueError for what is no address."""
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        with socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS) as connection:
+            is_ray = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(connection)
     except OSError as error:
         raise RayConnectError(f"no Ray answers at {address}: {error.strerror or error}") from error
+    if not is_ray:
+        raise RayConnectError(
+            f"what answers at {address} is no Ray: `ray start` prints its address, whose port is not the dashboard's"
+        )
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """As gRPC does, and so Ray's control service: its first frame is one of settings."""
+    connection.sendall(HTTP2_PREFACE)
+    answer = b""
+    while len(answer) < HTTP2_HEAD_BYTES and (more := connection.recv(HTTP2_HEAD_BYTES - len(answer))):
+        answer += more
+    return answer[3:4] == HTTP2_SETTINGS
 
 
 def free_port() -> int:
@@ -181,14 +240,30 @@ def _environment(token_path: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_metrics_report_interval_ms": str(METRICS_REPORT_INTERVAL_MS),
+        # The live page; an operator's own hook goes first, and then there is none.
+        HOOK_VARIABLE: os.environ.get(HOOK_VARIABLE, HOOK),
         RECONNECT_VARIABLE: os.environ.get(RECONNECT_VARIABLE, str(RECONNECT_SECONDS)),
+        MEMORY_MONITOR_VARIABLE: os.environ.get(MEMORY_MONITOR_VARIABLE, MEMORY_MONITOR_OFF),
         # Two ports that are fixed otherwise and would clash with another head on this machine.
         "AUTOSCALER_METRIC_PORT": str(free_port()),
         "DASHBOARD_METRIC_PORT": str(free_port()),
+        **_grafana(token_path.parent),
         # No idle Python workers beside our actors: they cost memory and the start's CPU.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
     }
+
+
+def _grafana(directory: Path) -> dict[str, str]:
+    """Where the operator has said which Grafana there is, Ray's Metrics tab shows our dashboard in it. Ray would write
+    one of its own under the same uid to where a Grafana may find it."""
+    if GRAFANA_VARIABLE not in os.environ:
+        return {}
+    ours = {
+        "RAY_GRAFANA_DATA_DASHBOARD_UID": GRAFANA_UID,
+        "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR": str(directory / "ray-grafana"),
+    }
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 
 def _wait_for_address(

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from blockyard.deploy.options import Command
+from blockyard.deploy.config_file import config_option
+from blockyard.deploy.options import output_option
 from blockyard.deploy.redis_server import RedisUser
+from blockyard.deploy.settings import Command, setting
 from blockyard.proto.index_acl import Role as RedisRole
 from blockyard.proto.index_acl import acl_rules, user_name
 from blockyard.proto.secret_files import read_secret_file
@@ -71,7 +73,8 @@ def security_options(command: Command) -> Command:
             ("--session-tls-ca", "The CA of --session-tls-cert, that signs for nothing else."),
         )
     ):
-        command = click.option(flag, type=click.Path(dir_okay=False, resolve_path=True), help=told)(command)
+        add = setting("security", flag, type=click.Path(dir_okay=False, resolve_path=True), help=told)
+        command = add(command)
     return command
 
 
@@ -103,7 +106,8 @@ def connection_options(command: Command) -> Command:
             ("--plaintext-token", True, "Show the token without TLS too, where others may read it."),
         )
     ):
-        command = click.option(
+        command = setting(
+            "client",
             flag,
             type=None if is_flag else click.Path(dir_okay=False),
             is_flag=is_flag,
@@ -112,7 +116,7 @@ def connection_options(command: Command) -> Command:
             callback=_keep,
             help=told,
         )(command)
-    return command
+    return config_option(command)
 
 
 def client_connection() -> dict[str, Any]:
@@ -153,14 +157,21 @@ def token() -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Add the entry to this file, made if missing; routers take it within seconds.",
 )
-def new(name: str, role: str, tenant: str | None, auth_file: Path | None) -> None:
+@output_option
+def new(name: str, role: str, tenant: str | None, auth_file: Path | None, output: str) -> None:
     """Draw a token and print it, this once, on stdout."""
     drawn, entry = new_token(name, role, tenant)
-    if auth_file is None:
-        click.echo(f"entry for the auth file: {json.dumps(entry)}", err=True)
-    else:
+    if auth_file is not None:
         append_entry(auth_file, entry)
-        click.echo(f"{auth_file} has {name!r} now", err=True)
+    if output == "json":
+        click.echo(json.dumps({"token": drawn, "entry": entry}, indent=2))
+        return
+    told = (
+        f"entry for the auth file: {json.dumps(entry)}"
+        if auth_file is None
+        else f"{auth_file} has {name!r} now"
+    )
+    click.echo(told, err=True)
     click.echo(drawn)
 
 

@@ -12,6 +12,8 @@ from blockyard.deploy import on_ray
 SERVE_SECONDS = 600.0
 """Loading a large model from a slow disk takes minutes."""
 CONNECT_SECONDS = 30.0
+FIRST_WORD_SECONDS = 60.0
+"""Of the supervisor, which has much to import on a busy machine."""
 _POLL_SECONDS = 0.1
 
 
@@ -32,16 +34,28 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def wait_until_all_serve(report: Report) -> tuple[str, ...]:
-    """Returns the routers' addresses, one that several share once. Raises ClusterStartError when one keeps failing,
-    with its reason."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Where clients are served: addresses, one that several routers share once."""
+
+    routers: tuple[str, ...]
+    gateways: tuple[str, ...]
+
+
+def wait_until_all_serve(report: Report) -> Serving:
+    """Raises ClusterStartError when one keeps failing, with its reason."""
     deadline = time.monotonic() + SERVE_SECONDS
     while time.monotonic() < deadline:
-        everyone = on_ray.supervisor_report().places
+        everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).places
         serving = [place for place in everyone if place.phase == "serving"]
         report(Progress(stage="loading the model", done=len(serving), total=len(everyone)))
         if len(serving) == len(everyone):
-            return tuple(dict.fromkeys(place.address for place in everyone if place.kind == "router"))
+            routers = [place for place in everyone if place.kind == "router"]
+            gateways = (place.http_address for place in routers if place.http_address)
+            return Serving(
+                routers=tuple(dict.fromkeys(place.address for place in routers)),
+                gateways=tuple(dict.fromkeys(gateways)),
+            )
         for place in everyone:
             # The supervisor would go on trying; a command had better say at once what is wrong.
             if place.error and not place.num_starts:

@@ -52,11 +52,14 @@ def parse_bytes(text: str) -> int:
 
 
 def size_model(
-    model: str, *, budget_bytes: int, block_size: int, dtype: str, max_model_len: int | None
+    model: str, *, budget_bytes: int, block_size: int, dtype: str, on_cpu: bool, max_model_len: int | None
 ) -> ModelSize:
-    """Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
+    """With dtype "auto" a CPU caches float32, as it computes (worker/runner.py).
+
+    Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
     config = load_config(resolve_model(model))
-    chosen = config.dtype if dtype == "auto" else dtype
+    usual = "float32" if on_cpu else config.dtype
+    chosen = usual if dtype == "auto" else dtype
     context = max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")

@@ -60,6 +60,8 @@ class ClusterState:
     logs_directory: str | None = None
     """Ray's session logs on this node, where the dashboard's Logs tab looks."""
     routers: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()
+    """Where they serve OpenAI's API, host:port."""
     directory: str | None = None
     """Everything this cluster writes to disk; `down` removes it."""
     head: HeadState | None = None
@@ -131,6 +133,7 @@ def known_clusters() -> list[str]:
 def _from_document(document: dict[str, Any]) -> ClusterState:
     head, redis = document.pop("head"), document.pop("redis")
     document["routers"] = tuple(document["routers"])
+    document["gateways"] = tuple(document.get("gateways", ()))
     if document.get("starter") is not None:
         document["starter"] = ProcessIdentity(**document["starter"])
     if head is not None:

@@ -1,151 +1,78 @@
 """Keeps a cluster's workers and routers alive: one detached Ray actor.
 
-Owns who should run, who does, and the pause before another try. Does not own serving: it may die at any
-moment and Ray restarts it (max_restarts=-1); it remembers nothing and adopts the running by name. Workers and
-routers are detached actors of max_restarts=0: a death is seen in milliseconds, where Ray's own restart takes
-more than a second, and each restart is a new incarnation.
+Owns who should run, who does, and the pause before another try. Does not own serving: it may die at any moment and Ray
+restarts it (max_restarts=-1); it adopts the running by name, and all that it must not forget is the wish of its
+operators (wish.py). Workers and routers are detached actors of max_restarts=0: a death is seen in milliseconds, where
+Ray's own restart takes more than a second.
 
-    place: STARTING -> SERVING <-> DRAINING -> (death) -> WAITING, longer each time -> STARTING
-                                      |-> (death) -> STOPPED, until somebody asks for it again
-
-A worker that was drained and has died is one that its operator took out: it is not started again by itself.
+The phases of a place are in places.py. A worker that was drained and has died is one that its operator took out: it is
+not started again by itself. One that retires because the cluster shrinks drains, ends, and has no place any more.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import ray
-from blockyard.router.actor import RouterActor
-from blockyard.router.config import RouterConfig
-from blockyard.worker.actor import StartedWorker, WorkerActor
-from blockyard.worker.config import WorkerConfig
-from ray.exceptions import RayActorError, RayTaskError
+from blockyard.deploy.actors import (
+    CALL_SECONDS,
+    START_SECONDS,
+    adopt_or_create,
+    all_of,
+    answer,
+    living_names,
+    reason,
+)
+from blockyard.deploy.dashboard.announcing import announcement_of, keep_announced, withdraw
+from blockyard.deploy.joining import Joining
+from blockyard.deploy.places import (
+    PUSH_SECONDS,
+    ClusterSpec,
+    Kind,
+    Place,
+    SupervisorReport,
+    backoff_seconds,
+    check_code,
+    number_of,
+    places_of,
+    taken_out_of,
+    worker_name,
+)
+from blockyard.deploy.wish import RayWishStore, Wish, WishStore
+from blockyard.proto.code_version import code_version
+from blockyard.proto.logs import configure_logging
+from blockyard.worker.actor import StartedWorker
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 10.0
 STEADY_SECONDS = 30.0
 """Who has served so long is forgiven the deaths before."""
-START_SECONDS = 600.0
-PUSH_SECONDS = 2.0
-"""Routers are told again this often, in case a call was lost."""
-JOINING_SECONDS = 0.1
-"""This soon while routers reach one worker after the other; less and less often where one of them never reaches all,
-as with a worker that they refuse."""
-CALL_SECONDS = 5.0
 GOODBYE_SECONDS = 30.0
 """Beyond its grace, for one that stops: the step under way has to end."""
-LOOK_SECONDS = 0.05
-"""While a restart is waited for."""
-MAX_FAILED_STARTS = 3
-"""Of one that is restarted: then whoever asked for it is told, and it is tried on."""
-
-Kind = Literal["worker", "router"]
-Phase = Literal["starting", "serving", "draining", "waiting", "stopped"]
-Reply = TypeVar("Reply")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSpec:
-    """What should run. The configs are templates: each place gets its own id and port."""
-
-    namespace: str
-    worker: WorkerConfig
-    num_workers: int
-    num_cpus_per_worker: float
-    num_gpus_per_worker: float
-    router: RouterConfig
-    num_routers: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Place:
-    """One worker or router that should run, and how it is doing."""
-
-    name: str
-    kind: Kind
-    phase: Phase = "starting"
-    address: str = ""
-    pid: int = 0
-    node_id: str = ""
-    incarnation: str = ""
-    num_ready_workers: int = 0
-    """Of a router: the workers that it had a session with when it was last told of them."""
-    serving_since: float | None = None
-    """By the supervisor's monotonic clock."""
-    num_starts: int = 0
-    num_failures_in_a_row: int = 0
-    is_leaving: bool = False
-    """It was told to stop: its end is no failure, and another is started at once."""
-    error: str = ""
-    """Why the last one ended or did not start: a kind of failure, never a prompt."""
-
-    @property
-    def was_taken_out(self) -> bool:
-        """Somebody drained it, and not to start it afresh."""
-        return self.phase == "draining" and not self.is_leaving
-
-    @property
-    def is_up(self) -> bool:
-        return self.phase in ("serving", "draining")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorReport:
-    """Who should run and how each is doing."""
-
-    pid: int
-    """The supervisor's own."""
-    places: list[Place]
-
-
-def places_of(spec: ClusterSpec) -> list[Place]:
-    workers = [Place(name=f"worker-{number}", kind="worker") for number in range(spec.num_workers)]
-    return workers + [Place(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]
-
-
-def router_port(router: RouterConfig, place: Place) -> int:
-    """Where a router listens. Kept over a restart, so that clients find it where it was. At first routers share the
-    port, or stand side by side from it; with 0 each takes a free one."""
-    if place.address:
-        return int(place.address.rpartition(":")[2])
-    if router.reuse_port or not router.port:
-        return router.port
-    return router.port + int(place.name.rpartition("-")[2])
-
-
-def backoff_seconds(num_failures_in_a_row: int) -> float:
-    """Doubles from FIRST_BACKOFF_SECONDS to MAX_BACKOFF_SECONDS. The first death is answered almost at
-    once."""
-    doublings = max(0, min(num_failures_in_a_row - 1, 16))
-    return min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**doublings)
-
-
-def push_pause_seconds(last_seconds: float, *, are_joined: bool, has_news: bool) -> float:
-    """Until the routers are told again. `has_news`: the places changed, or routers reached more or fewer of them."""
-    if are_joined:
-        return PUSH_SECONDS
-    return JOINING_SECONDS if has_news else min(PUSH_SECONDS, 2 * last_seconds)
 
 
 class Supervisor:
     """The actor. Every loop of its life is a child of one task group that its constructor starts."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    def __init__(self, spec: ClusterSpec, store: WishStore | None = None) -> None:
+        configure_logging(spec.router.log)
         self._spec = spec
-        self._places = places_of(spec)
+        self._code = code_version()
+        self._store = store or RayWishStore(spec.namespace)
+        self._wish = self._store.load() or Wish(num_workers=spec.num_workers)
+        self._places = places_of(spec, self._wish.num_workers)
         self._actors: dict[str, Any] = {}
         self._changed = asyncio.Event()
+        self._joining = Joining(places=self._places, actors=self._actors, changed=self._changed)
         self._wanted = {place.name: asyncio.Event() for place in self._places}
         """Set for one that is to be started again although it was taken out."""
+        self._find_what_was_before()
+        self._one_scaling_at_a_time, self._one_memory_at_a_time = asyncio.Lock(), asyncio.Lock()
+        self._loops: asyncio.TaskGroup | None = None
+        self._keepers: dict[str, asyncio.Task[None]] = {}
         self._keeping = asyncio.get_running_loop().create_task(self._keep_all())
         self._keeping.add_done_callback(_end_unless_cancelled)
 
@@ -153,17 +80,24 @@ class Supervisor:
         return f"supervisor({self._spec.num_workers} workers, {self._spec.num_routers} routers)"
 
     async def report(self) -> SupervisorReport:
-        return SupervisorReport(pid=os.getpid(), places=self._places)
+        return SupervisorReport(
+            pid=os.getpid(),
+            code=self._code,
+            places=self._places,
+            cpus_per_worker=self._spec.num_cpus_per_worker,
+            gpus_per_worker=self._spec.num_gpus_per_worker,
+        )
 
     async def shut_down(self, grace_seconds: float) -> None:
         """Routers finish their streams, workers say goodbye, all end. The caller ends the supervisor."""
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
+        await all_of(withdraw(self._spec.router.cluster), self._store.forget())
         routers, workers = self._actors_of("router"), self._actors_of("worker")
-        await _all(
-            *(_answer(actor.stop.remote(grace_seconds), grace_seconds + CALL_SECONDS) for actor in routers)
+        await all_of(
+            *(answer(actor.stop.remote(grace_seconds), grace_seconds + CALL_SECONDS) for actor in routers)
         )
-        await _all(*(_answer(actor.stop.remote(0.0), CALL_SECONDS) for actor in workers))
+        await all_of(*(answer(actor.stop.remote(0.0), CALL_SECONDS) for actor in workers))
         for actor in (*routers, *workers):
             self._kill(actor)
 
@@ -171,68 +105,128 @@ class Supervisor:
         """Drains, stops and starts one afresh; one that was taken out is started. Returns once it is in use again: a
         worker when every router gives it requests, a router when it has every worker. Raises ValueError for an unknown
         name, RuntimeError where it does not come back."""
-        place = next((place for place in self._places if place.name == name), None)
+        place = next((place for place in self._places if place.name == name and not place.is_retiring), None)
         if place is None:
             known = ", ".join(place.name for place in self._places)
             raise ValueError(f"no worker or router is called {name!r}, only {known}")
         num_starts = place.num_starts
-        actor = self._actors.get(name)
-        if place.is_up and actor is not None:
-            logger.info("%s is restarted: it drains first", name)
-            place.phase, place.is_leaving = "draining", True
-            self._changed.set()
-            await _all(_answer(actor.stop.remote(grace_seconds), grace_seconds + GOODBYE_SECONDS))
-            self._kill(actor)
+        await self._stop(place, grace_seconds)
         self._wanted[name].set()
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await self._until_in_use(place, num_starts)
-        except TimeoutError:
-            raise RuntimeError(f"{name} was not in use again within {START_SECONDS:.0f} s") from None
+        await self._joining.wait_until_in_use(place, num_starts)
+
+    async def scale(self, num_workers: int, grace_seconds: float) -> None:
+        """To so many workers. Returns once each new one is in use and those beyond, the highest numbers, are gone: they
+        drain first, all at once, so that none hands its requests to another that leaves. One that was taken out counts,
+        and stays out. Raises ValueError for less than one, RuntimeError where a new one does not start: it is tried
+        on."""
+        if num_workers < 1:
+            raise ValueError(f"a cluster needs at least one worker, not {num_workers}")
+        async with self._one_scaling_at_a_time:
+            await self._remember(num_workers=num_workers, grace_seconds=grace_seconds)
+            logger.info("the cluster scales to %d workers", num_workers)
+            known = {place.name for place in self._workers()}
+            for name in map(worker_name, range(num_workers)):
+                if name not in known:
+                    self._add(Place(name=name, kind="worker"))
+            await self._retire_those_beyond()
+            new = [place for place in self._workers() if place.num_starts == 0 and place.phase != "stopped"]
+            for place in new:  # What failed for who asked before may have been mended.
+                place.num_failures_in_a_row, place.error = 0, ""
+        # Without the lock: whoever waits for a node that does not come can shrink the cluster again.
+        await self._joining.wait_until_all_in_use(new)
 
     def _kill(self, actor: Any) -> None:
         ray.kill(actor)
 
-    async def _until_in_use(self, place: Place, num_starts: int) -> None:
-        """By a start after so many."""
-        while place.num_starts == num_starts or not await self._is_in_use(place):
-            if place.num_starts == num_starts and place.num_failures_in_a_row >= MAX_FAILED_STARTS:
-                raise RuntimeError(f"{place.name} does not start again: {place.error}")
-            await asyncio.sleep(LOOK_SECONDS)
+    def _living(self) -> frozenset[str]:
+        return living_names()
 
-    async def _is_in_use(self, place: Place) -> bool:
-        """Whether every router gives requests to every worker that serves, as far as this place is concerned."""
-        if place.phase != "serving":
-            return False
-        serving = [other for other in self._places if other.phase == "serving"]
-        routers = [other for other in serving if other.kind == "router"]
-        workers = [other for other in serving if other.kind == "worker"]
-        needed = {place.incarnation} if place.kind == "worker" else {worker.incarnation for worker in workers}
-        asked = routers if place.kind == "worker" else [place]
-        try:
-            ready = [
-                await _answer(self._actors[router.name].ready_incarnations.remote(), CALL_SECONDS)
-                for router in asked
-            ]
-        except (RayActorError, RayTaskError, TimeoutError, KeyError):
-            return False  # It has ended meanwhile, which its own loop finds out.
-        return all(needed <= set(incarnations) for incarnations in ready)
+    def _find_what_was_before(self) -> None:
+        """After a death of ours: those taken out stay out, and those that were leaving go on to leave."""
+        living = self._living()
+        for place in self._workers():
+            if place.name in self._wish.taken_out and place.name not in living:
+                place.phase = "stopped"
+        for name in sorted(living - {place.name for place in self._places}):
+            if name.startswith("worker-"):
+                self._actors[name] = self._adopt(name)
+                self._wanted[name] = asyncio.Event()
+                self._places.append(Place(name=name, kind="worker", phase="draining", is_leaving=True))
+
+    def _adopt(self, name: str) -> Any:
+        return ray.get_actor(name)
+
+    def _workers(self) -> list[Place]:
+        return [place for place in self._places if place.kind == "worker"]
+
+    def _add(self, place: Place) -> None:
+        self._places.insert(len(self._workers()), place)
+        self._wanted[place.name] = asyncio.Event()
+        if self._loops is not None:
+            self._keepers[place.name] = self._loops.create_task(self._keep(place))
+
+    async def _remember(self, **changes: Any) -> None:
+        async with self._one_memory_at_a_time:
+            wish = replace(self._wish, **changes)
+            await self._store.save(wish)
+            self._wish = wish
+
+    async def _stop(self, place: Place, grace_seconds: float) -> None:
+        """Its keeper sees the end."""
+        actor = self._actors.get(place.name)
+        if not place.is_up or actor is None:
+            return
+        place.phase, place.is_leaving = "draining", True
+        self._changed.set()
+        await all_of(answer(actor.stop.remote(grace_seconds), grace_seconds + GOODBYE_SECONDS))
+        self._kill(actor)
+
+    async def _retire_those_beyond(self) -> None:
+        beyond = [place for place in self._workers() if number_of(place.name) >= self._wish.num_workers]
+        async with asyncio.TaskGroup() as retirements:
+            for place in beyond:
+                place.is_retiring = True
+                retirements.create_task(self._retire(place, self._wish.grace_seconds))
+
+    async def _retire(self, place: Place, grace_seconds: float) -> None:
+        await self._stop(place, grace_seconds)
+        if (keeper := self._keepers.pop(place.name, None)) is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        if (actor := self._actors.pop(place.name, None)) is not None:
+            self._kill(actor)
+        self._places.remove(place)
+        self._changed.set()
+
+    async def _finish_scaling(self) -> None:
+        async with self._one_scaling_at_a_time:
+            await self._retire_those_beyond()
 
     async def _keep_all(self) -> None:
-        async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._keep_routers_informed())
-            loops.create_task(self._watch_drains())
+        async with asyncio.TaskGroup() as self._loops:
+            self._loops.create_task(self._joining.keep_routers_informed())
+            self._loops.create_task(self._watch_drains())
+            self._loops.create_task(self._finish_scaling())
+            self._loops.create_task(self._announce())
             for place in self._places:
-                loops.create_task(self._keep(place))
+                if not place.is_leaving:
+                    self._keepers[place.name] = self._loops.create_task(self._keep(place))
+
+    async def _announce(self) -> None:
+        await keep_announced(lambda: announcement_of(self._spec.router, self._places))
 
     async def _keep(self, place: Place) -> None:
+        if place.phase == "stopped":
+            await self._until_wanted(place)
         while True:
             place.phase, place.serving_since = "starting", None
             try:
                 await self._run_once(place)
             except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
-                place.error = "" if place.is_leaving else _reason(error)
+                place.error = "" if place.is_leaving else reason(error)
                 logger.warning("%s ended: %s", place.name, place.error or "it was told to")
+            if place.is_retiring:
+                return
             was_taken_out = place.was_taken_out
             place.phase, place.num_ready_workers = "waiting", 0
             self._changed.set()
@@ -259,76 +253,36 @@ class Supervisor:
 
     async def _run_once(self, place: Place) -> None:
         """Adopts the actor of this name or makes it; raises RayError when it dies."""
-        actor = self._actors[place.name] = self._adopt_or_create(place)
-        started = await _answer(actor.start.remote(), START_SECONDS)
+        actor = self._actors[place.name] = adopt_or_create(self._spec, place)
+        started = await answer(actor.start.remote(), START_SECONDS)
         place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
         place.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
+        place.http_address = "" if isinstance(started, StartedWorker) else started.http_address
+        place.code = started.code
+        check_code(place, self._spec.code)
         place.num_starts += 1
         place.phase, place.serving_since = "serving", time.monotonic()
         logger.info("%s serves at %s", place.name, place.address)
         self._changed.set()
         await actor.until_stopped.remote()
 
-    def _adopt_or_create(self, place: Place) -> Any:
-        options = {
-            "name": place.name,
-            "namespace": self._spec.namespace,
-            "lifetime": "detached",
-            "get_if_exists": True,
-            "max_restarts": 0,
-        }
-        if place.kind == "worker":
-            config = replace(self._spec.worker, worker_id=place.name)
-            resources = {
-                "num_cpus": self._spec.num_cpus_per_worker,
-                "num_gpus": self._spec.num_gpus_per_worker,
-            }
-            return ray.remote(WorkerActor).options(**options, **resources).remote(config)
-        router = replace(self._spec.router, port=router_port(self._spec.router, place))
-        return ray.remote(RouterActor).options(**options, num_cpus=0).remote(router, place.name)
-
-    async def _keep_routers_informed(self) -> None:
-        pause_seconds = PUSH_SECONDS
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_seconds):
-                    await self._changed.wait()
-            has_news = self._changed.is_set()
-            self._changed.clear()
-            workers = [place for place in self._places if place.kind == "worker" and place.is_up]
-            routers = [place for place in self._places if place.kind == "router" and place.phase == "serving"]
-            # One that drains keeps its streams.
-            addresses = [place.address for place in workers]
-            num_serving = sum(place.phase == "serving" for place in workers)
-            before = [place.num_ready_workers for place in routers]
-            await _all(*(self._inform(place, addresses) for place in routers))
-            after = [place.num_ready_workers for place in routers]
-            pause_seconds = push_pause_seconds(
-                pause_seconds,
-                are_joined=all(num_ready >= num_serving for num_ready in after),
-                has_news=has_news or after != before,
-            )
-
     async def _watch_drains(self) -> None:
         """A router may have passed on an operator's word: the worker itself knows."""
         while True:
             await asyncio.sleep(PUSH_SECONDS)
-            await _all(*(self._look(place) for place in self._places if place.kind == "worker"))
+            await all_of(*(self._look(place) for place in self._workers()))
+            taken_out = taken_out_of(self._workers(), self._wish.taken_out)
+            if taken_out != self._wish.taken_out:
+                # If it fails now, the next look tries again.
+                await all_of(self._remember(taken_out=taken_out))
 
     async def _look(self, worker: Place) -> None:
         if not worker.is_up or worker.is_leaving:
             return
         actor = self._actors[worker.name]
-        is_draining = await _answer(actor.is_draining.remote(), PUSH_SECONDS)
+        is_draining = await answer(actor.is_draining.remote(), PUSH_SECONDS)
         if worker.is_up and not worker.is_leaving and self._actors.get(worker.name) is actor:
             worker.phase = "draining" if is_draining else "serving"
-
-    async def _inform(self, router: Place, addresses: list[str]) -> None:
-        actor = self._actors[router.name]
-        num_ready_workers = await _answer(actor.set_workers.remote(addresses), PUSH_SECONDS)
-        # It may have ended meanwhile: what it reached is lost, and says nothing of its successor.
-        if self._actors.get(router.name) is actor:
-            router.num_ready_workers = num_ready_workers
 
     def _actors_of(self, kind: Kind) -> list[Any]:
         return [
@@ -343,25 +297,3 @@ def _end_unless_cancelled(keeping: asyncio.Task[None]) -> None:
     if not keeping.cancelled():
         logger.error("supervision failed", exc_info=keeping.exception())
         os._exit(1)
-
-
-async def _answer(reference: Awaitable[Reply], timeout_seconds: float) -> Reply:
-    async with asyncio.timeout(timeout_seconds):
-        return await reference
-
-
-async def _all(*calls: Awaitable[object]) -> None:
-    """Waits for each; who has died or hangs is found out by its own `until_stopped`, not here."""
-    await asyncio.gather(*calls, return_exceptions=True)
-
-
-def _reason(error: Exception) -> str:
-    match error:
-        case RayTaskError():
-            return f"{type(error.cause).__name__}: {error.cause}"
-        case RayActorError():
-            return "its process died"
-        case TimeoutError():
-            return f"did not start within {START_SECONDS:.0f} s"
-        case _:
-            return f"{type(error).__name__}: {error}"

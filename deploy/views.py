@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockyard.deploy.doctor import Finding
+from blockyard.deploy.dashboard.start_hook import LIVE_PAGE_PATH
+from blockyard.deploy.findings import Finding
 from blockyard.deploy.size import ModelSize
 from blockyard.deploy.state import ClusterState
 from blockyard.proto.v1 import cluster_pb2
@@ -21,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from blockyard.deploy.supervisor import Place
+    from blockyard.deploy.nodes import RayNode
+    from blockyard.deploy.places import Place, SupervisorReport
 
 
 _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
@@ -29,6 +31,9 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
     "preempted": lambda load: load.preemptions,
     "swapped": lambda load: load.swaps,
 }
+
+
+_PHASE_STYLES = {"serving": "green", "waiting": "red", "stopped": "red"}
 
 
 def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
@@ -56,8 +61,12 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
     return table
 
 
+def state_name(worker: cluster_pb2.Worker) -> str:
+    return cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+
+
 def state_text(worker: cluster_pb2.Worker) -> Text:
-    name = cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+    name = state_name(worker)
     reason = f" ({worker.state_reason})" if worker.state_reason else ""
     return Text(name + reason, style="green" if name == "READY" else "red")
 
@@ -76,13 +85,30 @@ def summary(cluster: ClusterState) -> RenderableType:
     lines = [
         f"cluster {cluster.cluster} serves {cluster.model} on {cluster.num_workers} workers",
         *(f"router     {address}" for address in cluster.routers),
+        *(f"OpenAI     {address} (the base URL ends in /v1)" for address in cluster.gateways),
         *dashboard_lines(cluster),
+        *metrics_lines(cluster),
         "try next:",
         f'  {command} generate{name} "def main():"',
         f"  {command} chat{name}        {command} workers{name}        {command} blocks{name}",
         f"  {command} down{name}",
     ]
     return Text("\n".join(lines))
+
+
+def summary_dict(cluster: ClusterState) -> dict[str, object]:
+    """The same for programs."""
+    fields = (
+        "cluster",
+        "model",
+        "num_workers",
+        "routers",
+        "gateways",
+        "dashboard_url",
+        "ray_token_path",
+        "metrics_port",
+    )
+    return {name: getattr(cluster, name) for name in fields}
 
 
 def command_name() -> str:
@@ -100,32 +126,71 @@ def dashboard_lines(cluster: ClusterState) -> list[str]:
     lines = [f"dashboard  {cluster.dashboard_url}"]
     if cluster.ray_token_path is not None:
         lines.append(f"           it asks for a token once: cat {cluster.ray_token_path}")
-    if cluster.metrics_port is not None:
-        lines.append(f"gauges     http://127.0.0.1:{cluster.metrics_port}/metrics (ray_blockyard_*)")
+        lines.append("           (this one, not that of the `ray get-auth-token` that its dialog names)")
+        lines.append(f"live pools {cluster.dashboard_url}/{LIVE_PAGE_PATH}, once the dashboard has its token")
+    else:
+        lines.append(f"live pools {cluster.dashboard_url}/{LIVE_PAGE_PATH}")
+    if cluster.head is None:
+        lines.append("           if its head was started with our hook: docs/live-page.md")
     return lines
 
 
+def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> list[str]:
+    """Of each node, for its metrics are not those of the others; without nodes, of this machine's."""
+    if nodes:
+        where = [(node.metrics_address, f", of node {node.name}" if len(nodes) > 1 else "") for node in nodes]
+    else:
+        where = [(f"127.0.0.1:{cluster.metrics_port}", "")] if cluster.metrics_port is not None else []
+    return [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
+
+
 def place_dict(place: "Place") -> dict[str, object]:
-    fields = ("name", "kind", "phase", "address", "pid", "node_id", "incarnation", "num_starts", "error")
+    fields = (
+        "name",
+        "kind",
+        "phase",
+        "address",
+        "http_address",
+        "pid",
+        "node_id",
+        "incarnation",
+        "code",
+        "num_starts",
+        "error",
+    )
     return {name: getattr(place, name) for name in fields}
 
 
 def status_view(
-    cluster: ClusterState, places: Iterable["Place"], info: cluster_pb2.ClusterInfo | None
+    cluster: ClusterState,
+    report: "SupervisorReport",
+    info: cluster_pb2.ClusterInfo | None,
+    nodes: Sequence["RayNode"],
 ) -> RenderableType:
-    rows = [
-        (place.name, place.phase, place.address, str(place.pid or "-"), str(place.num_starts), place.error)
-        for place in places
-    ]
-    counts = "no router answers" if info is None else _counts(cluster, info)
-    headings = ("place", "phase", "address", "pid", "starts", "last error")
-    return Group(Text(counts), plain_table(headings, rows), Text("\n".join(dashboard_lines(cluster))))
+    table = _places_table(report.places, nodes)
+    num_workers = sum(place.kind == "worker" for place in report.places)
+    counts = Text("no router answers", "red") if info is None else Text(_counts(num_workers, info))
+    where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
+    return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
 
 
-def _counts(cluster: ClusterState, info: cluster_pb2.ClusterInfo) -> str:
+def _places_table(places: Iterable["Place"], nodes: Sequence["RayNode"]) -> Table:
+    """With the node of each where there are several."""
+    names = {node.node_id: node.name for node in nodes}
+    node_heading = ("node",) if len(nodes) > 1 else ()
+    table = _table("place", "phase", *node_heading, "address", "pid", "starts", "last error")
+    for place in places:
+        phase = Text(place.phase, style=_PHASE_STYLES.get(place.phase, "yellow"))
+        node = (names.get(place.node_id, "-"),) if node_heading else ()
+        facts = (place.address, str(place.pid or "-"), str(place.num_starts))
+        table.add_row(place.name, phase, *node, *facts, Text(place.error, style="red"))
+    return table
+
+
+def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:
     index = "answers" if info.index_available else "is away: placement goes by load"
     return (
-        f"{info.model.id} on {info.workers_ready} of {cluster.num_workers} workers, policy {info.policy}, "
+        f"{info.model.id} on {info.workers_ready} of {num_workers} workers, policy {info.policy}, "
         f"{info.requests_running} running, {info.requests_waiting} waiting; the prefix index {index}"
     )
 
@@ -145,16 +210,19 @@ def size_view(sized: ModelSize) -> RenderableType:
 
 
 def finish_line(finish: Finish) -> str:
+    moved = (
+        f", {finish.migrations} migration{'s' if finish.migrations > 1 else ''}" if finish.migrations else ""
+    )
     return (
         f"[{finish.worker_id}: {finish.prompt_tokens} prompt tokens, {finish.cached_tokens} cached, "
         f"{finish.completion_tokens} generated in {finish.total_seconds:.2f} s, first after "
-        f"{finish.time_to_first_token_seconds * 1000:.0f} ms, {finish.reason}, seed {finish.seed}]"
+        f"{finish.time_to_first_token_seconds * 1000:.0f} ms, {finish.reason}, seed {finish.seed}{moved}]"
     )
 
 
 def finding_line(finding: Finding) -> Text:
     style = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict]
-    return Text.assemble((f"{finding.verdict:<5}", style), f"{finding.subject:<14}{finding.detail}")
+    return Text.assemble((f"{finding.verdict:<5}", style), f"{finding.subject:<13} {finding.detail}")
 
 
 def _table(*headings: str) -> Table:

@@ -26,7 +26,7 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     q_MD,
     query_position_M,
     acc_MD,
@@ -168,17 +168,17 @@ def attend_items_kernel(
     row_table_ptr = table_ptr + row.to(tl.int64) * table_stride_r
     if WINDOWED:
         for tile in range(first_key, tl.minimum(first_unmasked, end_key), BLOCK_J):
-            acc_MD, peak_M, total_M = _attend_tile(
+            acc_MD, peak_M, total_M = attend_tile(
                 q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
                 scale_log2, window, True, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
             )  # fmt: skip
     for tile in range(first_unmasked, masked_from, BLOCK_J):
-        acc_MD, peak_M, total_M = _attend_tile(
+        acc_MD, peak_M, total_M = attend_tile(
             q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
             scale_log2, window, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
         )  # fmt: skip
     for tile in range(tl.maximum(first_unmasked, masked_from), end_key, BLOCK_J):
-        acc_MD, peak_M, total_M = _attend_tile(
+        acc_MD, peak_M, total_M = attend_tile(
             q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
             scale_log2, window, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
         )  # fmt: skip

@@ -7,15 +7,17 @@ Attention is a list of work items. An item is six integers:
 The query tokens count from the row's first query, keys are positions in the row's context. A decode row of a
 long context becomes several items, each with a partial slot, and one merge joins them; partial slot -1 means
 that the item sees all keys it needs and writes the output itself. A prefill row becomes items of
-`PREFILL_ITEM_TOKENS` queries.
+`PREFILL_ITEM_TOKENS` queries. What many decode rows read alike becomes items over several rows (`shared_prefix`);
+their own items begin behind it, and the same merge joins both.
 
 Owns the balance between programs. Knows no blocks, no tensors and no backend: pure arithmetic in numpy.
 
-Shapes: R sequences (rows), W decode items, X prefill items, D decode rows, Q prefill rows.
+Shapes: R sequences (rows), W decode items, X prefill items, Y shared items, D decode rows, Q prefill rows, M members of
+shared items.
 """
 
 import numpy as np
-import numpy.typing as npt
+from blockyard.kernels.shared_prefix import Int32Array, Int64Array, SharedPrefixes
 
 PREFILL_ITEM_TOKENS = 128
 # A split reads at least this many keys: below it the merge costs more than the parallelism gains.
@@ -25,23 +27,36 @@ SPLIT_ALIGNMENT_TOKENS = 64
 # Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
 DEFAULT_TARGET_PROGRAMS = 528
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-
 
 def items_of_step(
-    query_R: Int64Array, context_R: Int64Array, window: int | None, num_kv_heads: int, target_programs: int
+    query_R: Int64Array,
+    context_R: Int64Array,
+    window: int | None,
+    shared: SharedPrefixes,
+    num_kv_heads: int,
+    target_programs: int,
 ) -> dict[str, Int32Array]:
-    """The items of decode rows [W, 6] and of prefill rows [X, 6], and where each decode row's partial slots start.
+    """The items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their members, and
+    where each decode row's partial slots start.
 
-    Decode row i owns the partial slots from `partials[i]` up to `partials[i + 1]`.
+    Decode row i owns the partial slots from `partials[i]` up to `partials[i + 1]`, those of what it shares first.
     """
     num_decodes = int((query_R == 1).sum())
-    decode_W6, partial_starts_D1 = _decode_items(
-        context_R[:num_decodes], window, num_kv_heads, target_programs
-    )
-    prefill_X6 = _prefill_items(query_R, context_R, window, num_decodes)
-    return {"decode": decode_W6, "prefill": prefill_X6, "partials": partial_starts_D1}
+    context_D = context_R[:num_decodes]
+    begin_D = np.maximum(_first_keys(context_D - 1, window), shared.tokens_of_rows(num_decodes))
+    total_reads = (int((context_D - begin_D).sum()) + shared.reads()) * num_kv_heads
+    wanted_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
+    shared_Y5, splits_M = shared.items(-(-wanted_tokens // SPLIT_ALIGNMENT_TOKENS) * SPLIT_ALIGNMENT_TOKENS)
+    shared_splits_D = np.zeros(num_decodes, dtype=np.int64)
+    shared_splits_D[shared.members_M] = splits_M
+    decode_W6, partial_starts_D1 = _decode_items(context_D, begin_D, shared_splits_D, wanted_tokens)
+    return {
+        "decode": decode_W6,
+        "prefill": _prefill_items(query_R, context_R, window, num_decodes),
+        "shared": shared_Y5,
+        "members": shared.members_M.astype(np.int32),
+        "partials": partial_starts_D1,
+    }
 
 
 def _first_keys(position: Int64Array, window: int | None) -> Int64Array:
@@ -50,25 +65,23 @@ def _first_keys(position: Int64Array, window: int | None) -> Int64Array:
 
 
 def _decode_items(
-    context_D: Int64Array, window: int | None, num_kv_heads: int, target_programs: int
+    context_D: Int64Array, begin_D: Int64Array, shared_splits_D: Int64Array, wanted_tokens: int
 ) -> tuple[Int32Array, Int32Array]:
-    """Cut what each row sees into splits of about equal size, chosen from the total work, not from the batch
-    size."""
-    begin_D = _first_keys(context_D - 1, window)
+    """Cut what each row reads alone into splits of about equal size, chosen from the total work, not from the batch
+    size. Who has splits of shared keys has partial slots for them, and for its own."""
     keys_D = context_D - begin_D
-    total_reads = int(keys_D.sum()) * num_kv_heads
-    split_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
-    wanted_D = -(-keys_D // split_tokens)
+    wanted_D = -(-keys_D // wanted_tokens)
     size_D = -(-keys_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
     splits_D = -(-keys_D // size_D)
-    partials_D = np.where(splits_D > 1, splits_D, 0)
+    partials_D = np.where(splits_D + shared_splits_D > 1, splits_D + shared_splits_D, 0)
     partial_starts_D1 = np.concatenate(([0], np.cumsum(partials_D)))
 
     row_W = np.repeat(np.arange(len(context_D)), splits_D)
     split_W = np.arange(len(row_W)) - np.repeat(np.cumsum(splits_D) - splits_D, splits_D)
     first_W = begin_D[row_W] + split_W * size_D[row_W]
     end_W = np.minimum(first_W + size_D[row_W], context_D[row_W])
-    slot_W = np.where(splits_D[row_W] > 1, partial_starts_D1[row_W] + split_W, -1)
+    own_slot_W = partial_starts_D1[row_W] + shared_splits_D[row_W] + split_W
+    slot_W = np.where(partials_D[row_W] > 0, own_slot_W, -1)
     items_W6 = np.stack((row_W, np.zeros_like(row_W), np.ones_like(row_W), first_W, end_W, slot_W), axis=1)
     return items_W6.astype(np.int32), partial_starts_D1.astype(np.int32)
 

@@ -11,7 +11,7 @@ blocks wholly behind it stay in the table, because the prefix cache that owns th
 prefixes.
 
 Shapes: T tokens in the step (padding included), R sequences (rows), B blocks in the longest table, W decode
-items, X prefill items, D decode rows, S partial slots.
+items, X prefill items, Y shared items, M their members, D decode rows, S partial slots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ from typing import Self
 
 import numpy as np
 import torch
-from blockyard.kernels.attention_items import DEFAULT_TARGET_PROGRAMS, Int32Array, Int64Array, items_of_step
+from blockyard.kernels.attention_items import DEFAULT_TARGET_PROGRAMS, items_of_step
+from blockyard.kernels.shared_prefix import Int32Array, Int64Array, SharedPrefixes, find_shared_prefixes
 
 PADDING_SLOT = -1
 # Views into the shared buffer start on 16 bytes, which Triton needs for its widest loads.
@@ -54,6 +55,10 @@ class AttentionPlan:
     positions_T: torch.Tensor  # int64, 0 for padding
     decode_items_W6: torch.Tensor  # int32
     prefill_items_X6: torch.Tensor  # int32, most keys first
+    shared_items_Y5: (
+        torch.Tensor
+    )  # int32, over the members' shared keys; none under a window that hides anything
+    shared_members_M: torch.Tensor  # int32, decode rows
     partial_starts_D1: (
         torch.Tensor
     )  # int32, decode row i owns partial slots [i], [i+1]; none if it was not split
@@ -83,7 +88,9 @@ class AttentionPlan:
             return self
         query_R = np.asarray(self.query_lens, dtype=np.int64)
         context_R = np.asarray(self.context_lens, dtype=np.int64)
-        items = items_of_step(query_R, context_R, window, self.num_kv_heads, self.target_programs)
+        items = items_of_step(
+            query_R, context_R, window, SharedPrefixes.none(), self.num_kv_heads, self.target_programs
+        )
         tensors = _to_device(items, self.positions_T.device)
         return replace(
             self,
@@ -91,6 +98,8 @@ class AttentionPlan:
             num_partials=int(items["partials"][-1]),
             decode_items_W6=tensors["decode"],
             prefill_items_X6=tensors["prefill"],
+            shared_items_Y5=tensors["shared"],
+            shared_members_M=tensors["members"],
             partial_starts_D1=tensors["partials"],
         )
 
@@ -123,7 +132,9 @@ def plan_attention(
         raise ValueError(
             f"padded_tokens={padded_tokens} is less than the {len(positions_T)} tokens of the step"
         )
-    items = items_of_step(query_R, context_R, None, num_kv_heads, target_programs)
+    num_decodes = int((query_R == 1).sum())
+    shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
+    items = items_of_step(query_R, context_R, None, shared, num_kv_heads, target_programs)
     tensors = _to_device(
         {
             "slots": np.pad(slots_T, (0, padding), constant_values=PADDING_SLOT),
@@ -140,7 +151,7 @@ def plan_attention(
         num_kv_heads=num_kv_heads,
         target_programs=target_programs,
         window=None,
-        num_decodes=int((query_R == 1).sum()),
+        num_decodes=num_decodes,
         num_partials=int(items["partials"][-1]),
         query_lens=tuple(query_R.tolist()),
         context_lens=tuple(context_R.tolist()),
@@ -151,6 +162,8 @@ def plan_attention(
         positions_T=tensors["positions"],
         decode_items_W6=tensors["decode"],
         prefill_items_X6=tensors["prefill"],
+        shared_items_Y5=tensors["shared"],
+        shared_members_M=tensors["members"],
         partial_starts_D1=tensors["partials"],
     )
 

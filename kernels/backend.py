@@ -1,11 +1,13 @@
 """The interface every kernel backend has, and the one place that chooses a backend.
 
 Shapes: T tokens in the step, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool,
-H hidden size, I input (or intermediate) size, O output size, S positions in the rotary table, C block copies.
+X = N + 2 K heads of queries, keys and values, H hidden size, I input (or intermediate) size, O output size, S positions
+in the rotary table, C block copies.
 """
 
 import logging
 import os
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -13,7 +15,17 @@ from blockyard.kernels.attention_plan import AttentionPlan
 
 logger = logging.getLogger(__name__)
 
-BackendName = Literal["auto", "torch", "triton"]
+BackendName = Literal["auto", "torch", "cpu", "triton"]
+LinearsName = Literal["full", "int8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """The RMS norm of each head of queries and keys (Qwen3)."""
+
+    q_weight_D: torch.Tensor
+    k_weight_D: torch.Tensor
+    eps: float
 
 
 class Backend(Protocol):
@@ -21,13 +33,26 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """torch or triton."""
+        """torch, cpu or triton."""
+        ...
+
+    def place_heads(
+        self,
+        heads_TXD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """`rms_norm` of each query and key head if the model has it, `rotary`, `write_kv`: all that a layer does
+        between its first projection and attention. The queries for `attention`; `heads_TXD` may be overwritten."""
         ...
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> None:
-        """Store keys and values at the plan's slots; padding slots are skipped."""
+        """Store keys and values at the plan's slots; padding slots are skipped. How they lie within a block is
+        the backend's: what moves blocks moves them whole."""
         ...
 
     def attention(
@@ -89,11 +114,52 @@ class Backend(Protocol):
         ...
 
 
+def split_heads(
+    heads_TXD: torch.Tensor, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values, as views of what a layer's first projection gave."""
+    counts = [heads_TXD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
+    q_TND, k_TKD, v_TKD = torch.split(heads_TXD, counts, dim=1)
+    return q_TND, k_TKD, v_TKD
+
+
+def place_heads_apart(
+    backend: Backend,
+    heads_TXD: torch.Tensor,
+    norms: HeadNorms | None,
+    cos_sin_SD: torch.Tensor,
+    kv_pool_B2KPD: torch.Tensor,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """`place_heads` for a backend that has each operation by itself."""
+    q_TND, k_TKD, v_TKD = split_heads(heads_TXD, kv_pool_B2KPD.shape[2])
+    if norms is not None:
+        q_TND = _norm_heads(backend, q_TND, norms.q_weight_D, norms.eps)
+        k_TKD = _norm_heads(backend, k_TKD, norms.k_weight_D, norms.eps)
+    backend.rotary(q_TND, k_TKD, cos_sin_SD, plan.positions_T)
+    backend.write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
+    return q_TND
+
+
+def _norm_heads(backend: Backend, heads: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    flat = heads.reshape(-1, heads.shape[-1])
+    backend.rms_norm(flat, weight_D, eps, out_TH=flat)
+    return flat.view(heads.shape)
+
+
 def choose_backend(
-    device: torch.device, *, requested: BackendName = "auto", deterministic: bool = False
+    device: torch.device,
+    *,
+    requested: BackendName = "auto",
+    deterministic: bool = False,
+    linears: LinearsName = "full",
 ) -> Backend:
-    """Triton wherever CUDA is, torch elsewhere, unless asked otherwise. ValueError for what cannot be had."""
-    if deterministic and (device.type != "cpu" or requested == "triton"):
+    """Triton wherever CUDA is, the C++ kernels on a CPU that has a compiler, torch elsewhere, unless asked otherwise.
+    Linears in int8 are the C++ kernels' alone.
+
+    ValueError for what cannot be had.
+    """
+    if deterministic and (device.type != "cpu" or requested in ("triton", "cpu")):
         raise ValueError(
             f"deterministic mode needs the torch backend on a CPU, got backend {requested!r} on {device}"
         )
@@ -101,12 +167,19 @@ def choose_backend(
         raise ValueError(
             f"the triton backend on {device} needs TRITON_INTERPRET=1; use backend 'torch' there"
         )
-    backend, reason = _build(device, requested, deterministic)
+    if requested == "cpu" and device.type != "cpu":
+        raise ValueError(f"the cpu backend does not serve {device}")
+    if linears == "int8" and (deterministic or device.type != "cpu" or requested not in ("auto", "cpu")):
+        mode = "deterministic mode" if deterministic else f"backend {requested!r} on {device}"
+        raise ValueError(f"linears in int8 are for the cpu backend, not for {mode}")
+    backend, reason = _build(device, requested, deterministic, linears)
     logger.info("kernel backend %s on %s: %s", backend.name, device, reason)
     return backend
 
 
-def _build(device: torch.device, requested: BackendName, deterministic: bool) -> tuple[Backend, str]:
+def _build(
+    device: torch.device, requested: BackendName, deterministic: bool, linears: LinearsName
+) -> tuple[Backend, str]:
     # Imported here so that a CPU worker never loads triton.
     if deterministic:
         from blockyard.kernels.deterministic_backend import DeterministicTorchBackend
@@ -116,6 +189,26 @@ def _build(device: torch.device, requested: BackendName, deterministic: bool) ->
         from blockyard.kernels.triton_backend import TritonBackend
 
         return TritonBackend(), "asked for" if requested == "triton" else "CUDA is there"
+    if requested == "torch" or device.type != "cpu":
+        from blockyard.kernels.torch_backend import TorchBackend
+
+        return TorchBackend(), "asked for" if requested == "torch" else "neither CUDA nor a CPU"
+    return _build_for_cpu(is_wanted=requested == "cpu", linears=linears)
+
+
+def _build_for_cpu(*, is_wanted: bool, linears: LinearsName) -> tuple[Backend, str]:
+    """torch where the C++ kernels cannot be had and nobody asked for them or what only they do."""
+    from blockyard.kernels.cpu_backend import CpuBackend
+    from blockyard.kernels.cpu_extension import ExtensionUnavailable, load_extension
     from blockyard.kernels.torch_backend import TorchBackend
 
-    return TorchBackend(), "asked for" if requested == "torch" else "no CUDA here"
+    try:
+        library = load_extension()
+    except ExtensionUnavailable as error:
+        if is_wanted or linears == "int8":
+            raise ValueError(f"the cpu backend cannot be had: {error}") from error
+        return TorchBackend(), f"slower than it could be, because {error}"
+    if linears == "int8" and not library.has_int8:
+        raise ValueError("linears in int8 need a CPU with AVX-512 VNNI; this one has none")
+    reason = "asked for" if is_wanted else "no CUDA here"
+    return CpuBackend(library, linears=linears), reason if linears == "full" else f"{reason}, linears in int8"

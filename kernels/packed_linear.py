@@ -34,7 +34,7 @@ def packed_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Ten
     """x @ weight^T + bias, for a weight that is packed or not."""
     if not weight_OI.is_mkldnn:
         return F.linear(x_TI, weight_OI, bias_O)
-    if not len(x_TI):
+    if not x_TI.shape[0]:
         return x_TI.new_empty(0, len(weight_OI))
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")
     return result

@@ -5,8 +5,8 @@ query rows, so keys and values are never repeated. Prefill rows go one by one. W
 into the pool is worked out once a step and window (`_Prepared`) and reused by all layers. Blocks wholly behind a
 window are not gathered. Must never import triton.
 
-Shapes: T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, B blocks in the pool, R
-rows of a group, L gathered keys, Q queries of one row, H hidden size, I input or intermediate
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, G = N / K, D head size, P tokens a block, B blocks in the
+pool, R rows of a group, L gathered keys, Q queries of one row, H hidden size, I input or intermediate
 size, O output size, S positions in the rotary table, C block copies.
 """
 
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.backend import HeadNorms, place_heads_apart
+from blockyard.kernels.huge_pages import collapse_packed
 from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
 
 # Rows are attended together while the shortest is at least this share of the longest: less is padding.
@@ -59,6 +61,16 @@ class TorchBackend:
     def __init__(self) -> None:
         self._prepared_by_window: dict[int | None, _Prepared] = {}
         self._can_pack = can_pack()
+
+    def place_heads(
+        self,
+        heads_TXD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        return place_heads_apart(self, heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
@@ -125,7 +137,11 @@ class TorchBackend:
         kv_pool_B2KPD[src_dst_C2[:, 1]] = kv_pool_B2KPD[src_dst_C2[:, 0]]
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        return pack(weight_OI) if self._can_pack else weight_OI
+        if not self._can_pack:
+            return weight_OI
+        packed = pack(weight_OI)
+        collapse_packed(packed)
+        return packed
 
     def linear(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None

@@ -4,7 +4,7 @@ Allocates nothing a layer: the partial results of split decodes live in a worksp
 synchronises. Importing this module imports triton; on a CPU that needs TRITON_INTERPRET=1 in the environment
 beforehand.
 
-Shapes: T tokens, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool, H hidden
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
 size, I input or intermediate size, O output size, S partial slots or positions of the rotary table, C block
 copies.
 """
@@ -13,8 +13,6 @@ copies.
 # mypy: disable-error-code="import-untyped"
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +20,12 @@ import triton
 from blockyard.kernels.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.backend import HeadNorms, place_heads_apart
 from blockyard.kernels.cache_ops import copy_blocks_kernel, write_kv_kernel
 from blockyard.kernels.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from blockyard.kernels.shared_attention import attend_shared_kernel
+from blockyard.kernels.shared_prefix import SHARED_ITEM_MEMBERS
+from blockyard.kernels.triton_tiles import Tiles, decode_tiles, launch_options, prefill_tiles, widens
 
 SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128)
 MERGE_SPLITS = 16
@@ -31,18 +33,6 @@ MERGE_SPLITS = 16
 COPY_TILE = 2048
 SILU_TILE = 1024
 NORM_TILE = 2048
-# tl.dot multiplies no fewer rows.
-MIN_DOT_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """Shape of one attention program: packed query rows, keys a tile, warps, loads in flight."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 class TritonBackend:
@@ -53,6 +43,16 @@ class TritonBackend:
     def __init__(self) -> None:
         self._partials = torch.empty(0)
         self._lse = torch.empty(0)
+
+    def place_heads(
+        self,
+        heads_TXD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        return place_heads_apart(self, heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
@@ -97,8 +97,46 @@ class TritonBackend:
         prefill = prefill_tiles(head_dim, q_TND.dtype)
         programs = -(-PREFILL_ITEM_TOKENS * group // prefill.rows)
         self._attend(plan.prefill_items_X6, programs, prefill, q_TND, kv_pool_B2KPD, plan, scale, out_TND)
+        self._attend_shared(prefill, q_TND, kv_pool_B2KPD, plan, scale)
         if plan.num_partials:
             self._merge(plan, out_TND)
+
+    def _attend_shared(
+        self,
+        tiles: Tiles,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+    ) -> None:
+        if not len(plan.shared_items_Y5):
+            return
+        _, num_heads, head_dim = q_TND.shape
+        num_kv_heads = kv_pool_B2KPD.shape[2]
+        group = num_heads // num_kv_heads
+        programs_per_item = -(-SHARED_ITEM_MEMBERS * group // tiles.rows)
+        attend_shared_kernel[(len(plan.shared_items_Y5) * programs_per_item, num_kv_heads)](
+            q_TND,
+            kv_pool_B2KPD,
+            plan.block_table_RB,
+            plan.shared_members_M,
+            plan.shared_items_Y5,
+            plan.partial_starts_D1,
+            self._partials,
+            self._lse,
+            *q_TND.stride()[:2],
+            plan.block_table_RB.stride(0),
+            scale * math.log2(math.e),
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=plan.block_size,
+            PROGRAMS_PER_ITEM=programs_per_item,
+            BLOCK_M=tiles.rows,
+            BLOCK_J=tiles.keys,
+            WIDEN=widens(q_TND),
+            **launch_options(tiles),
+        )
 
     def _attend(
         self,
@@ -138,8 +176,8 @@ class TritonBackend:
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
             WINDOWED=plan.window is not None and items is plan.prefill_items_X6,
-            WIDEN=q_TND.dtype == torch.bfloat16 and q_TND.device.type == "cpu",
-            **_launch_options(tiles),
+            WIDEN=widens(q_TND),
+            **launch_options(tiles),
         )
 
     def _merge(self, plan: AttentionPlan, out_TND: torch.Tensor) -> None:
@@ -257,32 +295,6 @@ def _launch_rms_norm(
         HIDDEN_POW2=hidden_pow2,
         BLOCK_M=rows,
     )
-
-
-def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """One query token: its group of heads in 16 rows. Reading keys takes the time: a wide tile."""
-    rows = max(MIN_DOT_ROWS, triton.next_power_of_2(group))
-    if dtype == torch.float32:
-        return Tiles(rows=rows, keys=_fp32_keys(head_dim), warps=4, stages=2)
-    return Tiles(rows=rows, keys=64 if head_dim <= 128 else 32, warps=4, stages=2)
-
-
-def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Queries and two stages of keys and values stay under 99 KB, accumulators in registers."""
-    if dtype == torch.float32:
-        return Tiles(rows=MIN_DOT_ROWS, keys=_fp32_keys(head_dim), warps=4, stages=2)
-    if head_dim > 128:
-        return Tiles(rows=64, keys=32, warps=8, stages=2)
-    return Tiles(rows=128, keys=64, warps=8, stages=2)
-
-
-def _fp32_keys(head_dim: int) -> int:
-    """Without tensor cores larger tiles spill: 64 x 32 at head size 128 spilled 1.8 KB a thread."""
-    return 32 if head_dim <= 64 else 16
-
-
-def _launch_options(tiles: Tiles) -> dict[str, Any]:
-    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def _check_pool(kv_pool_B2KPD: torch.Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> None:

@@ -15,18 +15,14 @@ PROTOS = ("inference.proto", "cluster.proto", "admin.proto", "session.proto")
 
 def generate(target: Path) -> None:
     """Writes `blockyard/proto/v1/*_pb2*` below `target`. Raises RuntimeError where protoc fails."""
+    run_protoc(f"--python_out={target}", f"--pyi_out={target}", f"--grpc_python_out={target}")
+
+
+def run_protoc(*outputs: str) -> None:
+    """Of all protos. Raises RuntimeError where protoc fails."""
     include = Path(protoc.__file__).parent / "_proto"
-    code = protoc.main(
-        [
-            "protoc",
-            f"-Iblockyard/proto={ROOT}",
-            f"-I{include}",
-            f"--python_out={target}",
-            f"--pyi_out={target}",
-            f"--grpc_python_out={target}",
-            *(f"blockyard/proto/v1/{name}" for name in PROTOS),
-        ]
-    )
+    paths = [f"blockyard/proto/v1/{name}" for name in PROTOS]
+    code = protoc.main(["protoc", f"-Iblockyard/proto={ROOT}", f"-I{include}", *outputs, *paths])
     if code:
         raise RuntimeError(f"protoc failed with exit code {code}")
 

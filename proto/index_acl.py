@@ -10,7 +10,11 @@ from blockyard.proto.index_schema import key_prefix
 
 Role = Literal["router", "worker"]
 
-_READS = ("hget", "hgetall", "hlen", "hmget", "zrangebyscore", "zscore")
+_READS = (
+    *("hget", "hgetall", "hlen", "hmget", "zrangebyscore", "zscore"),
+    # How large the index is, for operators.
+    *("memory|usage", "zcard", "zcount"),
+)
 _WRITES = (
     "del",
     "exists",

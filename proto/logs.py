@@ -1,18 +1,101 @@
-"""How the processes of a cluster log: one format, on stderr, at the level that BLOCKYARD_LOG_LEVEL says.
+"""How the processes of a cluster log: on stderr, as text or as one JSON object a line, at one level.
 
-At no level may a line hold what a client sent, but for names: tests/security/test_canary.py.
+Owns the format, and the request that a line is about: whoever works on a request sets REQUEST_ID, and every line that
+it causes has it, so that the id in a client's error finds them all. At no level may a line hold what a client sent, but
+for names: tests/security/test_canary.py.
 """
 
+import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal, get_args
 
 LEVEL_VARIABLE = "BLOCKYARD_LOG_LEVEL"
-LEVELS = ("debug", "info", "warning", "error")
+FORMAT_VARIABLE = "BLOCKYARD_LOG_FORMAT"
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that this task works on; a name, never free text."""
 
 
-def configure_logging() -> None:
-    """Raises ValueError for a level that there is not."""
-    level = os.environ.get(LEVEL_VARIABLE, "info").lower()
-    if level not in LEVELS:
-        raise ValueError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, not {level!r}")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Of one process. Raises ValueError for bad values."""
+
+    level: str = "info"
+    format: str = "text"
+
+    def __post_init__(self) -> None:
+        _check(LEVEL_VARIABLE, self.level, get_args(LogLevel))
+        _check(FORMAT_VARIABLE, self.format, get_args(LogFormat))
+
+    @classmethod
+    def from_environment(cls, level: str | None = None, format: str | None = None) -> "LogConfig":
+        """What is given, else the environment's. Raises ValueError."""
+        return cls(
+            level=(level or os.environ.get(LEVEL_VARIABLE) or "info").lower(),
+            format=(format or os.environ.get(FORMAT_VARIABLE) or "text").lower(),
+        )
+
+
+def configure_logging(config: LogConfig | None = None, **identity: str) -> None:
+    """`identity`: whose lines they are, such as worker_id and incarnation. Without a config the environment's is taken.
+    Raises ValueError for a level or format that there is not."""
+    config = LogConfig.from_environment() if config is None else config
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(identity) if config.format == "json" else TextFormatter())
+    logging.basicConfig(level=config.level.upper(), handlers=[handler])
+
+
+@contextmanager
+def about(request_id: str) -> Iterator[None]:
+    """What is logged inside is about this request."""
+    token = REQUEST_ID.set(request_id)
+    try:
+        yield
+    finally:
+        REQUEST_ID.reset(token)
+
+
+class TextFormatter(logging.Formatter):
+    """For people; a line about a request ends with its id."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line, request_id = super().formatMessage(record), REQUEST_ID.get()
+        return f"{line} [{request_id}]" if request_id else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, request_id where there is one, and who says it."""
+
+    def __init__(self, identity: dict[str, str]) -> None:
+        super().__init__()
+        self._identity = identity
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._identity,
+        }
+        if request_id := REQUEST_ID.get():
+            fields["request_id"] = request_id
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def _check(variable: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{variable} must be one of {', '.join(allowed)}, not {value!r}")

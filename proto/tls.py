@@ -27,6 +27,21 @@ def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredent
     return grpc.ssl_server_credentials([pair], root_certificates=roots, require_client_auth=roots is not None)
 
 
+def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
+    """The same for a port that speaks HTTP; None for plaintext. Raises ValueError for files that cannot be used."""
+    if tls is None:
+        return None
+    read_pair(tls.key, tls.cert)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+    context.set_alpn_protocols(["http/1.1"])
+    if tls.client_ca is not None:
+        context.load_verify_locations(cadata=read_ca(tls.client_ca).decode("ascii"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def session_credentials(tls: SessionTls | None) -> grpc.ChannelCredentials | None:
     """A router's, towards workers; None for plaintext. Raises ValueError for files that cannot be used."""
     if tls is None:

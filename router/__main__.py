@@ -1,5 +1,6 @@
 """`python -m blockyard.router`: one router without Ray. SIGTERM lets running streams finish, then exits 0; a router
-that cannot start or fails exits 1. SIGUSR1 logs how late the event loop was since the last one."""
+that cannot start or fails exits 1. SIGUSR1 logs how late the event loop was since the last one, and
+how many tasks it has."""
 
 import argparse
 import asyncio
@@ -8,10 +9,14 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import get_args
 
-from blockyard.proto.logs import configure_logging
+from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
+from blockyard.proto.metric_table import ROUTER_METRICS
+from blockyard.proto.prometheus_export import MAX_PORT, metrics_endpoint
 from blockyard.proto.tls_files import server_tls, session_tls
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
@@ -31,8 +36,8 @@ SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 """The secret comes by environment: arguments can be read by anybody on the machine."""
 REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
 GRACE_SECONDS = 600.0
-MAX_PORT = 65535
 FAULT_SETTINGS = (
+    "default_timeout_seconds",
     "no_worker_seconds",
     "slow_reader_seconds",
     "suspect_seconds",
@@ -48,8 +53,8 @@ def main() -> int:
     sys.modules["torch"] = None  # type: ignore[assignment]
     arguments = _parser().parse_args()
     try:
-        _configure_logging()
-        return asyncio.run(_serve(_config(arguments), arguments.grace_seconds))
+        _configure_logging(arguments)
+        return asyncio.run(_serve(_config(arguments), arguments))
     except StartError as error:
         print(f"blockyard.router: {error}", file=sys.stderr)
         return 1
@@ -67,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one and logs it")
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        help="serve OpenAI's API here too; 0 takes a free one and logs it (default: do not)",
+    )
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other routers")
     parser.add_argument(
         "--policy", choices=get_args(PolicyName), default="prefix", help="how a worker is chosen"
@@ -101,14 +111,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--session-tls-cert", metavar="PEM", help="shown to workers, which all have the same")
     parser.add_argument("--session-tls-key", metavar="PEM")
     parser.add_argument("--session-tls-ca", metavar="PEM", help="of the workers' certificates")
+    parser.add_argument("--router-id", default="router-0", help="what its metrics and JSON logs name it")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=-1,
+        help="Prometheus endpoint, for whoever reaches it; 0 takes a free port, -1 (the default) has none",
+    )
     parser.add_argument("--cluster", default="default")
+    parser.add_argument(
+        "--log-level", choices=get_args(LogLevel), help="default: BLOCKYARD_LOG_LEVEL, or info"
+    )
+    parser.add_argument(
+        "--log-format", choices=get_args(LogFormat), help="default: BLOCKYARD_LOG_FORMAT, or text"
+    )
     parser.add_argument("--grace-seconds", type=float, default=GRACE_SECONDS, help="for streams at SIGTERM")
     return parser
 
 
-def _configure_logging() -> None:
+def _configure_logging(arguments: argparse.Namespace) -> None:
+    log = arguments.log_level, arguments.log_format
     try:
-        configure_logging()
+        configure_logging(LogConfig.from_environment(*log), router_id=arguments.router_id)
     except ValueError as error:
         raise StartError(str(error)) from None
 
@@ -122,8 +146,9 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
 
 def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
     # The kernel would take the port's last 16 bits, and of the others no one would ever be told.
-    if not 0 <= arguments.port <= MAX_PORT:
-        raise ValueError(f"--port must be from 0 to {MAX_PORT}, not {arguments.port}")
+    for option, port in (("--port", arguments.port), ("--http-port", arguments.http_port or 0)):
+        if not 0 <= port <= MAX_PORT:
+            raise ValueError(f"{option} must be from 0 to {MAX_PORT}, not {port}")
     for address in arguments.worker:
         _check_address(address)
     if not 0 <= arguments.grace_seconds < math.inf:
@@ -135,6 +160,7 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         cluster_secret=os.environ.get(SECRET_VARIABLE, ""),
         host=arguments.host,
         port=arguments.port,
+        http_port=arguments.http_port,
         auth_file=arguments.auth_file,
         tls=server_tls(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca),
         session_tls=session_tls(
@@ -168,20 +194,41 @@ class StartError(Exception):
     """Why the router does not come up, for its operator."""
 
 
-async def _serve(config: RouterConfig, grace_seconds: float) -> int:
+async def _serve(config: RouterConfig, arguments: argparse.Namespace) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     server = RouterServer(config, owns_process=True)
-    try:
-        await server.start()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise StartError(str(error)) from None
-    loop.add_signal_handler(signal.SIGUSR1, lambda: logger.info("event loop: %s", server.loop_watch.take()))
-    await _first_of(ended, server.failed)
-    await server.stop(grace_seconds)
+    with _metrics(server, config.host, arguments):
+        try:
+            await server.start()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StartError(str(error)) from None
+        loop.add_signal_handler(signal.SIGUSR1, _tell_of_loop, server)
+        await _first_of(ended, server.failed)
+        await server.stop(arguments.grace_seconds)
     return 1 if server.failed.is_set() else 0
+
+
+def _tell_of_loop(server: RouterServer) -> None:
+    logger.info("event loop: %s; %d tasks", server.loop_watch.take(), len(asyncio.all_tasks()))
+
+
+@contextmanager
+def _metrics(server: RouterServer, host: str, arguments: argparse.Namespace) -> Iterator[None]:
+    port = arguments.metrics_port
+    if port < 0:
+        yield
+        return
+    identity = ("router", arguments.router_id)
+    with ExitStack() as stack:
+        try:
+            endpoint = metrics_endpoint(host, port, ROUTER_METRICS, identity, lambda: server.readings)
+            logger.info("metrics at %s", stack.enter_context(endpoint))
+        except (OSError, ValueError) as error:
+            raise StartError(f"--metrics-port {port}: {error}") from None
+        yield
 
 
 async def _first_of(*events: asyncio.Event) -> None:

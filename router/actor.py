@@ -1,20 +1,21 @@
 """A router inside a Ray actor: the only file of router/ that knows Ray.
 
-Owns what Ray adds to a RouterServer: the node's address, and a call that ends with the actor. Clients speak
-gRPC to the router itself; nothing of a request passes through Ray.
+Owns what Ray adds to a RouterServer: the node's address, its metrics each second, and a call that ends with the actor.
+Clients speak gRPC to the router itself; nothing of a request passes through Ray.
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import ray
+from blockyard.proto.code_version import code_version
+from blockyard.proto.logs import configure_logging
+from blockyard.proto.metric_table import ROUTER_METRICS
+from blockyard.proto.ray_export import keep_reporting
 from blockyard.router.config import RouterConfig
 from blockyard.router.server import RouterServer
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +23,12 @@ class StartedRouter:
     """Where one router serves."""
 
     address: str
+    http_address: str
+    """Of its gateway; empty where it has none."""
     pid: int
     node_id: str
+    code: str
+    """The code version that runs here."""
 
 
 class RouterActor:
@@ -31,11 +36,12 @@ class RouterActor:
 
     def __init__(self, config: RouterConfig, router_id: str) -> None:
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        configure_logging(config.log, router_id=router_id)
         self._router_id = router_id
         host: str = config.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._server = RouterServer(replace(config, host=host), owns_process=True)
         self._starting: asyncio.Task[StartedRouter] | None = None
+        self._reporting: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return self._router_id
@@ -64,9 +70,18 @@ class RouterActor:
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new requests and lets running ones finish; the caller ends the actor."""
         await self._server.stop(grace_seconds)
+        if self._reporting is not None:
+            self._reporting.cancel()
 
     async def _start(self) -> StartedRouter:
         address = await self._server.start()
+        self._reporting = asyncio.create_task(
+            keep_reporting(ROUTER_METRICS, ("router", self._router_id), lambda: self._server.readings)
+        )
         return StartedRouter(
-            address=address, pid=os.getpid(), node_id=ray.get_runtime_context().get_node_id()
+            address=address,
+            http_address=self._server.http_address,
+            pid=os.getpid(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            code=code_version(),
         )

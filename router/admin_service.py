@@ -6,11 +6,11 @@ Owns the bounds of its fields, the deadline of each call and the audit line. Who
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
+from blockyard.proto.grace import GRACE_RULE, MAX_GRACE_SECONDS, grace_seconds_of
 from blockyard.proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from blockyard.router.auth import principal_name
 from blockyard.router.engine_link import EngineLink
@@ -28,8 +28,6 @@ from blockyard.router.names import NAME_RULE, is_id
 
 logger = logging.getLogger("blockyard.audit")
 
-DEFAULT_GRACE_SECONDS = 30.0
-MAX_GRACE_SECONDS = 86_400.0
 ANSWER_SECONDS = 10.0
 """For a worker to do what takes no grace: it does so between two steps."""
 HAND_OVER_SECONDS = 60.0
@@ -133,9 +131,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 
 def _grace_seconds(request: admin_pb2.DrainWorkerRequest) -> float:
-    grace_seconds = request.grace_seconds if request.HasField("grace_seconds") else DEFAULT_GRACE_SECONDS
-    if not (math.isfinite(grace_seconds) and 0 <= grace_seconds <= MAX_GRACE_SECONDS):
-        raise InvalidRequest.of("grace_seconds", f"must be from 0 to {MAX_GRACE_SECONDS:g}")
+    grace_seconds = grace_seconds_of(request)
+    if grace_seconds is None:
+        raise InvalidRequest.of("grace_seconds", GRACE_RULE)
     return grace_seconds
 
 

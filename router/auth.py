@@ -43,6 +43,8 @@ class Principal:
     """Whose requests and prefixes are his."""
 
 
+LIVE_PAGE = Principal(name="live-page", role=Role.VIEWER, tenant="live-page")
+"""Of Ray's dashboard, on a cluster that `up` has started."""
 PRINCIPAL: ContextVar[Principal | None] = ContextVar("blockyard_principal", default=None)
 """Of the call that is being served; None where clients are not authenticated."""
 
@@ -73,10 +75,14 @@ METHOD_ROLES: Mapping[str, frozenset[Role] | None] = {
     ),
     **_methods(
         "blockyard.v1.ClusterService",
-        ("GetClusterInfo", "ListWorkers", "WatchWorkers", "GetBlockPool", "ListBlocks", "ListRequests"),
+        ("GetClusterInfo", "ListWorkers", "WatchWorkers", "ListRequests", "GetIndexInfo"),
         _VIEWERS,
     ),
-    **_methods("blockyard.v1.ClusterService", ("LookupPrefix", "ExplainPlacement", "GetIndexInfo"), _VIEWERS),
+    **_methods(
+        "blockyard.v1.ClusterService",
+        ("GetBlockPool", "ListBlocks", "FindBlocks", "ListSequences", "LookupPrefix", "ExplainPlacement"),
+        _VIEWERS,
+    ),
     **_methods(
         "blockyard.v1.AdminService",
         ("DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex", "Abort"),
@@ -125,6 +131,13 @@ def check_role(method: str, principal: Principal) -> None:
         raise Forbidden(f"the role {principal.role} may not call this method")
 
 
+def check_admin(field: str) -> None:
+    """Of the call at hand; a cluster without authentication lets anybody. Raises Forbidden."""
+    principal = PRINCIPAL.get()
+    if principal is not None and principal.role is not Role.ADMIN:
+        raise Forbidden(f"{field}: is for admins")
+
+
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     shown = [value for key, value in metadata if key == AUTHORIZATION_KEY]
     if len(shown) != 1 or not isinstance(shown[0], str):
@@ -135,8 +148,9 @@ def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return token
 
 
-def parse_tokens(text: str) -> TokenTable:
-    """Raises ValueError with a sentence that names the entry, and nothing of any token."""
+def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTable:
+    """`page_token_sha256` is the live page's own, which is in no file. Raises ValueError with a sentence that names the
+    entry, and nothing of any token."""
     try:
         document = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -155,6 +169,8 @@ def parse_tokens(text: str) -> TokenTable:
             raise ValueError(f"{principal.name!r} has the same token as {principals[digest].name!r}")
         names.add(principal.name)
         principals[digest] = principal
+    if page_token_sha256 is not None:
+        principals.setdefault(bytes.fromhex(page_token_sha256), LIVE_PAGE)
     return TokenTable(principals)
 
 

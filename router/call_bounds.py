@@ -5,18 +5,27 @@ call what (auth.py).
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from blockyard.router.admission import AdmissionLedger, Charge
 from blockyard.router.auth import PRINCIPAL, Role
 from blockyard.router.errors import DeadlinePassed, Forbidden
-from blockyard.router.interceptor import Context
 from blockyard.router.validation import TENANT_KEY, valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
 """A longer one is clamped: nobody waits for it."""
+
+
+class CallContext(Protocol):
+    """What bounds a call, whatever protocol it came by. gRPC's own context is one."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+    def time_remaining(self) -> float | None:
+        """Until the client's deadline; None where it has set none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +46,11 @@ class CallBounds:
     default_timeout_seconds: float
     """For a call without a deadline."""
 
-    def seconds_left(self, context: Context) -> float:
+    def seconds_left(self, context: CallContext) -> float:
         left = context.time_remaining()
         return self.default_timeout_seconds if left is None else min(left, MAX_DEADLINE_SECONDS)
 
-    def caller(self, context: Context) -> Caller:
+    def caller(self, context: CallContext) -> Caller:
         """Raises InvalidRequest, and Forbidden for who names a tenant that is not his and is no admin."""
         named = valid_tenant(context.invocation_metadata() or ())
         principal = PRINCIPAL.get()
@@ -53,14 +62,14 @@ class CallBounds:
         return Caller(tenant=tenant, realm=tenant)
 
     @asynccontextmanager
-    async def admitted(self, context: Context, tokens: int) -> AsyncIterator[Charge]:
+    async def admitted(self, context: CallContext, tokens: int) -> AsyncIterator[Charge]:
         """Charged and within the deadline. Raises InvalidRequest, Forbidden, Overloaded, DeadlinePassed."""
         with self.ledger.charge(tokens, tenant=self.caller(context).tenant) as charge:
             async with self.deadline(context):
                 yield charge
 
     @asynccontextmanager
-    async def deadline(self, context: Context) -> AsyncIterator[None]:
+    async def deadline(self, context: CallContext) -> AsyncIterator[None]:
         """Raises DeadlinePassed."""
         try:
             async with asyncio.timeout(self.seconds_left(context)):

@@ -1,6 +1,6 @@
 """ClusterService: read-only views of what this router knows, and questions passed on to workers.
 
-Owns the mapping to messages. Pools are asked of the worker itself, with the cluster secret and a deadline;
+Pools are asked of the worker itself, with the cluster secret and a deadline;
 page tokens are the worker's own and opaque here.
 """
 
@@ -10,25 +10,20 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import grpc
-from blockyard.proto.block_hash import split_names
+from blockyard.proto.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
 from blockyard.router.call_bounds import CallBounds
-from blockyard.router.cluster_view import WorkerState, WorkerView
+from blockyard.router.cluster_messages import candidate_message, request_message, timeless, workers_message
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, UnknownWorker, WorkerUnreachable
-from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts, scoped_session, tokenise
 from blockyard.router.index_report import current_condition, index_info
 from blockyard.router.interceptor import Context
-from blockyard.router.requests import RequestRecord, RequestState
-from blockyard.router.scoring import Score
 from blockyard.router.service import model_message
 from blockyard.router.validation import (
     check_context,
     prompt_estimate,
-    valid_prompt,
-    valid_salt,
-    valid_session,
+    valid_question,
 )
 
 WATCH_SECONDS = 0.25
@@ -37,19 +32,6 @@ MAX_WATCHES = 64
 """At once, of one router."""
 WATCH_RETRY_SECONDS = 5.0
 MAX_PAGE_SIZE = 1000
-WORKER_STATES = {
-    WorkerState.CONNECTING: cluster_pb2.WORKER_STATE_CONNECTING,
-    WorkerState.READY: cluster_pb2.WORKER_STATE_READY,
-    WorkerState.DRAINING: cluster_pb2.WORKER_STATE_DRAINING,
-    WorkerState.SUSPECT: cluster_pb2.WORKER_STATE_SUSPECT,
-    WorkerState.REFUSED: cluster_pb2.WORKER_STATE_REFUSED,
-    WorkerState.LOST: cluster_pb2.WORKER_STATE_LOST,
-}
-REQUEST_STATES = {
-    RequestState.QUEUED: cluster_pb2.REQUEST_STATE_QUEUED,
-    RequestState.PLACED: cluster_pb2.REQUEST_STATE_PLACED,
-    RequestState.STREAMING: cluster_pb2.REQUEST_STATE_STREAMING,
-}
 PrefixQuestion = cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest
 T = TypeVar("T")
 
@@ -71,8 +53,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.GetClusterInfoRequest, context: Context
     ) -> cluster_pb2.ClusterInfo:
         relay, view = self._parts.relay, self._parts.fleet.view
-        records = self._parts.registry.records()
-        num_waiting = sum(record.state is RequestState.QUEUED for record in records)
+        registry = self._parts.registry
+        num_requests, num_waiting = len(registry.records()), registry.num_waiting()
         async with self._bounds.deadline(context):
             condition = await current_condition(self._parts.placer.prefix_lookup, view)
         return cluster_pb2.ClusterInfo(
@@ -87,7 +69,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             requests_quarantined=relay.num_quarantined,
             workers_ready=len(view.ready()),
             workers_known=len(view.workers()),
-            requests_running=len(records) - num_waiting,
+            requests_running=num_requests - num_waiting,
             requests_waiting=num_waiting,
         )
 
@@ -100,7 +82,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ListWorkers(
         self, request: cluster_pb2.ListWorkersRequest, context: Context
     ) -> cluster_pb2.ListWorkersResponse:
-        return _workers_message(self._parts.fleet)
+        return workers_message(self._parts.fleet)
 
     async def WatchWorkers(self, request: cluster_pb2.WatchWorkersRequest, context: Context) -> None:
         with self._watching():
@@ -121,8 +103,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         told: cluster_pb2.ListWorkersResponse | None = None
         while not self._parts.registry.is_draining:
             # Silence changes states without any event, so the watch looks rather than listens.
-            now = _workers_message(self._parts.fleet)
-            if told is None or _timeless(now) != _timeless(told):
+            now = workers_message(self._parts.fleet)
+            if told is None or timeless(now) != timeless(told):
                 await context.write(now)
                 told = now
             await asyncio.sleep(WATCH_SECONDS)
@@ -140,6 +122,25 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             raise InvalidRequest.of("page_size", f"must be at most {MAX_PAGE_SIZE}")
         link = self._link(request.worker_id)
         return await _ask(lambda: link.list_blocks(request))
+
+    async def FindBlocks(
+        self, request: cluster_pb2.FindBlocksRequest, context: Context
+    ) -> cluster_pb2.FindBlocksResponse:
+        for field, asked in (("block_ids", request.block_ids), ("names", request.names)):
+            if len(asked) > MAX_PAGE_SIZE:
+                raise InvalidRequest.of(field, f"must be at most {MAX_PAGE_SIZE}")
+        if any(len(name) != NAME_BYTES for name in request.names):
+            raise InvalidRequest.of("names", f"must have {NAME_BYTES} bytes each")
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.find_blocks(request))
+
+    async def ListSequences(
+        self, request: cluster_pb2.ListSequencesRequest, context: Context
+    ) -> cluster_pb2.ListSequencesResponse:
+        if request.page_size > MAX_PAGE_SIZE:
+            raise InvalidRequest.of("page_size", f"must be at most {MAX_PAGE_SIZE}")
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.list_sequences(request))
 
     async def LookupPrefix(
         self, request: cluster_pb2.LookupPrefixRequest, context: Context
@@ -159,20 +160,21 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
                 for worker_id, depth in holders
             ],
             index_available=found.available,
+            block_names=names,
         )
 
     async def ExplainPlacement(
         self, request: cluster_pb2.ExplainPlacementRequest, context: Context
     ) -> cluster_pb2.ExplainPlacementResponse:
-        session_id = scoped_session(valid_session(request), self._bounds.caller(context).realm)
         async with self._named(request, context) as (prompt_tokens, names):
+            session_id = scoped_session(request.session_id, self._bounds.caller(context).realm)
             placement, index_available = await self._parts.placer.explain(
                 names, prompt_tokens, session_id=session_id
             )
         return cluster_pb2.ExplainPlacementResponse(
             policy=self._policy,
             chosen_worker_id=placement.chosen.worker_id if placement else "",
-            candidates=[_candidate_message(score) for score in placement.scores] if placement else [],
+            candidates=[candidate_message(score) for score in placement.scores] if placement else [],
             index_available=index_available,
         )
 
@@ -181,7 +183,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.ListRequestsResponse:
         now = self._parts.clock()
         return cluster_pb2.ListRequestsResponse(
-            requests=[_request_message(record, now) for record in self._parts.registry.records()]
+            requests=[request_message(record, now) for record in self._parts.registry.records()]
         )
 
     @asynccontextmanager
@@ -190,8 +192,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[tuple[int, list[bytes]]]:
         """A prompt's length in tokens and the names of its full blocks; admitted like a generation."""
         parts = self._parts
-        prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
-        salt, realm = valid_salt(request), self._bounds.caller(context).realm
+        prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
+        salt, realm = request.cache_salt, self._bounds.caller(context).realm
         async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
             identity = await parts.placer.identity()
             prepared = await tokenise(
@@ -228,72 +230,3 @@ def _as_answer(code: grpc.StatusCode) -> RouterError:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest.of("page_token", "is not one that this worker gave for this list")
     return WorkerUnreachable(f"the worker did not answer: {code.name}")
-
-
-def _workers_message(fleet: Fleet) -> cluster_pb2.ListWorkersResponse:
-    workers = sorted(fleet.view.workers(), key=lambda worker: (worker.worker_id, worker.address))
-    return cluster_pb2.ListWorkersResponse(workers=[_worker_message(fleet, worker) for worker in workers])
-
-
-def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
-    state = fleet.view.state(worker)
-    reason = worker.reason
-    if state is WorkerState.SUSPECT or (state is WorkerState.LOST and not reason):
-        reason = "silent"
-    message = cluster_pb2.Worker(
-        address=worker.address,
-        state=WORKER_STATES[state],
-        state_reason="" if state is WorkerState.READY else reason,
-        load=worker.load,
-        index=worker.index,
-    )
-    if worker.hello is not None:
-        message.worker_id = worker.worker_id
-        message.incarnation = worker.incarnation
-        message.total_blocks = worker.hello.total_blocks
-        message.block_size = worker.hello.block_size
-        message.device = worker.hello.device
-        message.engine = worker.hello.engine
-        message.seconds_since_heard = fleet.view.silence_seconds(worker)
-    return message
-
-
-def _timeless(message: cluster_pb2.ListWorkersResponse) -> list[cluster_pb2.Worker]:
-    """The workers without what changes by itself."""
-    workers = []
-    for worker in message.workers:
-        copy = cluster_pb2.Worker()
-        copy.CopyFrom(worker)
-        copy.seconds_since_heard = 0
-        if copy.HasField("index"):
-            copy.index.lag_seconds = 0
-        workers.append(copy)
-    return workers
-
-
-def _candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
-    return cluster_pb2.PlacementCandidate(
-        worker_id=score.worker_id,
-        cached_tokens=score.cached_tokens,
-        host_cached_tokens=score.host_cached_tokens,
-        uncached_tokens=score.uncached_tokens,
-        queue_ms=score.queue_ms,
-        prefill_ms=score.prefill_ms,
-        host_load_ms=score.host_load_ms,
-        decode_ms=score.decode_ms,
-        memory_ms=score.memory_ms,
-        others_ms=score.others_ms,
-        total_ms=score.total_ms,
-        cost=score.cost,
-    )
-
-
-def _request_message(record: RequestRecord, now: float) -> cluster_pb2.RequestInfo:
-    return cluster_pb2.RequestInfo(
-        request_id=record.request_id,
-        state=REQUEST_STATES[record.state],
-        worker_id=record.progress.worker_id,
-        prompt_tokens=record.prompt_tokens,
-        generated_tokens=record.progress.num_generated,
-        age_seconds=now - record.arrival,
-    )

@@ -97,6 +97,8 @@ class ClusterView:
         """Blocks that the index promised of the workers chosen, for all requests that came to their first token."""
         self.stale_blocks = 0
         """Those of them that were not reused."""
+        self.reused_blocks = 0
+        """All that were reused by the same requests, promised or not."""
 
     # What happened
 
@@ -202,6 +204,7 @@ class ClusterView:
         worker.gate.freed_one()
         if cached_tokens is not None and worker.hello is not None:
             reused_blocks = cached_tokens // worker.hello.block_size
+            self.reused_blocks += reused_blocks
             self.promised_blocks += placed.promised_blocks
             self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from blockyard.proto.logs import LogConfig
 from blockyard.proto.tls_files import ServerTls, SessionTls
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.router.tenants import checked_weights
@@ -16,6 +17,9 @@ DEFAULT_SUSPECT_SECONDS = 1.5
 DEFAULT_LOST_SECONDS = 2.5
 DEFAULT_STALL_SECONDS = 60.0
 DEFAULT_MAX_MIGRATIONS = 3
+DEFAULT_TIMEOUT_SECONDS = 600.0
+DEFAULT_NO_WORKER_SECONDS = 30.0
+DEFAULT_SLOW_READER_SECONDS = 30.0
 
 
 def check_limits(
@@ -33,6 +37,20 @@ def check_limits(
     if not max_queue_seconds > 0:
         raise ValueError(f"max_queue_seconds must be above 0, not {max_queue_seconds:g}")
     checked_weights(tenant_weights)
+
+
+def check_waits(
+    *, default_timeout_seconds: float, no_worker_seconds: float, slow_reader_seconds: float
+) -> None:
+    """The same for what calls are given of time. Raises ValueError."""
+    for name, value in (
+        ("default_timeout_seconds", default_timeout_seconds),
+        ("slow_reader_seconds", slow_reader_seconds),
+    ):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value:g}")
+    if not no_worker_seconds >= 0:
+        raise ValueError(f"no_worker_seconds must not be negative, not {no_worker_seconds:g}")
 
 
 def check_patience(
@@ -63,8 +81,13 @@ class RouterConfig:
     """The interface to bind."""
     port: int = 0
     """0 takes a free one."""
+    http_port: int | None = None
+    """Of the OpenAI-compatible gateway on the same interface, with the same TLS and tokens: 0 takes a free one, None
+    opens none."""
     auth_file: str | None = None
     """The clients' tokens (auth.py), read again when it changes. None: whoever reaches the port may call everything."""
+    page_token_sha256: str | None = field(default=None, repr=False)
+    """Of the live page's own token, known beside the auth file's (deploy/dashboard/page_token.py)."""
     tls: ServerTls | None = None
     """Of the public port. None: in plaintext."""
     session_tls: SessionTls | None = None
@@ -93,11 +116,11 @@ class RouterConfig:
     max_outputs: int = DEFAULT_MAX_OUTPUTS
     """Of one request (`n`)."""
     max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
-    default_timeout_seconds: float = 600.0
+    default_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     """For a call without a deadline."""
-    slow_reader_seconds: float = 30.0
+    slow_reader_seconds: float = DEFAULT_SLOW_READER_SECONDS
     """A client that takes nothing for so long while output is being written to it is cut off."""
-    no_worker_seconds: float = 30.0
+    no_worker_seconds: float = DEFAULT_NO_WORKER_SECONDS
     """How long requests wait, within their deadlines, while no worker is ready: longer than the restart of one
     takes, so that a worker's death fails nothing that has not started. Health says NOT_SERVING at once."""
     priority_ageing_seconds: float = 10.0
@@ -111,6 +134,8 @@ class RouterConfig:
     It must be longer than the longest step of the model."""
     max_migrations: int = DEFAULT_MAX_MIGRATIONS
     """Workers that a request may lose and still go on elsewhere; 0 switches replay off."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Of an actor; a process of its own has the environment's."""
 
     def __post_init__(self) -> None:
         check_limits(
@@ -125,8 +150,15 @@ class RouterConfig:
             raise ValueError(f"tokenizer_processes must be at least 1, not {self.tokenizer_processes}")
         if self.max_outputs < 1 or self.max_beam_width < 1:
             raise ValueError("max_outputs and max_beam_width must be at least 1")
-        if self.no_worker_seconds < 0 or self.priority_ageing_seconds < 0:
-            raise ValueError("no_worker_seconds and priority_ageing_seconds must not be negative")
+        if not self.priority_ageing_seconds >= 0:
+            raise ValueError(
+                f"priority_ageing_seconds must not be negative, not {self.priority_ageing_seconds:g}"
+            )
+        check_waits(
+            default_timeout_seconds=self.default_timeout_seconds,
+            no_worker_seconds=self.no_worker_seconds,
+            slow_reader_seconds=self.slow_reader_seconds,
+        )
         check_patience(
             suspect_seconds=self.suspect_seconds,
             lost_seconds=self.lost_seconds,

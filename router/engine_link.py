@@ -1,7 +1,7 @@
 """The router's one long-lived stream to one worker: connect, check, keep alive, route outputs, connect again.
 
-Every request that is open on a stream ends with it: its sink gets `Lost`, and the relay places it elsewhere. An output
-that ends leaves its request open as long as there are others. Any message is a sign of life; a stream that is silent
+Every request that is open on a stream (open_requests.py) ends with it: its sink gets `Lost`, and the relay places it
+elsewhere. Any message is a sign of life; a stream that is silent
 for too long is ended like a broken one, because a hung process keeps its connections, and so is that of a worker which
 answers but whose engine gets nothing done. Does not own what the columns
 of a step say (engine_events.py), what is believed of the worker (cluster_view.py) nor what becomes of a request
@@ -12,17 +12,17 @@ import asyncio
 import logging
 import random
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import grpc
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
-from blockyard.router.engine_events import Lost, Refused, Sink, Tokens, events_of
+from blockyard.router.engine_events import Lost, Refused, Sink, events_of
+from blockyard.router.open_requests import OpenRequests
+from blockyard.router.stream_ends import NoDeath, StreamOver, first_reason, forget_frames
 from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ ROWS_A_TURN = 8
 """What a row sets off, its text and a write, takes about 0.1 ms. Of 256 streams all at once held up the loop, and with
 it every other stream, for 21 ms; 32 in a turn for 10, 8 for 6."""
 INSPECT_SECONDS = 2.0
-"""Deadline of GetBlockPool and ListBlocks."""
+"""Deadline of what a worker is asked about its pool and its sequences."""
 
 CHANNEL_OPTIONS = (
     # Prompts' log-probabilities come in one message, several requests' together.
@@ -51,15 +51,6 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 16 * 1024),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """A request that the worker has."""
-
-    sink: Sink
-    outputs: set[int]
-    """Those that have not ended."""
 
 
 _Call = grpc.aio.StreamStreamCall[session_pb2.ToWorker, session_pb2.ToRouter]
@@ -91,14 +82,6 @@ class LinkEvents:
         raise NotImplementedError
 
 
-class _StreamOver(Exception):
-    """Ends the tasks of a stream; its text is the reason that operators see."""
-
-
-class _NoDeath(_StreamOver):
-    """The worker has not ended, as far as we know, or has said goodbye."""
-
-
 class EngineLink:
     """`run` keeps the link up until it is cancelled; the other methods may be called at any time."""
 
@@ -124,7 +107,7 @@ class EngineLink:
         self._clock = clock
         self._open_channel = open_channel
         self._rng = rng or random.Random()
-        self._open: dict[int, _Open] = {}
+        self._open = OpenRequests()
         self._next_handle = 0
         self._outgoing: asyncio.Queue[session_pb2.ToWorker] | None = None
         self._stub: EngineServiceStub | None = None
@@ -164,21 +147,14 @@ class EngineLink:
         if self._outgoing is None:
             sink(Lost(was_sent=False))
         else:
-            self._open[handle] = _Open(sink, set(outputs))
+            self._open.add(handle, sink, outputs)
             self._outgoing.put_nowait(session_pb2.ToWorker(submit=submit))
         return handle
 
     def cancel(self, handle: int, index: int | None = None) -> None:
         """Nothing more comes for this handle, or for one output of it. Unknown or over, nothing happens."""
-        request = self._open.get(handle)
-        if request is None or (index is not None and index not in request.outputs):
-            return
-        if index is not None:
-            request.outputs.discard(index)
-        if index is None or not request.outputs:
-            del self._open[handle]
-            index = None
-        if self._outgoing is not None:
+        is_to_be_told, index = self._open.cancel(handle, index)
+        if is_to_be_told and self._outgoing is not None:
             cancel = session_pb2.Cancel(handle=handle, index=index)
             self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
 
@@ -190,6 +166,18 @@ class EngineLink:
     async def list_blocks(self, request: cluster_pb2.ListBlocksRequest) -> cluster_pb2.ListBlocksResponse:
         """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
         page: cluster_pb2.ListBlocksResponse = await self.call("ListBlocks", request, INSPECT_SECONDS)
+        return page
+
+    async def find_blocks(self, request: cluster_pb2.FindBlocksRequest) -> cluster_pb2.FindBlocksResponse:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        found: cluster_pb2.FindBlocksResponse = await self.call("FindBlocks", request, INSPECT_SECONDS)
+        return found
+
+    async def list_sequences(
+        self, request: cluster_pb2.ListSequencesRequest
+    ) -> cluster_pb2.ListSequencesResponse:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        page: cluster_pb2.ListSequencesResponse = await self.call("ListSequences", request, INSPECT_SECONDS)
         return page
 
     async def call(self, method: str, request: Message, timeout_seconds: float) -> Any:
@@ -230,15 +218,15 @@ class EngineLink:
         except grpc.aio.AioRpcError as error:
             return was_up, f"stream ended with {error.code().name}"
         except BaseExceptionGroup as group:
-            reasons = group.subgroup((_StreamOver, grpc.aio.AioRpcError))
-            if reasons is None or group.split((_StreamOver, grpc.aio.AioRpcError))[1] is not None:
+            reasons = group.subgroup((StreamOver, grpc.aio.AioRpcError))
+            if reasons is None or group.split((StreamOver, grpc.aio.AioRpcError))[1] is not None:
                 raise
-            is_death = group.subgroup(_NoDeath) is None
-            reason = _first_reason(reasons)
+            is_death = group.subgroup(NoDeath) is None
+            reason = first_reason(reasons)
             del reasons
-            _forget_frames(group)
+            forget_frames(group)
             return was_up, reason
-        except _StreamOver as over:
+        except StreamOver as over:
             return was_up, str(over)
         finally:
             self._end_all(is_death=is_death)
@@ -260,11 +248,11 @@ class EngineLink:
             async with asyncio.timeout(HELLO_SECONDS):
                 message = await call.read()
         except TimeoutError:
-            raise _StreamOver("no greeting came") from None
+            raise StreamOver("no greeting came") from None
         if not isinstance(message, session_pb2.ToRouter):
-            raise _StreamOver(f"refused with {(await call.code()).name}")
+            raise StreamOver(f"refused with {(await call.code()).name}")
         if message.WhichOneof("message") != "hello":
-            raise _StreamOver("the first message was no greeting")
+            raise StreamOver("the first message was no greeting")
         return message.hello
 
     async def _converse(self, call: _Call) -> None:
@@ -281,12 +269,12 @@ class EngineLink:
             try:
                 await call.write(await outgoing.get())
             except asyncio.InvalidStateError:
-                raise _StreamOver("the worker closed the stream") from None
+                raise StreamOver("the worker closed the stream") from None
 
     async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
         while True:
             if self._clock() - self._last_heard > self._lost_seconds:
-                raise _NoDeath(f"silent for more than {self._lost_seconds:g} s")
+                raise NoDeath(f"silent for more than {self._lost_seconds:g} s")
             self._nonce += 1
             outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
@@ -302,13 +290,13 @@ class EngineLink:
                 case "rejected":
                     self._events.heard(self.address, None)
                     rejected = message.rejected
-                    self._end(rejected.handle, Refused(reason=rejected.reason, detail=rejected.detail))
+                    self._open.deal(rejected.handle, Refused(reason=rejected.reason, detail=rejected.detail))
                 case "draining":
                     self._events.draining(self.address, message.draining.is_draining)
                     self._events.heard(self.address, None)
                 case "pong":
                     if message.pong.stalled_seconds > self._stall_seconds:
-                        raise _StreamOver(
+                        raise StreamOver(
                             f"its engine has finished no step for {message.pong.stalled_seconds:.0f} s"
                         )
                     if message.pong.HasField("is_draining"):
@@ -321,7 +309,7 @@ class EngineLink:
                 case _:
                     self._events.heard(self.address, None)
         code = await call.code()
-        how = _NoDeath if code is grpc.StatusCode.OK else _StreamOver
+        how = NoDeath if code is grpc.StatusCode.OK else StreamOver
         raise how(f"the worker ended the stream with {code.name}")
 
     async def _route(self, step: session_pb2.StepOutput) -> None:
@@ -329,50 +317,12 @@ class EngineLink:
         try:
             events = events_of(step)
         except ValueError as error:
-            raise _StreamOver(f"step: {error}") from None
+            raise StreamOver(f"step: {error}") from None
         for number, (handle, event) in enumerate(events, start=1):
             if number % ROWS_A_TURN == 0:
                 await asyncio.sleep(0)
-            match event:
-                case Tokens():
-                    self._deal(handle, event)
-                case Refused():
-                    self._end(handle, event)
-
-    def _deal(self, handle: int, tokens: Tokens) -> None:
-        """A request that was cancelled meanwhile has no sink any more. Of an output that was, the sink knows."""
-        request = self._open.get(handle)
-        if request is None:
-            return
-        if tokens.finish_reason:
-            request.outputs.discard(tokens.index)
-            if not request.outputs:
-                del self._open[handle]
-        request.sink(tokens)
-
-    def _end(self, handle: int, refused: Refused) -> None:
-        request = self._open.pop(handle, None)
-        if request is not None:
-            request.sink(refused)
+            self._open.deal(handle, event)
 
     def _end_all(self, *, is_death: bool) -> None:
         self._outgoing = None
-        requests, self._open = self._open, {}
-        for request in requests.values():
-            request.sink(Lost(is_death=is_death))
-
-
-def _forget_frames(error: BaseException) -> None:
-    """A group and the frames that it came through hold each other, and those the call, whose connection stays open
-    for as long: until the garbage collector comes by."""
-    traceback.clear_frames(error.__traceback__)
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            _forget_frames(each)
-
-
-def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:
-    error = group.exceptions[0]
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"stream ended with {error.code().name}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        self._open.end_all(is_death=is_death)

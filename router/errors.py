@@ -64,6 +64,8 @@ class RouterError(Exception):
 
 
 class InvalidRequest(RouterError):
+    """A field of the request is wrong; the violations say which, and what is allowed."""
+
     reason = "INVALID_REQUEST"
 
     @classmethod
@@ -74,6 +76,8 @@ class InvalidRequest(RouterError):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """The prompt leaves no room for output within max_model_len."""
+
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
@@ -84,14 +88,20 @@ class Unsupported(RouterError):
 
 
 class MalformedMessage(RouterError):
+    """The bytes of the call are not the method's message."""
+
     reason = "MALFORMED_MESSAGE"
 
 
 class Unauthenticated(RouterError):
+    """No token, or one that is not known here."""
+
     reason = "UNAUTHENTICATED"
 
 
 class Forbidden(RouterError):
+    """The token's role may not do this, or the tenant named is not its own."""
+
     reason = "PERMISSION_DENIED"
 
 
@@ -100,42 +110,62 @@ class NotFound(RouterError):
 
 
 class UnknownModel(NotFound):
+    """The model named is not the one that is served."""
+
     reason = "MODEL_NOT_FOUND"
 
 
 class UnknownRequest(NotFound):
+    """No request of this id runs on the answering router, or not of the caller's tenant."""
+
     reason = "REQUEST_NOT_FOUND"
 
 
 class UnknownWorker(NotFound):
+    """No worker of this id is known."""
+
     reason = "WORKER_NOT_FOUND"
 
 
 class DuplicateRequest(RouterError):
+    """A request of this id runs already."""
+
     reason = "REQUEST_ALREADY_RUNS"
 
 
 class RequestTooLarge(RouterError):
+    """Prompt and max_tokens can never fit a worker's pool or context."""
+
     reason = "REQUEST_TOO_LARGE"
 
 
 class Overloaded(RouterError):
+    """The router holds as many requests or prompt tokens as it may, or the request has waited for too long."""
+
     reason = "OVERLOADED"
 
 
 class SlowReader(RouterError):
+    """The client took nothing of its stream for too long."""
+
     reason = "SLOW_READER"
 
 
 class DeadlinePassed(RouterError):
+    """The call's deadline passed."""
+
     reason = "DEADLINE_EXCEEDED"
 
 
 class DeadlineUnreachable(DeadlinePassed):
+    """By measured rates the first token would come long after the deadline; nothing was computed."""
+
     reason = "DEADLINE_UNREACHABLE"
 
 
 class RequestAborted(RouterError):
+    """An Abort ended the request, or a drain was taken back."""
+
     reason = "ABORTED"
 
 
@@ -144,30 +174,44 @@ class Unavailable(RouterError):
 
 
 class NoWorkers(Unavailable):
+    """No worker is ready, and none became so in time."""
+
     reason = "NO_WORKERS"
 
 
 class WorkerLost(Unavailable):
+    """The request lost more workers than it may; `tokens_emitted` says how far it was."""
+
     reason = "WORKER_LOST"
 
 
 class WorkerUnreachable(Unavailable):
+    """A worker that the call is about did not answer."""
+
     reason = "WORKER_UNREACHABLE"
 
 
 class RouterDraining(Unavailable):
+    """This router is about to end: another one takes the request."""
+
     reason = "ROUTER_DRAINING"
 
 
 class InternalError(RouterError):
+    """A fault of the router. Its log has the exception, the answer has nothing of it."""
+
     reason = "INTERNAL"
 
 
 class EngineFailed(InternalError):
+    """The engine failed on this request, more than once."""
+
     reason = "ENGINE_FAILED"
 
 
 class PoisonRequest(InternalError):
+    """Workers died under this request: it is tried on no other, and refused for a minute."""
+
     reason = "POISON_REQUEST"
 
 
@@ -180,3 +224,10 @@ def as_router_error(error: BaseException) -> RouterError:
         named = [inner for inner in found if type(inner) is not InternalError]
         return (named or found)[0]
     return InternalError("internal error")
+
+
+def is_gone(error: Exception) -> bool:
+    """Whether it is the client's connection that has failed, in a group maybe."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(ConnectionError) is not None
+    return isinstance(error, ConnectionError)

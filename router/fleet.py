@@ -86,6 +86,7 @@ class Fleet(LinkEvents):
         placement: PlacementConfig | None = None,
         open_channel: OpenChannel = open_insecure_channel,
         rng: random.Random | None = None,
+        code: str = "",
     ) -> None:
         self.view = ClusterView(
             suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock, config=placement
@@ -99,6 +100,8 @@ class Fleet(LinkEvents):
         self._clock = clock
         self._open_channel = open_channel
         self._rng = rng or random.Random()
+        self._code = code
+        """The code version of this router; empty: it compares none."""
         self._wanted: frozenset[str] = frozenset()
         self._rearrange = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
@@ -135,6 +138,15 @@ class Fleet(LinkEvents):
         if refusal is None:
             self.identity = self.identity or ModelIdentity.of(hello)
             self.view.accepted(address, hello)
+            if self._code and hello.version != self._code:
+                # Messages are read across versions: it serves. But nobody should run so without knowing.
+                logger.warning(
+                    "worker %s at %s runs blockyard %s, this router %s",
+                    hello.worker_id,
+                    address,
+                    hello.version,
+                    self._code,
+                )
         else:
             if self.view.refused(address, hello, refusal):
                 logger.error("refused worker %s at %s: %s", hello.worker_id, address, refusal)

@@ -7,13 +7,14 @@ nor the client's pace (output.py).
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission import AdmissionLedger, Charge
 from blockyard.router.assembly import Assembly
 from blockyard.router.errors import DeadlinePassed, InternalError, InvalidRequest
 from blockyard.router.fleet import Fleet, ModelIdentity
+from blockyard.router.metrics import RequestMeter, RouterMetrics
 from blockyard.router.model_facts import ModelFacts
 from blockyard.router.output import Delta
 from blockyard.router.placer import Placer
@@ -50,6 +51,7 @@ class RouterParts:
     registry: RequestRegistry
     limits: SamplingLimits
     clock: Callable[[], float] = time.monotonic
+    metrics: RouterMetrics = field(default_factory=RouterMetrics)
 
     @property
     def max_model_len(self) -> int:
@@ -124,12 +126,16 @@ async def generate(
         tenant=record.tenant,
         cache_account="" if valid.public_prefix else record.tenant,
         session_id=scoped_session(valid.session_id, record.realm),
+        policy=valid.policy,
     )
+    meter = RequestMeter(parts.metrics, record)
     assembly = Assembly(parts.tokenizing.tokenizer, valid.sampling, record, clock=parts.clock)
     stopped: set[int] = set()
     async with aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks:
         async for chunk in chunks:
             delta = assembly.delta(chunk)
+            meter.piece(chunk.index, len(delta.token_ids))
             if delta.finish is not None:
+                meter.end(delta.finish.reason)
                 stopped.add(chunk.index)
             yield delta

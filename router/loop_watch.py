@@ -1,17 +1,18 @@
-"""How long the event loop stands still, and what keeps it turning.
+"""How long the event loop stands still.
 
-While a callback runs nobody else is served: every token of every stream waits for it. `LoopWatch` measures that;
-`spared_by_garbage_collection` takes the garbage collector's long walks out of it. Does not own what runs on the loop.
+While a callback runs nobody else is served: every token of every stream waits for it. `LoopWatch` measures that. Does
+not own what runs on the loop.
 """
 
 import asyncio
-import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from blockyard.proto.metric_table import ROUTER_METRICS
+from blockyard.proto.metrics import Histogram, by_name
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +20,6 @@ LATE_SECONDS = 0.005
 ALARM_SECONDS = 0.05
 ALARM_PAUSE_SECONDS = 10.0
 """Between two warnings at least."""
-COLLECT_AFTER = (1500, 4, 200)
-"""Objects made and not yet freed before the collector walks the young ones, such walks before one of the middle
-generation, and those before one of everything (700, 10, 10 by default). On a busy machine a walk over 10,000 young ones
-took 5 ms, and 5 to 18 where most of them were garbage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +54,8 @@ class LoopWatch:
         clock: Callable[[], float] = time.monotonic,
         thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        self.lag = Histogram(by_name(ROUTER_METRICS)["loop_lag_seconds"])
+        """Of all ticks, whoever has taken what was seen."""
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._thread_clock = thread_clock
@@ -84,6 +83,7 @@ class LoopWatch:
     def note(self, pause_seconds: float, computing_seconds: float) -> None:
         """One tick: how long after the one before, and for how long the loop's thread computed meanwhile."""
         seen = self._seen
+        self.lag.observe(max(pause_seconds - self._tick_seconds, 0.0))
         self._seen = Lateness(
             num_ticks=seen.num_ticks + 1,
             num_late=seen.num_late + (pause_seconds > self._tick_seconds + LATE_SECONDS),
@@ -97,19 +97,3 @@ class LoopWatch:
                 pause_seconds * 1000,
                 computing_seconds * 1000,
             )
-
-
-@contextmanager
-def spared_by_garbage_collection() -> Iterator[None]:
-    """For the life of a process that has loaded what it keeps: the garbage collector leaves all of that alone, a walk
-    of 600 ms with transformers in memory, and looks at what is new in small portions."""
-    gc.collect()
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
-    try:
-        yield
-    finally:
-        # Libraries in C++ complain at exit of what is never freed.
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)

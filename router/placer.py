@@ -31,6 +31,7 @@ class _Prompt:
     names: Sequence[bytes]
     tokens: int
     session_id: str
+    policy: PolicyName
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class Placer:
         *,
         session_id: str = "",
         deadline: float = inf,
+        policy: PolicyName | None = None,
     ) -> Placed:
         """Chooses a worker, books the request on it, and waits until it has room. Raises NoWorkers after a while
         without a live one, Overloaded after the longest wait in line, DeadlinePassed where it is too late for any, or
@@ -120,7 +122,7 @@ class Placer:
         A request that waits counts as load and prefix of its worker, and goes to another as soon as that is cheaper:
         to send it wherever there is room would scatter the sharers of a prefix just when memory is short.
         """
-        prompt = _Prompt(names, prompt_tokens, session_id)
+        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy)
         found = await self._find(names)
         while True:
             placement = self._choose(prompt, found)
@@ -195,7 +197,7 @@ class Placer:
         """What the index said last. Raises _Elsewhere."""
         if self._clock() - found.at > self._config.stale_lookup_seconds:
             found = await self._find(prompt.names)
-        if self._policy in CHANCE_POLICIES and self._fleet.view.is_ready(placed.address):
+        if prompt.policy in CHANCE_POLICIES and self._fleet.view.is_ready(placed.address):
             return found
         with self._fleet.view.without(placed):
             placement = self._choose(prompt, found)
@@ -218,7 +220,8 @@ class Placer:
     ) -> tuple[Placement | None, bool]:
         """Where a prompt would be placed now, with everybody's terms, and whether the index answered."""
         found = await self._find(names)
-        return self._choose(_Prompt(names, prompt_tokens, session_id), found), found.result.available
+        prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
+        return self._choose(prompt, found), found.result.available
 
     async def look_up(self, names: Sequence[bytes]) -> LookupResult:
         if self.prefix_lookup is None:
@@ -244,7 +247,7 @@ class Placer:
             session_key=session_id.encode(),
             session_worker=self._sessions.last_worker(session_id) if session_id else None,
         )
-        return place(request, candidates, self._policy, self._rng, self._config)
+        return place(request, candidates, prompt.policy, self._rng, self._config)
 
     def _refuse_hopeless(self, placement: Placement, seconds_left: float) -> None:
         """Raises DeadlineUnreachable. Only what was measured is believed."""

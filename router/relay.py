@@ -30,6 +30,7 @@ from blockyard.router.errors import (
 from blockyard.router.fleet import Fleet
 from blockyard.router.losses import Life, Losses, Quarantine
 from blockyard.router.outputs import Outputs, TokenChunk
+from blockyard.router.placement_config import PolicyName
 from blockyard.router.placer import Placer
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class Generation:
     """On whose share of the workers' caches its blocks go; empty: nobody's in particular."""
     session_id: str = ""
     """The conversation that it belongs to; empty: none."""
+    policy: PolicyName | None = None
+    """By which it is placed; None: the router's own."""
 
     @property
     def identity(self) -> bytes:
@@ -92,6 +95,8 @@ class Progress:
     num_migrations: int = 0
     """How often its worker was lost."""
     is_placed: bool = False
+    sent_at: float | None = None
+    """When a worker was first sent it, on the relay's clock."""
 
 
 class Relay:
@@ -144,6 +149,7 @@ class Relay:
                 ticket,
                 session_id=generation.session_id,
                 deadline=generation.deadline,
+                policy=generation.policy,
             )
             with self._submitted(generation, outputs, placed, progress) as attempt:
                 while outputs.running and (tokens := await attempt.next_tokens(outputs)) is not None:
@@ -171,6 +177,7 @@ class Relay:
         worker = self._fleet.view.at(placed.address)
         progress.worker_id = worker.worker_id if worker else ""
         progress.is_placed = True
+        progress.sent_at = self._clock() if progress.sent_at is None else progress.sent_at
         life = (placed.address, worker.incarnation if worker else "")
         attempt = _Attempt(self._fleet.links[placed.address], self._placer, placed, progress, life)
         attempt.submit(self._submit(generation, outputs), outputs)

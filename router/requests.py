@@ -102,5 +102,9 @@ class RequestRegistry:
                 record.is_aborted = True
                 record.task.cancel()
 
+    def num_waiting(self) -> int:
+        """Requests that no worker has yet, or none has again."""
+        return sum(record.state is RequestState.QUEUED for record in self._records.values())
+
     async def until_idle(self) -> None:
         await self._idle.wait()

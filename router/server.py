@@ -8,46 +8,41 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
-from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.proto.tls import listen, server_credentials, session_channel, session_credentials
+from blockyard.proto.tls import listen, server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from blockyard.proto.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from blockyard.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from blockyard.router.admin_service import AdminService
-from blockyard.router.admission import AdmissionLedger
 from blockyard.router.call_bounds import CallBounds
+from blockyard.router.call_gate import CallGate
+from blockyard.router.calls import Calls
 from blockyard.router.cluster_service import ClusterService
 from blockyard.router.config import RouterConfig
-from blockyard.router.engine_link import CHANNEL_OPTIONS
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
 from blockyard.router.interceptor import AuthInterceptor, BoundaryInterceptor
-from blockyard.router.loop_watch import LoopWatch, spared_by_garbage_collection
+from blockyard.router.loop_watch import LoopWatch
 from blockyard.router.loopback import is_loopback
-from blockyard.router.model_facts import model_name, read_facts, resolve_model
-from blockyard.router.placer import Placer
-from blockyard.router.prefix_index import PrefixLookup
-from blockyard.router.relay import Relay
-from blockyard.router.requests import RequestRegistry
-from blockyard.router.sampling_checks import SamplingLimits
+from blockyard.router.metric_readings import router_readings
+from blockyard.router.openai.gateway import gateway
+from blockyard.router.parts import DIRECTORY_SECONDS, build_parts
+from blockyard.router.server_options import SERVER_OPTIONS
 from blockyard.router.service import InferenceService
 from blockyard.router.token_file import TokenFile
-from blockyard.router.tokenizing import TokenizerService
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY_SECONDS = 1.0
-"""How often the index is asked which workers live, and how long that may take."""
 HEALTH_SECONDS = 0.2
+READINGS_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """For calls that are left when the grace is over to hear of it."""
 SERVICES = tuple(
@@ -57,31 +52,6 @@ SERVICES = tuple(
         (cluster_pb2.DESCRIPTOR, "ClusterService"),
         (admin_pb2.DESCRIPTOR, "AdminService"),
     )
-)
-HANDSHAKE_SECONDS = 10
-MAX_STREAMS = 4096
-"""Well above max_requests, so that a burst is refused with advice rather than held."""
-SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    # As much as our client takes: log-probabilities of many outputs come in one answer.
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
-    # Between a soft and a hard limit gRPC rejects at random: they are one.
-    ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.absolute_max_metadata_size", 16 * 1024),
-    # A client that vanished without a word is noticed after 15 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # The other sets TCP's own time-out, which a frozen client's kernel never trips: without this one it is 60 s.
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Who connects and says nothing, or a byte a second, would keep his connection for two minutes.
-    ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
-    # Of one connection: what comes beyond it waits in the client.
-    ("grpc.max_concurrent_streams", MAX_STREAMS),
-    # Of a burst that comes in one moment gRPC would end a part as CANCELLED: each is to be refused with advice.
-    ("grpc.server.max_pending_requests", 4 * MAX_STREAMS),
-    ("grpc.server.max_pending_requests_hard_limit", 8 * MAX_STREAMS),
 )
 
 
@@ -95,8 +65,12 @@ class RouterServer:
         self.failed = asyncio.Event()
         """Nothing is served any more, and nothing here will cure it."""
         self.loop_watch = LoopWatch(config.loop_tick_seconds)
+        self.http_address = ""
+        """Of the gateway, once it serves; empty where there is none."""
         self._supervised: tuple[str, ...] = ()
         self._listed: tuple[str, ...] = ()
+        self.readings: Readings = {}
+        """Of the metrics, a second old at most; empty until it serves."""
         self._fleet: Fleet | None = None
         self._stopping = asyncio.Event()
         self._grace_seconds = 0.0
@@ -140,18 +114,34 @@ class RouterServer:
 
     async def _serve(self, started: "asyncio.Future[str]") -> None:
         # What an operator may have got wrong first: the rest takes seconds.
-        token_file = None if self._config.auth_file is None else TokenFile(self._config.auth_file)
+        config = self._config
+        page_token = config.page_token_sha256
+        token_file = TokenFile(config.auth_file, page_token_sha256=page_token) if config.auth_file else None
         credentials = server_credentials(self._config.tls)
+        gate = CallGate(None if token_file is None else lambda: token_file.tokens)
         async with AsyncExitStack() as stack:
-            parts, index = await self._build(stack)
+            parts, index = await build_parts(self._config, stack)
             if self._owns_process:
                 stack.enter_context(spared_by_garbage_collection())
             self._fleet = parts.fleet
             self._tell_fleet()
             # The group inside: what `_listen` raises is for the caller of `start` and must not come in a group.
-            listening = self._listen(parts, token_file, credentials)
-            async with listening as (address, health_service), asyncio.TaskGroup() as tasks:
-                duties = [parts.fleet.run(), self._keep_health(parts, health_service), self.loop_watch.run()]
+            bounds = CallBounds(
+                ledger=parts.ledger, default_timeout_seconds=self._config.default_timeout_seconds
+            )
+            calls = Calls(parts, bounds, slow_reader_seconds=self._config.slow_reader_seconds)
+            listening = self._listen(calls, gate, credentials)
+            async with (
+                listening as (address, health_service),
+                gateway(calls, gate, self._config) as self.http_address,
+                asyncio.TaskGroup() as tasks,
+            ):
+                duties = [
+                    parts.fleet.run(),
+                    self._keep_health(parts, health_service),
+                    self._keep_readings(parts),
+                    self.loop_watch.run(),
+                ]
                 if index is not None:
                     duties.append(self._follow_directory(index))
                 if token_file is not None:
@@ -174,82 +164,23 @@ class RouterServer:
             self.failed.set()
             raise
 
-    async def _build(self, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
-        config = self._config
-        folder = await asyncio.to_thread(resolve_model, config.model)
-        tokenizing = await stack.enter_async_context(
-            TokenizerService(folder, num_processes=config.tokenizer_processes)
-        )
-        facts = read_facts(
-            folder,
-            name=model_name(config.model, config.model_name),
-            tokenizer=tokenizing.tokenizer,
-        )
-        fleet = Fleet(
-            tokenizer_fingerprint=tokenizer_fingerprint(folder),
-            secret=config.cluster_secret,
-            suspect_seconds=config.suspect_seconds,
-            lost_seconds=config.lost_seconds,
-            stall_seconds=config.stall_seconds,
-            placement=config.placement,
-            open_channel=partial(session_channel, session_credentials(config.session_tls), CHANNEL_OPTIONS),
-        )
-        lookup_index = await self._index(stack, DIRECTORY_SECONDS)
-        lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
-        placer = Placer(
-            fleet,
-            lookup,
-            policy=config.policy,
-            config=config.placement,
-            no_worker_seconds=config.no_worker_seconds,
-            priority_ageing_seconds=config.priority_ageing_seconds,
-            max_queue_seconds=config.max_queue_seconds,
-            tenant_weights=config.tenant_weights,
-        )
-        parts = RouterParts(
-            facts=facts,
-            cluster_secret=config.cluster_secret,
-            tokenizing=tokenizing,
-            fleet=fleet,
-            placer=placer,
-            relay=Relay(fleet, placer, max_migrations=config.max_migrations),
-            ledger=AdmissionLedger(
-                max_requests=config.max_requests,
-                max_tokens=config.max_tokens_admitted,
-                tenant_weights=config.tenant_weights,
-            ),
-            registry=RequestRegistry(),
-            limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
-        )
-        return parts, await self._index(stack, DIRECTORY_SECONDS)
-
-    async def _index(self, stack: AsyncExitStack, timeout_seconds: float) -> PrefixIndex | None:
-        """A connection of its own for each time-out: the placement path's is far shorter."""
-        if self._config.redis_url is None:
-            return None
-        client = connect(self._config.redis_url, timeout_seconds=timeout_seconds)
-        stack.push_async_callback(client.aclose)
-        return RedisPrefixIndex(client, self._config.cluster)
-
     @asynccontextmanager
     async def _listen(
-        self, parts: RouterParts, token_file: TokenFile | None, credentials: grpc.ServerCredentials | None
+        self, calls: Calls, gate: CallGate, credentials: grpc.ServerCredentials | None
     ) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
         config = self._config
         # Unless it is shared on purpose, a taken port is an error, not a share of its traffic.
         options = (*SERVER_OPTIONS, ("grpc.so_reuseport", int(config.reuse_port)))
-        interceptors: list[grpc.aio.ServerInterceptor] = [BoundaryInterceptor()]
-        if token_file is not None:
-            interceptors.insert(0, AuthInterceptor(lambda: token_file.tokens))
+        interceptors: list[grpc.aio.ServerInterceptor] = [BoundaryInterceptor(gate)]
+        if config.auth_file is not None:
+            interceptors.insert(0, AuthInterceptor(gate))
         server = grpc.aio.server(interceptors=interceptors, options=options)
-        bounds = CallBounds(ledger=parts.ledger, default_timeout_seconds=config.default_timeout_seconds)
-        inference = InferenceService(parts, bounds, slow_reader_seconds=config.slow_reader_seconds)
         cluster = ClusterService(
-            parts, bounds, cluster=config.cluster, version=_version(), policy=config.policy
+            calls.parts, calls.bounds, cluster=config.cluster, version=_version(), policy=config.policy
         )
-        add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
+        add_InferenceServiceServicer_to_server(InferenceService(calls), server)  # type: ignore[no-untyped-call]
         add_ClusterServiceServicer_to_server(cluster, server)  # type: ignore[no-untyped-call]
-        add_AdminServiceServicer_to_server(AdminService(parts), server)  # type: ignore[no-untyped-call]
+        add_AdminServiceServicer_to_server(AdminService(calls.parts), server)  # type: ignore[no-untyped-call]
         health_service = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -284,6 +215,11 @@ class RouterServer:
                 for service in ("", *SERVICES):
                     await health_service.set(service, status)
             await asyncio.sleep(HEALTH_SECONDS)
+
+    async def _keep_readings(self, parts: RouterParts) -> None:
+        while True:
+            self.readings = await router_readings(parts, self._config, self.loop_watch.lag)
+            await asyncio.sleep(READINGS_SECONDS)
 
     async def _follow_directory(self, index: PrefixIndex) -> None:
         """Learns the workers that Redis knows. Without Redis the last list stands."""

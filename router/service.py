@@ -1,53 +1,38 @@
-"""InferenceService: gRPC messages to domain calls and back, deadlines and cancellation. No logic of its own.
+"""InferenceService: gRPC messages to domain calls (calls.py) and back. No logic of its own.
 
-Errors are raised, never set: interceptor.py turns them into statuses. The end of a call, whoever ends it,
-cancels the handler's task and with it everything that the request holds.
+Errors are raised, never set: interceptor.py turns them into statuses.
 """
-
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
 
 from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.answers import gathered, stream_response
-from blockyard.router.call_bounds import CallBounds
+from blockyard.router.calls import Calls
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.generation import RouterParts, admit, generate, tokenise
+from blockyard.router.generation import RouterParts, tokenise
 from blockyard.router.interceptor import Context
-from blockyard.router.output import Delta, deliver
-from blockyard.router.turn_share import TurnShare
+from blockyard.router.output import Delta
 from blockyard.router.validation import check_detokenize, check_model, is_name, prompt_estimate, valid_prompt
-
-WRITES_A_TURN = 12
-"""One takes 40 to 60 us in gRPC itself. With 256 streams from 4 workers every fourth tick of 5 ms was late at 32, every
-twelfth at 12."""
-
-ARRIVALS_A_TURN = 4
-"""Requests that are checked and admitted in one turn of the event loop: a burst comes in one."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """One for each router."""
 
-    def __init__(self, parts: RouterParts, bounds: CallBounds, *, slow_reader_seconds: float) -> None:
-        self._parts = parts
-        self._bounds = bounds
-        self._slow_reader_seconds = slow_reader_seconds
-        self._arrivals = TurnShare(ARRIVALS_A_TURN)
-        self._writes = TurnShare(WRITES_A_TURN)
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._parts, self._bounds = calls.parts, calls.bounds
 
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        async with self._deltas(request, context) as (request_id, deltas):
+        async with self._calls.deltas(request, context) as (request_id, deltas):
 
             async def write(delta: Delta) -> None:
                 await context.write(stream_response(request_id, delta))
 
-            await deliver(deltas, write, slow_reader_seconds=self._slow_reader_seconds, share=self._writes)
+            await self._calls.deliver(deltas, write)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        async with self._deltas(request, context) as (request_id, deltas):
+        async with self._calls.deltas(request, context) as (request_id, deltas):
             return await gathered(request_id, deltas)
 
     async def Tokenize(
@@ -82,27 +67,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest.of("request_id", "is required, as Generate allows it")
         self._parts.registry.abort(request.request_id, realm=self._bounds.caller(context).realm)
         return inference_pb2.AbortResponse()
-
-    @asynccontextmanager
-    async def _deltas(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[tuple[str, AsyncIterator[Delta]]]:
-        """An admitted request's id and output; all that it holds is given back at the end."""
-        parts = self._parts
-        await self._arrivals.take()
-        valid, caller = admit(parts, request), self._bounds.caller(context)
-        deadline = parts.clock() + self._bounds.seconds_left(context)
-        with (
-            parts.ledger.charge(
-                valid.estimated_tokens, outputs=valid.sampling.num_sequences, tenant=caller.tenant
-            ) as charge,
-            parts.registry.hold(valid.request_id, tenant=caller.tenant, realm=caller.realm) as record,
-        ):
-            async with (
-                self._bounds.deadline(context),
-                aclosing(generate(parts, valid, record, charge, deadline=deadline)) as deltas,
-            ):
-                yield valid.request_id, deltas
 
 
 def model_message(parts: RouterParts) -> inference_pb2.Model:

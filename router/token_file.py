@@ -23,9 +23,11 @@ _Version = tuple[int, int, int]
 class TokenFile:
     """`tokens` is what was last found good. Raises ValueError for a file that cannot be used."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, page_token_sha256: str | None = None) -> None:
+        """`page_token_sha256` is of a token that is known beside the file's."""
         self._path = Path(path)
-        self.tokens, self._version = _read(self._path)
+        self._page_token_sha256 = page_token_sha256
+        self.tokens, self._version = _read(self._path, page_token_sha256)
         self._complaint = ""
 
     async def follow(self) -> None:
@@ -38,7 +40,7 @@ class TokenFile:
         try:
             if _version(self._path.stat()) == self._version:
                 return
-            self.tokens, self._version = _read(self._path)
+            self.tokens, self._version = _read(self._path, self._page_token_sha256)
         except (OSError, ValueError) as error:
             if str(error) != self._complaint:
                 logger.error("the tokens stay as they were: %s", error)
@@ -48,10 +50,11 @@ class TokenFile:
             logger.info("%d tokens are known now", len(self.tokens))
 
 
-def _read(path: Path) -> tuple[TokenTable, _Version]:
+def _read(path: Path, page_token_sha256: str | None) -> tuple[TokenTable, _Version]:
     content, status = read_secret_file(path, "auth file")
     try:
-        return parse_tokens(content.decode("utf-8")), _version(status)
+        text = content.decode("utf-8")
+        return parse_tokens(text, page_token_sha256=page_token_sha256), _version(status)
     except UnicodeDecodeError:
         raise ValueError(f"auth file {path}: it is not UTF-8") from None
     except ValueError as error:

@@ -7,6 +7,7 @@ once the prompt is in tokens (generation.py), except where the client sent token
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.admission import estimate_tokens
@@ -20,6 +21,7 @@ from blockyard.router.errors import (
 from blockyard.router.model_facts import ModelFacts
 from blockyard.router.names import NAME_RULE, is_id
 from blockyard.router.names import is_name as is_name
+from blockyard.router.placement_config import PolicyName
 from blockyard.router.sampling import SamplingRequest, parse_sampling
 from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
 from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, TextPrompt, TokenPrompt
@@ -32,6 +34,7 @@ TENANT_KEY = "blockyard-tenant"
 """Of a call's metadata."""
 MAX_PRIORITY = 100
 """Either sign."""
+_POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
 MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
 """Of prompt_logprobs, which travel in one message: half of what a worker's stream carries."""
 LOGPROB_BYTES = 24
@@ -61,6 +64,8 @@ class ValidGeneration:
     """The conversation that it belongs to; empty: none."""
     public_prefix: bool
     """Its prefix may be shared with anybody's that is public too."""
+    policy: PolicyName | None
+    """None: the router's own."""
 
 
 def valid_generation(
@@ -71,14 +76,7 @@ def valid_generation(
     if message.HasField("lora_name"):
         raise _unsupported("lora_name")
     violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
-    try:
-        prompt = valid_prompt(message, facts, max_model_len=max_model_len)
-    except InvalidRequest as invalid:
-        if not violations:
-            raise
-        raise _invalid([*invalid.violations, *violations]) from None
-    if violations:
-        raise _invalid(violations)
+    prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
     return ValidGeneration(
         request_id=message.request_id if message.HasField("request_id") else f"req-{secrets.token_hex(12)}",
         prompt=prompt,
@@ -88,6 +86,7 @@ def valid_generation(
         priority=message.priority,
         session_id=message.session_id,
         public_prefix=message.public_prefix,
+        policy=_POLICIES.get(message.policy),
     )
 
 
@@ -119,16 +118,19 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
             raise InvalidRequest.of("input", "one of prompt, chat and prompt_token_ids is required")
 
 
-def valid_salt(message: cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest) -> str:
-    if not is_name(message.cache_salt):
-        raise InvalidRequest.of("cache_salt", f"must be {NAME_RULE}")
-    return message.cache_salt
-
-
-def valid_session(message: cluster_pb2.ExplainPlacementRequest) -> str:
-    if message.HasField("session_id") and not is_id(message.session_id):
-        raise InvalidRequest.of("session_id", f"must be {NAME_RULE}, not empty")
-    return message.session_id
+def valid_question(
+    message: cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest,
+    facts: ModelFacts,
+    *,
+    max_model_len: int,
+) -> PromptInput:
+    """The prompt of a question about placement. Raises InvalidRequest with every violation found,
+    ContextLengthExceeded, Unsupported."""
+    violations = []
+    if isinstance(message, cluster_pb2.ExplainPlacementRequest):
+        violations += _id_violations(("session_id", message.HasField("session_id"), message.session_id))
+    violations += _salt_violations(message.cache_salt)
+    return _valid_beside(violations, message, facts, max_model_len=max_model_len)
 
 
 def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -198,6 +200,21 @@ def prompt_estimate(prompt: PromptInput) -> int:
             return len(token_ids)
 
 
+def _valid_beside(
+    violations: list[FieldViolation], message: PromptMessage, facts: ModelFacts, *, max_model_len: int
+) -> PromptInput:
+    """The prompt. Raises what is wrong with it together with what is wrong beside it."""
+    try:
+        prompt = valid_prompt(message, facts, max_model_len=max_model_len)
+    except InvalidRequest as invalid:
+        if not violations:
+            raise
+        raise _invalid([*invalid.violations, *violations]) from None
+    if violations:
+        raise _invalid(violations)
+    return prompt
+
+
 def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest.of("chat.messages", "must not be empty")
@@ -205,10 +222,15 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
         raise InvalidRequest.of("chat.messages", f"at most {MAX_MESSAGES} are allowed")
     if any(message.media for message in chat.messages):
         raise _unsupported("chat.messages.media")
+    violations = []
     if any(message.role not in ROLES for message in chat.messages):
-        raise InvalidRequest.of("chat.messages.role", "must be system, user or assistant")
+        description = "must be system, user or assistant"
+        violations.append(FieldViolation(field="chat.messages.role", description=description))
     if all(message.role == "assistant" for message in chat.messages):
-        raise InvalidRequest.of("chat.messages", "needs a message that is not the assistant's")
+        description = "needs a message that is not the assistant's"
+        violations.append(FieldViolation(field="chat.messages", description=description))
+    if violations:
+        raise _invalid(violations)
     return ChatPrompt([ChatMessage(message.role, message.content) for message in chat.messages])
 
 
@@ -224,16 +246,34 @@ def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, max_mode
 
 
 def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViolation]:
-    violations = []
-    for field, text in (("request_id", message.request_id), ("session_id", message.session_id)):
-        if message.HasField(field) and not is_id(text):
-            violations.append(FieldViolation(field=field, description=f"must be {NAME_RULE}, not empty"))
-    if not is_name(message.cache_salt):
-        violations.append(FieldViolation(field="cache_salt", description=f"must be {NAME_RULE}"))
+    violations = [
+        *_id_violations(
+            ("request_id", message.HasField("request_id"), message.request_id),
+            ("session_id", message.HasField("session_id"), message.session_id),
+        ),
+        *_salt_violations(message.cache_salt),
+    ]
     if abs(message.priority) > MAX_PRIORITY:
         description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
+    if message.HasField("policy") and message.policy not in _POLICIES:
+        description = f"must be one of {', '.join(_POLICIES)}"
+        violations.append(FieldViolation(field="policy", description=description))
     return violations
+
+
+def _id_violations(*given: tuple[str, bool, str]) -> list[FieldViolation]:
+    """Of fields by name, whether they were sent, and text."""
+    return [
+        FieldViolation(field=field, description=f"must be {NAME_RULE}, not empty")
+        for field, was_sent, text in given
+        if was_sent and not is_id(text)
+    ]
+
+
+def _salt_violations(salt: str) -> list[FieldViolation]:
+    violation = FieldViolation(field="cache_salt", description=f"must be {NAME_RULE}")
+    return [] if is_name(salt) else [violation]
 
 
 def _unsupported(field: str) -> Unsupported:

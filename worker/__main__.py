@@ -1,6 +1,7 @@
 """`python -m blockyard.worker --model FOLDER`: one worker in this process, without Ray.
 
 The cluster secret comes from BLOCKYARD_CLUSTER_SECRET, never from the command line, where everybody could read it.
+SIGUSR1 logs how many tasks the event loop has, as it does in a router.
 """
 
 import argparse
@@ -9,49 +10,29 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import get_args
 
-from blockyard.proto.logs import configure_logging
+from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
+from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
+from blockyard.proto.metric_table import WORKER_METRICS
+from blockyard.proto.prometheus_export import metrics_endpoint
 from blockyard.proto.tls_files import session_tls
 from blockyard.worker.config import (
-    DEFAULT_GRACE_SECONDS,
+    DEFAULT_LEASE_SECONDS,
+    DEFAULT_MAX_WAITING,
     DEFAULT_STALL_SECONDS,
     WorkerConfig,
     add_engine_arguments,
     engine_config,
 )
 from blockyard.worker.server import WorkerServer
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 logger = logging.getLogger("blockyard.worker")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-COUNTERS = {
-    "prompt_tokens",
-    "generated_tokens",
-    "cached_tokens",
-    "preemptions",
-    "swaps",
-    "index_errors",
-    "index_resyncs",
-    "index_damages",
-}
-
-
-class StatsCollector(Collector):
-    """A worker's stats as Prometheus metrics, read when scraped."""
-
-    def __init__(self, server: WorkerServer) -> None:
-        self._server = server
-
-    def collect(self) -> Iterable[Metric]:
-        for name, value in self._server.stats().items():
-            family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
-            metric = family(f"blockyard_{name}", name.replace("_", " "), labels=["worker"])
-            metric.add_metric([self._server.config.worker_id], value)
-            yield metric
 
 
 def parse(arguments: list[str]) -> WorkerConfig:
@@ -81,6 +62,24 @@ def parse(arguments: list[str]) -> WorkerConfig:
         default=DEFAULT_GRACE_SECONDS,
         help="at SIGTERM, for what runs to finish before it goes on on other workers; default: %(default)s",
     )
+    parser.add_argument(
+        "--log-level", choices=get_args(LogLevel), help="default: BLOCKYARD_LOG_LEVEL, or info"
+    )
+    parser.add_argument(
+        "--log-format", choices=get_args(LogFormat), help="default: BLOCKYARD_LOG_FORMAT, or text"
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=DEFAULT_LEASE_SECONDS,
+        help="how long the prefix index believes it alive without a word; default: %(default)s",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=DEFAULT_MAX_WAITING,
+        help="requests that wait inside; routers keep the others; default: %(default)s",
+    )
     options = parser.parse_args(arguments)
     return WorkerConfig(
         engine=engine_config(options),
@@ -96,6 +95,9 @@ def parse(arguments: list[str]) -> WorkerConfig:
         pool_map_path=options.pool_map_path,
         grace_seconds=options.grace_seconds,
         stall_seconds=options.stall_seconds,
+        lease_seconds=options.lease_seconds,
+        max_waiting=options.max_waiting,
+        log=LogConfig.from_environment(options.log_level, options.log_format),
     )
 
 
@@ -107,14 +109,15 @@ async def serve(config: WorkerConfig) -> int:
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.set)
     server = WorkerServer(config)
+    configure_logging(config.log, worker_id=config.worker_id, incarnation=server.incarnation)
     await server.start()
+    loop.add_signal_handler(signal.SIGUSR1, _tell_of_loop)
     try:
-        if config.metrics_port is not None:
-            _serve_metrics(server, config.metrics_port)
-        ends = [asyncio.create_task(event.wait()) for event in (stop, server.failed)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
+        with spared_by_garbage_collection(), _metrics(server):
+            ends = [asyncio.create_task(event.wait()) for event in (stop, server.failed)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
@@ -123,16 +126,24 @@ async def serve(config: WorkerConfig) -> int:
     return int(server.failed.is_set())
 
 
-def _serve_metrics(server: WorkerServer, port: int) -> None:
-    registry = CollectorRegistry()
-    registry.register(StatsCollector(server))
-    http, _ = start_http_server(port, addr=server.config.host, registry=registry)
-    logger.info("metrics at http://%s:%d/metrics", server.config.host, http.server_port)
+def _tell_of_loop() -> None:
+    logger.info("event loop: %d tasks", len(asyncio.all_tasks()))
+
+
+@contextmanager
+def _metrics(server: WorkerServer) -> Iterator[None]:
+    config = server.config
+    if config.metrics_port is None:
+        yield
+        return
+    identity = ("worker", config.worker_id)
+    with metrics_endpoint(config.host, config.metrics_port, WORKER_METRICS, identity, server.stats) as url:
+        logger.info("metrics at %s", url)
+        yield
 
 
 def main() -> int:
     try:
-        configure_logging()
         return asyncio.run(serve(parse(sys.argv[1:])))
     except (ValueError, OSError) as error:
         logger.error("%s", error)

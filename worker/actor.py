@@ -1,42 +1,24 @@
 """A worker inside a Ray actor: the only file of worker/ that knows Ray.
 
-Owns what Ray adds to a WorkerServer: gauges for `ray.util.metrics`, the place of the pool map in Ray's
-session logs, and a call that ends with the actor. Does not own serving; tokens never pass through Ray.
+Owns what Ray adds to a WorkerServer: its metrics each second, the place of the pool map in Ray's session logs, and a
+call that ends with the actor. Does not own serving; tokens never pass through Ray.
 """
 
 import asyncio
-import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from blockyard.proto.code_version import code_version
+from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.logs import configure_logging
+from blockyard.proto.metric_table import WORKER_METRICS
+from blockyard.proto.ray_export import keep_reporting
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.server import WorkerServer
-from ray.util.metrics import Gauge
-
-GAUGE_SECONDS = 1.0
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-GAUGES = {
-    "blocks_free": "Blocks of the KV pool that hold nothing.",
-    "blocks_cached": "Unreferenced blocks kept for the prefix they hold.",
-    "blocks_used": "Blocks held by running sequences.",
-    "running": "Sequences running.",
-    "waiting": "Sequences waiting.",
-    "prompt_tokens": "Prompt tokens since the worker's start.",
-    "generated_tokens": "Tokens generated since the worker's start.",
-    "cached_tokens": "Prompt tokens reused from the prefix cache since the worker's start.",
-    "preemptions": "Sequences that gave their blocks to others since the worker's start.",
-    "swaps": "Preemptions that moved blocks to host memory since the worker's start.",
-    "host_cached_blocks": "Evicted blocks that host memory keeps.",
-    "index_lag_seconds": "Age of the oldest change of the cache that the prefix index has not confirmed.",
-    "index_entries": "Names that the prefix index should hold of this worker.",
-    "index_state": "What the prefix index knows of this worker: 1 no index, 2 exact, 3 degraded.",
-    "index_errors": "Calls of the prefix index that failed since the worker's start.",
-    "index_resyncs": "How often the prefix index was told everything anew since the worker's start.",
-    "index_damages": "How often the prefix index did not say what it had been told since the worker's start.",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +29,22 @@ class StartedWorker:
     pid: int
     incarnation: str
     node_id: str
+    code: str
+    """The code version that runs here."""
 
 
 class WorkerActor:
     """Made an actor by the supervisor. Raises from `start` what the engine raises."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
         self._worker_id = config.worker_id
         self._model = Path(config.engine.model).name
         self._server = WorkerServer(_placed(config))
+        # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
+        configure_logging(config.log, worker_id=config.worker_id, incarnation=self._server.incarnation)
         self._starting: asyncio.Task[StartedWorker] | None = None
         self._reporting: asyncio.Task[None] | None = None
+        self._serving = ExitStack()
 
     def __repr__(self) -> str:
         return f"{self._worker_id}({self._model})"
@@ -85,25 +70,21 @@ class WorkerActor:
         if self._reporting is not None:
             self._reporting.cancel()
         await self._server.stop(grace_seconds)
+        self._serving.close()
 
     async def _start(self) -> StartedWorker:
         address = await self._server.start()
-        self._reporting = asyncio.create_task(self._report_gauges())
+        self._serving.enter_context(spared_by_garbage_collection())
+        self._reporting = asyncio.create_task(
+            keep_reporting(WORKER_METRICS, ("worker", self._worker_id), self._server.stats)
+        )
         return StartedWorker(
             address=address,
             pid=os.getpid(),
             incarnation=self._server.incarnation,
             node_id=ray.get_runtime_context().get_node_id(),
+            code=code_version(),
         )
-
-    async def _report_gauges(self) -> None:
-        gauges = {name: Gauge(f"blockyard_{name}", about, ("worker",)) for name, about in GAUGES.items()}
-        tags = {"worker": self._worker_id}
-        while True:
-            stats = self._server.stats()
-            for name, gauge in gauges.items():
-                gauge.set(stats[name], tags)
-            await asyncio.sleep(GAUGE_SECONDS)
 
 
 def _placed(config: WorkerConfig) -> WorkerConfig:

@@ -7,14 +7,13 @@ secret only. Does not own draining itself (draining.py), the cache (engine.py) n
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from blockyard.proto.grace import GRACE_RULE, grace_seconds_of
 from blockyard.proto.v1 import admin_pb2
 from blockyard.worker.calls import check_secret, parse
-from blockyard.worker.config import DEFAULT_GRACE_SECONDS
 from blockyard.worker.draining import Draining, DrainTakenBack, ShuttingDown
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from blockyard.worker.publisher import IndexPublisher
     from blockyard.worker.session import SessionService
     from google.protobuf.message import Message
-
-MAX_GRACE_SECONDS = 86_400.0
 
 
 class Administration:
@@ -59,11 +56,9 @@ class Administration:
     async def _drain(self, data: bytes, context: Context) -> admin_pb2.DrainWorkerResponse:
         await check_secret(context, self._secret)
         request = await parse(admin_pb2.DrainWorkerRequest, data, context)
-        grace_seconds = request.grace_seconds if request.HasField("grace_seconds") else DEFAULT_GRACE_SECONDS
-        if not (math.isfinite(grace_seconds) and 0 <= grace_seconds <= MAX_GRACE_SECONDS):
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"grace_seconds must be from 0 to {MAX_GRACE_SECONDS:g}"
-            )
+        grace_seconds = grace_seconds_of(request)
+        if grace_seconds is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"grace_seconds {GRACE_RULE}")
         try:
             moved = await self.draining.drain(grace_seconds)
         except DrainTakenBack:

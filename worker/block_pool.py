@@ -37,6 +37,7 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        """Cached blocks that `allocate` gave away; a flush evicts none."""
         self.on_evict: Callable[[BlockId], None] = lambda block: None
         self._references = [0] * num_blocks
         self._kept = bytearray(num_blocks)
@@ -94,15 +95,18 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> BlockId:
+        self.num_evictions += 1
+        return self._give_up()
+
+    def _give_up(self) -> BlockId:
         block = self._shares.give()
         self._kept[block] = 0
-        self.num_evictions += 1
         self.on_evict(block)
         return block
 
     def flush(self) -> int:
         """Turns every cached block into a free one, in the order of eviction: how many."""
-        blocks = [self._evict() for _ in range(self.num_cached)]
+        blocks = [self._give_up() for _ in range(self.num_cached)]
         self._free.update(dict.fromkeys(blocks))
         return len(blocks)
 

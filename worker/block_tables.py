@@ -168,7 +168,8 @@ class BlockTables:
         for index in range(sequence.num_named, full):
             block, name = sequence.block_table[index], sequence.names[index + 1]
             is_told = (index + 1) % self._index_stride_blocks == 0
-            self.cache.assign(block, name, owner, is_told=is_told)
+            parent = sequence.names[index] if index else None
+            self.cache.assign(block, name, owner, is_told=is_told, parent=parent)
         sequence.num_named = full
 
     def _owner(self, sequence: Sequence) -> TenantId:

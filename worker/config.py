@@ -5,13 +5,24 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
+from blockyard.proto.logs import LogConfig
 from blockyard.proto.tls_files import SessionTls
 from blockyard.worker.preemption import PreemptionMode
 from blockyard.worker.simulated_faults import SimulatedFault
 
 EngineKind = Literal["model", "simulated"]
 DEFAULT_STALL_SECONDS = 60.0
-DEFAULT_GRACE_SECONDS = 30.0
+DEFAULT_LEASE_SECONDS = 3.0
+DEFAULT_MAX_WAITING = 64
+
+
+def check_worker_limits(*, lease_seconds: float, max_waiting: int) -> None:
+    """Of a worker's config and of what starts workers, which refuses bad ones before Ray runs. Raises ValueError."""
+    if not 0 < lease_seconds < math.inf:
+        raise ValueError(f"lease_seconds must be finite and above 0, not {lease_seconds:g}")
+    if max_waiting < 1:
+        raise ValueError(f"max_waiting must be at least 1, not {max_waiting}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +74,8 @@ class EngineConfig:
     mixed_step_seconds: float = 0.1
     """What a step in which sequences decode may take for prompts beside them, by the measured rate: the longest pause
     between two tokens that a long prompt should cause. 0: as long as max_num_batched_tokens takes."""
+    cpu_linears: Literal["full", "int8"] = "full"
+    """On a CPU, how linears compute: in the data type, or with weights and activations in 8 bits (int8_linear.py)."""
     deterministic: bool = False
     """fp32 with fixed tiles: a request's tokens do not depend on what else runs."""
     simulated_prefill_tokens_per_second: float = 20_000.0
@@ -129,10 +142,10 @@ class WorkerConfig:
     """0 takes a free one."""
     redis_url: str | None = field(default=None, repr=False)
     """None: serve without the prefix index."""
-    lease_seconds: float = 3.0
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
     metrics_port: int | None = None
     """Prometheus endpoint; 0 takes a free port, None has none."""
-    max_waiting: int = 64
+    max_waiting: int = DEFAULT_MAX_WAITING
     """Requests that wait inside the worker; beyond it they are rejected as busy, and the router keeps them."""
     pool_map_path: str | None = None
     """A file that shows the block pool as text, rewritten each second."""
@@ -142,7 +155,11 @@ class WorkerConfig:
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     """At the end what runs has so long to finish; then it goes on on other workers."""
 
+    log: LogConfig = field(default_factory=LogConfig)
+    """Of an actor; a process of its own has the environment's."""
+
     def __post_init__(self) -> None:
+        check_worker_limits(lease_seconds=self.lease_seconds, max_waiting=self.max_waiting)
         if not self.stall_seconds > 0:
             raise ValueError(f"stall_seconds must be above 0, not {self.stall_seconds:g}")
         if not 0 <= self.grace_seconds < math.inf:
@@ -161,6 +178,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "dtype": ("auto", "float32", "bfloat16", "float16"),
         "load_format": ("auto", "random"),
         "block_size": (16, 32, 64, 128),
+        "cpu_linears": ("full", "int8"),
         "preempt": get_args(PreemptionMode),
     }
     kinds: dict[str, type] = {

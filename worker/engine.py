@@ -175,7 +175,8 @@ class Engine:
         """
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
-        expired = self._expire()
+        now = self.cache.now_seconds = self._clock()
+        expired = self._expire(now)
         plan = self.scheduler.plan()
         started = self._clock()
         updates: list[Update] = []
@@ -192,9 +193,8 @@ class Engine:
         outputs = [*expired, *(output for update in updates for output in self._outputs(update))]
         return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
 
-    def _expire(self) -> list[SequenceOutput]:
+    def _expire(self, now: float) -> list[SequenceOutput]:
         """Ends what is past its deadline, and what waits and cannot meet it, before it costs any prefill."""
-        now = self._clock()
         late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
         rate = self.scheduler.rates.prefill_tokens_per_second
         queued_tokens = 0
@@ -341,6 +341,10 @@ class Engine:
         self._counters = _Counters(decode_tokens_per_second=rate)
         if not keeps_rates:
             self.scheduler.rates.prefill_tokens_per_second = 0.0
+
+    def seconds_since(self, moment: float) -> float:
+        """By the clock that steps go by."""
+        return self._clock() - moment
 
     def load(self) -> EngineLoad:
         counters, rates, host_cache = self._counters, self.scheduler.rates, self.scheduler.host_cache

@@ -6,7 +6,7 @@ makes of all workers' parts. Pure.
 
 from blockyard.proto.prefix_index import ErrorKind
 from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
-from blockyard.worker.publisher import PublisherState
+from blockyard.worker.publisher_state import PublisherState
 
 MAX_LAG_SECONDS = 1.0
 """An index that knows everything but younger changes is called exact."""

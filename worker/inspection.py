@@ -1,31 +1,35 @@
-"""A worker's pool as operators see it: GetBlockPool, and ListBlocks page by page.
+"""A worker's pool and sequences as operators see them: the whole pool, blocks page by page or by name, sequences.
 
-Owns page tokens, which are good for one life of one worker. How a pool becomes a message is pool_view.py's.
+Owns the calls and the bounds of what they ask. How engine state becomes messages is pool_view.py's and
+sequence_view.py's; where a page begins, page_tokens.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from blockyard.proto.block_hash import NAME_BYTES
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.worker.calls import check_secret, parse
-from blockyard.worker.pool_view import block_messages, pool_message, take_snapshot
+from blockyard.worker.page_tokens import page_position, page_token
+from blockyard.worker.pool_view import block_messages, blocks_found, pool_message, take_snapshot
+from blockyard.worker.sequence import BlockId
+from blockyard.worker.sequence_view import one_sequence, sequence_page
 
 if TYPE_CHECKING:
     from blockyard.proto.v1.session_pb2 import Hello
     from blockyard.worker.calls import Context
+    from blockyard.worker.engine import Engine
     from blockyard.worker.engine_thread import EngineThread
     from blockyard.worker.sequence import RequestId
+    from google.protobuf.message import Message
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-MAX_PAGE_TOKEN = 256
-"""Characters. Python refuses to read a number of thousands of digits."""
+"""Of any list, and of what FindBlocks is asked and answers."""
 
 
 class Inspection:
@@ -43,13 +47,15 @@ class Inspection:
         self._engine = engine
 
     def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        behaviours: dict[str, Callable[[bytes, Context], Awaitable[Message]]] = {
+            "GetBlockPool": self._get_block_pool,
+            "ListBlocks": self._list_blocks,
+            "FindBlocks": self._find_blocks,
+            "ListSequences": self._list_sequences,
+        }
         return {
-            "GetBlockPool": grpc.unary_unary_rpc_method_handler(
-                self._get_block_pool, response_serializer=cluster_pb2.BlockPool.SerializeToString
-            ),
-            "ListBlocks": grpc.unary_unary_rpc_method_handler(
-                self._list_blocks, response_serializer=cluster_pb2.ListBlocksResponse.SerializeToString
-            ),
+            name: grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=_serialize)
+            for name, behaviour in behaviours.items()
         }
 
     async def block_pool(self) -> cluster_pb2.BlockPool:
@@ -68,32 +74,57 @@ class Inspection:
     async def _list_blocks(self, data: bytes, context: Context) -> cluster_pb2.ListBlocksResponse:
         await check_secret(context, self._secret)
         request = await parse(cluster_pb2.ListBlocksRequest, data, context)
-        size = request.page_size or DEFAULT_PAGE_SIZE
-        start = self._page_start(request.page_token)
-        if size > MAX_PAGE_SIZE:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"page_size is above {MAX_PAGE_SIZE}")
-        if start is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "page_token is not one of this worker's")
-        assert start is not None
-        blocks = await asyncio.wrap_future(
-            self._engine.call(lambda engine: block_messages(engine, start, size, self._request_ids()))
-        )
+        size, total = await _page_size(request.page_size, context), self._hello.total_blocks
+        start = await self._start("blocks", request.page_token, context)
         following = start + size
-        token = self._page_token(following) if following < self._hello.total_blocks else ""
+        wanted = range(start, min(following, total))
+        blocks = await asyncio.wrap_future(self._engine.call(lambda engine: self._blocks(engine, wanted, ())))
+        token = page_token(self._hello.incarnation, "blocks", following) if following < total else ""
         return cluster_pb2.ListBlocksResponse(blocks=blocks, next_page_token=token)
 
-    def _page_token(self, start: int) -> str:
-        return base64.urlsafe_b64encode(f"{self._hello.incarnation}:{start}".encode()).decode()
+    async def _find_blocks(self, data: bytes, context: Context) -> cluster_pb2.FindBlocksResponse:
+        await check_secret(context, self._secret)
+        request = await parse(cluster_pb2.FindBlocksRequest, data, context)
+        ids, names = list(request.block_ids), list(request.names)
+        if max(len(ids), len(names)) > MAX_PAGE_SIZE or any(len(name) != NAME_BYTES for name in names):
+            told = f"at most {MAX_PAGE_SIZE} block_ids, and as many names of {NAME_BYTES} bytes each"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+        blocks = await asyncio.wrap_future(self._engine.call(lambda engine: self._blocks(engine, ids, names)))
+        return cluster_pb2.FindBlocksResponse(blocks=blocks)
 
-    def _page_start(self, token: str) -> int | None:
-        """Where a page begins; None for a token of another worker, another life, or of nobody."""
-        if not token:
-            return 0
-        if len(token) > MAX_PAGE_TOKEN:
-            return None
-        try:
-            incarnation, _, start = base64.urlsafe_b64decode(token).decode().rpartition(":")
-        except (binascii.Error, UnicodeDecodeError, ValueError):
-            return None
-        valid = incarnation == self._hello.incarnation and start.isdecimal()
-        return int(start) if valid and int(start) < self._hello.total_blocks else None
+    def _blocks(self, engine: Engine, ids: Iterable[int], names: Iterable[bytes]) -> list[cluster_pb2.Block]:
+        found: list[BlockId] = blocks_found(engine, ids, names)[:MAX_PAGE_SIZE]
+        return block_messages(engine, found, self._request_ids())
+
+    async def _list_sequences(self, data: bytes, context: Context) -> cluster_pb2.ListSequencesResponse:
+        await check_secret(context, self._secret)
+        request = await parse(cluster_pb2.ListSequencesRequest, data, context)
+        size = await _page_size(request.page_size, context)
+        after = await self._start("sequences", request.page_token, context) - 1
+
+        def look(engine: Engine) -> tuple[list[cluster_pb2.SequenceInfo], int | None]:
+            if request.HasField("sequence_id"):
+                return one_sequence(engine, request.sequence_id, self._request_ids()), None
+            return sequence_page(engine, after, size, self._request_ids())
+
+        sequences, last = await asyncio.wrap_future(self._engine.call(look))
+        token = "" if last is None else page_token(self._hello.incarnation, "sequences", last + 1)
+        return cluster_pb2.ListSequencesResponse(sequences=sequences, next_page_token=token)
+
+    async def _start(self, kind: str, token: str, context: Context) -> int:
+        """Where a page begins; ends the call as INVALID_ARGUMENT for a token that is not ours."""
+        position = page_position(token, self._hello.incarnation, kind) if token else 0
+        if position is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "page_token is not one of this worker's")
+        assert position is not None
+        return position
+
+
+async def _page_size(asked: int, context: Context) -> int:
+    if asked > MAX_PAGE_SIZE:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"page_size is above {MAX_PAGE_SIZE}")
+    return asked or DEFAULT_PAGE_SIZE
+
+
+def _serialize(response: Message) -> bytes:
+    return response.SerializeToString()

@@ -21,6 +21,7 @@ from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.simulated import SimulatedRunner
 from blockyard.worker.simulated_faults import SimulatedFault
+from blockyard.worker.simulated_grammars import SimulatedGrammars
 
 if TYPE_CHECKING:
     from blockyard.worker.grammar.compiled import TokenizerSource
@@ -95,13 +96,18 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         host_size=host_size,
         max_model_len=max_model_len,
         model_fingerprint=model_fingerprint(
-            path, load_format=config.load_format, seed=config.seed, dtype=f"{config.engine}:{dtype}"
+            path, load_format=config.load_format, seed=config.seed, dtype=_arithmetic(config, dtype)
         ),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
         dtype=dtype,
         device=str(device),
         masks=_give_masks(runner, model.vocab_size),
     )
+
+
+def _arithmetic(config: EngineConfig, dtype: str) -> str:
+    """What besides the weights decides what a block holds: workers share prefixes only where it is the same."""
+    return f"{config.engine}:{dtype}" + ("" if config.cpu_linears == "full" else f":{config.cpu_linears}")
 
 
 def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> None:
@@ -147,14 +153,18 @@ def _make_engine(
 
 def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
     """The engine runs without the library too, on a bare machine with a GPU."""
-    if not isinstance(runner, TorchRunner):
+    if not isinstance(runner, TorchRunner | SimulatedRunner):
         return None
     if find_spec("llguidance") is None:
         logger.warning("llguidance is not installed: structured outputs are refused")
         return None
     from blockyard.worker.grammar.masks import Masks
 
-    masks = runner.grammar_masks = Masks(vocab_size)
+    masks = Masks(vocab_size)
+    if isinstance(runner, TorchRunner):
+        runner.grammar_masks = masks
+    else:
+        runner.grammars = SimulatedGrammars(masks, vocab_size)
     return masks
 
 
@@ -209,6 +219,7 @@ def _make_runner(
                 num_host_slots=num_host_slots,
                 verify_host_blocks=config.verify_host_memory,
                 deterministic=config.deterministic,
+                linears=config.cpu_linears,
                 seed=config.seed,
             )
 

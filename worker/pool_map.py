@@ -36,6 +36,14 @@ def scale_text(pool: BlockPool) -> str:
     return "a block each" if scale == 1 else f"{scale} blocks each, the busiest shows"
 
 
+def activity_text(pool: BlockPool) -> str:
+    load = pool.load
+    return (
+        f"sequences: {load.running} running, {load.waiting} waiting; since the start "
+        f"{pool.evictions} evictions, {load.preemptions} preemptions"
+    )
+
+
 def map_text(pool: BlockPool) -> str:
     """The pool as lines of text with its counts and a legend.
 
@@ -48,7 +56,7 @@ def map_text(pool: BlockPool) -> str:
         f"blocks: {pool.total_blocks} of {pool.block_size} tokens = {pool.free_blocks} free + "
         f"{pool.cached_blocks} cached + {pool.used_blocks} used\n"
         f"{_host_line(pool)}"
-        f"sequences: {pool.load.running} running, {pool.load.waiting} waiting\n"
+        f"{activity_text(pool)}\n"
         f"legend: . free | c cached prefix | 1-9 held by so many sequences | + by ten or more | {scale_text(pool)}\n"
     )
     rows = (

@@ -4,7 +4,7 @@
 done wherever it delays nobody.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from blockyard.proto.v1.cluster_pb2 import Block, BlockPool, BlockRun, BlockStat
 from blockyard.worker.block_pool import BlockState as State
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineLoad
-from blockyard.worker.sequence import BlockId, RequestId
+from blockyard.worker.sequence import BlockId, BlockName, RequestId
 
 STATES = {
     State.FREE: BlockState.BLOCK_STATE_FREE,
@@ -32,6 +32,7 @@ class PoolSnapshot:
     bytes_per_block: int
     host_cache_blocks: int
     """Blocks that host memory can keep; 0 without a host cache."""
+    evictions: int
     load: EngineLoad
 
 
@@ -48,6 +49,7 @@ def take_snapshot(engine: Engine) -> PoolSnapshot:
         block_size=engine.scheduler.config.block_size,
         bytes_per_block=engine.bytes_per_block,
         host_cache_blocks=engine.scheduler.config.host_cache_blocks,
+        evictions=engine.pool.num_evictions,
         load=engine.load(),
     )
 
@@ -65,6 +67,7 @@ def pool_message(snapshot: PoolSnapshot, *, worker_id: str, incarnation: str) ->
         cached_blocks=load.cached_blocks,
         used_blocks=load.used_blocks,
         host_cache_blocks=snapshot.host_cache_blocks,
+        evictions=snapshot.evictions,
         runs=_runs(snapshot),
         load=load_message(load),
     )
@@ -85,22 +88,41 @@ def _runs(snapshot: PoolSnapshot) -> list[BlockRun]:
 
 
 def block_messages(
-    engine: Engine, start: int, count: int, request_ids: Mapping[RequestId, str]
+    engine: Engine, blocks: Iterable[BlockId], request_ids: Mapping[RequestId, str]
 ) -> list[Block]:
-    """Blocks `start` to `start + count`, with name and holders: each request once, however many of its outputs hold
-    the block. To be called on the engine's thread."""
-    holders: dict[BlockId, dict[RequestId, None]] = {}
+    """Blocks of the pool with name and holders: each request once, however many of its outputs hold the block. To be
+    called on the engine's thread."""
+    wanted = list(blocks)
+    holders: dict[BlockId, dict[RequestId, None]] = {block: {} for block in wanted}
     for sequence in engine.scheduler.running:
-        for block in sequence.block_table:
-            holders.setdefault(block, {})[sequence.request_id] = None
-    pool = engine.pool
+        # The whole pool may be in use: C walks the tables, Python only what is asked for.
+        for block in holders.keys() & sequence.block_table:
+            holders[block][sequence.request_id] = None
     return [
-        Block(
-            block_id=block,
-            state=STATES[pool.state(block)],
-            references=pool.references(block),
-            name=engine.cache.name(block) or b"",
-            request_ids=[request_ids.get(key, "") for key in holders.get(block, ())],
-        )
-        for block in map(BlockId, range(start, min(start + count, pool.num_blocks)))
+        _block_message(engine, block, [request_ids.get(key, "") for key in holders[block]])
+        for block in wanted
     ]
+
+
+def _block_message(engine: Engine, block: BlockId, request_ids: list[str]) -> Block:
+    message = Block(
+        block_id=block,
+        state=STATES[engine.pool.state(block)],
+        references=engine.pool.references(block),
+        name=engine.cache.name(block) or b"",
+        request_ids=request_ids,
+    )
+    lineage = engine.cache.lineage(block)
+    if lineage is not None:
+        message.parent = lineage.parent or b""
+        message.age_seconds = max(0.0, engine.seconds_since(lineage.named_at))
+    return message
+
+
+def blocks_found(engine: Engine, block_ids: Iterable[int], names: Iterable[bytes]) -> list[BlockId]:
+    """The blocks of these numbers, then those that hold these names, each once. To be called on the engine's
+    thread."""
+    found = dict.fromkeys(BlockId(block) for block in block_ids if 0 <= block < engine.pool.num_blocks)
+    for name in names:
+        found.update(dict.fromkeys(engine.cache.blocks_named(BlockName(name))))
+    return list(found)

@@ -35,6 +35,15 @@ class CacheChanges(NamedTuple):
 NO_CHANGES = CacheChanges(stored=(), removed=())
 
 
+class Lineage(NamedTuple):
+    """What operators are told of a named block. A tuple, because one is made for each."""
+
+    parent: BlockName | None
+    """The name before its own in the chain; None of a prefix's first block."""
+    named_at: float
+    """By the clock that `now_seconds` follows."""
+
+
 class PrefixCache:
     """Names over a pool, whose evictions it follows.
 
@@ -50,6 +59,9 @@ class PrefixCache:
         self._copies: dict[BlockName, dict[BlockId, bool]] = {}
         """Blocks of each name, and whether the step that filled them has run."""
         self._names: dict[BlockId, BlockName] = {}
+        self._lineages: dict[BlockId, Lineage] = {}
+        self.now_seconds = 0.0
+        """What time it is. Whoever turns the engine says so with each step: this asks no clock."""
         self._unconfirmed: set[BlockId] = set()
         self._untold: set[BlockId] = set()
         """Blocks whose names the index is not to know."""
@@ -62,6 +74,13 @@ class PrefixCache:
 
     def name(self, block: BlockId) -> BlockName | None:
         return self._names.get(block)
+
+    def lineage(self, block: BlockId) -> Lineage | None:
+        return self._lineages.get(block)
+
+    def blocks_named(self, name: BlockName) -> list[BlockId]:
+        """Every block that holds it."""
+        return list(self._copies.get(name, ()))
 
     def is_unconfirmed(self, block: BlockId) -> bool:
         """Whether the step that fills the block has yet to run."""
@@ -78,12 +97,18 @@ class PrefixCache:
         return blocks
 
     def assign(
-        self, block: BlockId, name: BlockName, tenant: TenantId = NOBODY, is_told: bool = True
+        self,
+        block: BlockId,
+        name: BlockName,
+        tenant: TenantId = NOBODY,
+        is_told: bool = True,
+        parent: BlockName | None = None,
     ) -> None:
         """Names a used block whose last token has just been scheduled, on the account of `tenant`. `is_told` says
         whether the index is to know the name; it is the same for every copy."""
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
+        self._lineages[block] = Lineage(parent, self.now_seconds)
         self._copies.setdefault(name, {})[block] = False
         self._unconfirmed.add(block)
         if not is_told:
@@ -139,6 +164,7 @@ class PrefixCache:
 
     def _forget(self, block: BlockId) -> None:
         name = self._names.pop(block)
+        del self._lineages[block]
         copies = self._copies[name]
         was_confirmed = copies.pop(block)
         is_told = block not in self._untold
@@ -170,5 +196,6 @@ class PrefixCache:
         for block, name in self._names.items():
             assert self._copies[name][block] is (block not in self._unconfirmed)
         assert sum(any(copies.values()) for copies in self._copies.values()) == self._num_published
+        assert self._names.keys() == self._lineages.keys()
         assert self._unconfirmed <= self._names.keys()
         assert self._untold <= self._names.keys()

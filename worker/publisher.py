@@ -21,7 +21,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TypeVar
 
 from blockyard.proto.prefix_index import (
@@ -38,57 +38,12 @@ from blockyard.proto.prefix_index import (
     WorkerRecord,
 )
 from blockyard.worker.net_difference import TieredDifference
+from blockyard.worker.publisher_state import PublisherConfig, PublisherState
 from blockyard.worker.spot_checks import SpotChecks
 
 logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublisherConfig:
-    """Paces of the publisher. Times are in seconds."""
-
-    lease_seconds: float = 3.0
-    """Renewed each third of it; a dead worker's blocks are believed in no longer than this."""
-    flush_seconds: float = 0.02
-    """How long changes are gathered before they are sent: what is undone meanwhile is never sent."""
-    rest_ratio: float = 3.0
-    """After a full batch with more to tell, a rest of so many times what the batch took: where many workers tell
-    everything at once, look-ups come in between. Never longer than until the next renewal of the lease."""
-    purge_seconds: float = 3.0
-    purge_slice_seconds: float = 0.05
-    """Between two slices while a walk is under way."""
-    resync_jitter_seconds: float = 0.25
-    """Spreads the workers that all find out at once that the index lost its memory."""
-    first_backoff_seconds: float = 0.05
-    max_backoff_seconds: float = 1.0
-    call_timeout_seconds: float = 2.0
-    damage_rest_seconds: float = 3.0
-    """After damage was found and everything told anew, the index is not asked for names again for so long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublisherState:
-    """What metrics and operators see."""
-
-    berth: Berth | None
-    num_pending: int
-    """Names whose change the index has not confirmed."""
-    num_entries: int
-    """Names the GPU's cache holds."""
-    num_anywhere: int
-    """Names that the GPU's cache or host memory holds; 0 without a host cache."""
-    lag_seconds: float
-    """Age of the oldest change that the index has not confirmed; 0 when it knows everything."""
-    is_resyncing: bool
-    """The index does not know yet all that the caches held when the berth was taken."""
-    last_error: ErrorKind | None
-    """None once a call has succeeded again."""
-    num_errors: int
-    num_resyncs: int
-    num_damages: int = 0
-    """How often the index did not say what it had been told."""
 
 
 class IndexPublisher:
@@ -163,36 +118,26 @@ class IndexPublisher:
         return not self._is_withdrawn
 
     def state(self) -> PublisherState:
-        if self._is_withdrawn:
-            return self._state_withdrawn()
-        batch = self._on_its_way
+        # Each once: a thread that serves metrics may ask meanwhile.
+        batch, changed_at = self._on_its_way, self._changed_at
         num_on_its_way = batch.num_names if batch is not None else 0
-        return PublisherState(
+        state = PublisherState(
             berth=self._berth,
             num_pending=len(self._difference) + num_on_its_way,
             num_entries=len(self._difference.on_gpu.held),
             num_anywhere=len(self._difference.anywhere.held),
-            lag_seconds=self._clock() - self._changed_at if self._changed_at is not None else 0.0,
+            lag_seconds=self._clock() - changed_at if changed_at is not None else 0.0,
             is_resyncing=self._is_resyncing,
             last_error=self._last_error,
             num_errors=self._num_errors,
             num_resyncs=max(0, self._num_registrations - 1),
             num_damages=self._num_damages,
         )
-
-    def _state_withdrawn(self) -> PublisherState:
-        return PublisherState(
-            berth=self._berth,
-            num_pending=0,
-            num_entries=0,
-            num_anywhere=0,
-            lag_seconds=0.0,
-            is_resyncing=False,
-            last_error=self._last_error,
-            num_errors=self._num_errors,
-            num_resyncs=max(0, self._num_registrations - 1),
-            num_damages=self._num_damages,
-        )
+        if self._is_withdrawn:  # it has nothing to tell
+            return replace(
+                state, num_pending=0, num_entries=0, num_anywhere=0, lag_seconds=0.0, is_resyncing=False
+            )
+        return state
 
     async def run(self) -> None:
         """Until `close`, or cancelled. Raises nothing of the index's."""
@@ -200,6 +145,7 @@ class IndexPublisher:
         backoff_seconds = self._config.first_backoff_seconds
         try:
             while not self._closing.is_set():
+                _end_if_cancelled()
                 try:
                     await self._do_what_is_most_urgent()
                     backoff_seconds = self._config.first_backoff_seconds
@@ -379,3 +325,10 @@ class IndexPublisher:
         if self._last_error is not error.kind:
             logger.warning("the prefix index does not answer, serving on without it: %s", error)
         self._last_error = error.kind
+
+
+def _end_if_cancelled() -> None:
+    """A library that meets a cancellation while it tidies up under a time limit may tell of the time-out alone."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

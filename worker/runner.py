@@ -14,7 +14,8 @@ from typing import Literal, Protocol, Self
 
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend, choose_backend
+from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_backend
+from blockyard.kernels.huge_pages import advise_empty
 from blockyard.worker import sequence as sequences
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.logprobs import score
@@ -101,9 +102,7 @@ class TorchRunner:
         self.device = weights.embedding_VH.device
         self.dtype = weights.embedding_VH.dtype
         shape_B2KPD = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.kv_pools = [
-            torch.zeros(shape_B2KPD, dtype=self.dtype, device=self.device) for _ in range(config.num_layers)
-        ]
+        self.kv_pools = [self._empty_pool(shape_B2KPD) for _ in range(config.num_layers)]
         self.host_blocks = (
             HostBlocks(self.kv_pools, num_host_slots, verify=verify_host_blocks) if num_host_slots else None
         )
@@ -114,6 +113,11 @@ class TorchRunner:
         """What the last step sampled, by sequence and position: it may be the next step's input."""
         self._moved_step: int | None = None
         """The last whose blocks were all moved."""
+
+    def _empty_pool(self, shape_B2KPD: tuple[int, ...]) -> torch.Tensor:
+        pool = torch.empty(shape_B2KPD, dtype=self.dtype, device=self.device)
+        advise_empty(pool)
+        return pool.zero_()
 
     @classmethod
     def create(
@@ -128,6 +132,8 @@ class TorchRunner:
         num_host_slots: int = 0,
         verify_host_blocks: bool = False,
         deterministic: bool = False,
+        backend: BackendName = "auto",
+        linears: LinearsName = "full",
         seed: int = 0,
     ) -> Self:
         """Load a model (`seed` draws random weights) and allocate its pools.
@@ -137,7 +143,9 @@ class TorchRunner:
         place = torch.device(device)
         config = load_config(model_path)
         name = resolve_dtype(dtype, config, place, deterministic=deterministic)
-        backend = choose_backend(place, deterministic=deterministic)
+        if linears == "int8" and name == "float16":
+            raise ValueError("linears in int8 take float32 or bfloat16 around them, not float16")
+        kernels = choose_backend(place, requested=backend, deterministic=deterministic, linears=linears)
         match load_format:
             case "auto":
                 weights = load_weights(model_path, config, dtype=_DTYPES[name], device=place)
@@ -146,7 +154,7 @@ class TorchRunner:
         return cls(
             config=config,
             weights=weights,
-            backend=backend,
+            backend=kernels,
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_slots=num_host_slots,

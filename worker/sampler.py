@@ -99,7 +99,8 @@ class Sampler:
 
 def _choose(logits_SV: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Tokens [S, N]; of a row that does not fork the first counts."""
-    tokens_SN = logits_SV.argmax(dim=-1, keepdim=True).repeat(1, batch.num_columns)
+    # The same as argmax, which takes four times as long for bf16 on a CPU.
+    tokens_SN = logits_SV.max(dim=-1, keepdim=True).indices.repeat(1, batch.num_columns)
     rows_D = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
     if len(rows_D):
         index_D = torch.from_numpy(rows_D).to(logits_SV.device)

@@ -8,15 +8,16 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from blockyard.proto.code_version import code_version
+from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.proto.tls import listen, server_credentials
-from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
+from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
 from blockyard.worker.administration import Administration
 from blockyard.worker.compiling import CompileGrammar
@@ -26,10 +27,12 @@ from blockyard.worker.engine_types import EngineLoad, StepResult
 from blockyard.worker.grammar.compiler import GrammarCompiler
 from blockyard.worker.index_report import index_message
 from blockyard.worker.loading import LoadedEngine, load_engine
+from blockyard.worker.metrics import worker_readings
 from blockyard.worker.pool_map import map_text
 from blockyard.worker.pool_view import load_message
 from blockyard.worker.prefix_cache import CacheChanges
-from blockyard.worker.publisher import IndexPublisher, PublisherConfig
+from blockyard.worker.publisher import IndexPublisher
+from blockyard.worker.publisher_state import PublisherConfig
 from blockyard.worker.session import SessionService
 from blockyard.worker.trial import try_out
 
@@ -145,7 +148,7 @@ class WorkerServer:
             vocab_size=loaded.model.vocab_size,
             device=loaded.device,
             engine=self.config.engine.engine,
-            version=version("blockyard"),
+            version=code_version(),
             load=load_message(loaded.engine.load()),
             max_waiting=self.config.max_waiting,
             index_stride_blocks=self.config.engine.index_stride_blocks,
@@ -235,29 +238,15 @@ class WorkerServer:
         if self._service.has_routers:
             await asyncio.sleep(LINGER_SECONDS)
 
-    def stats(self) -> dict[str, float]:
-        """Gauges and counters as of the last step, by name."""
-        load = self._service.load
-        index = self._index_part() or WorkerIndex(state=IndexState.INDEX_STATE_ABSENT)
-        return {
-            "blocks_free": load.free_blocks,
-            "blocks_cached": load.cached_blocks,
-            "blocks_used": load.used_blocks,
-            "running": load.running,
-            "waiting": load.waiting,
-            "prompt_tokens": load.prompt_tokens,
-            "generated_tokens": load.generated_tokens,
-            "cached_tokens": load.cached_tokens,
-            "preemptions": load.preemptions,
-            "swaps": load.swaps,
-            "host_cached_blocks": load.host_cached_blocks,
-            "index_lag_seconds": index.lag_seconds,
-            "index_entries": index.entries,
-            "index_state": index.state,
-            "index_errors": index.errors,
-            "index_resyncs": index.resyncs,
-            "index_damages": index.damages,
-        }
+    def stats(self) -> Readings:
+        """Gauges and counters as of the last step, by name. May be asked on any thread."""
+        return worker_readings(
+            self._service.load,
+            self._index_part(),
+            num_evictions=self._loaded.engine.pool.num_evictions,
+            stalled_seconds=self._engine.stalled_seconds,
+            is_draining=self.is_draining,
+        )
 
     async def _write_pool_map(self, path: Path) -> None:
         """Rewrites the file each second, whole or not at all; a folder that is gone fails no request."""

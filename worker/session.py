@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from blockyard.proto.logs import about
 from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
@@ -39,7 +40,7 @@ from blockyard.worker.inspection import Inspection
 from blockyard.worker.links import Link, Route
 from blockyard.worker.pool_view import load_message
 from blockyard.worker.scheduler import CapacityError
-from blockyard.worker.sequence import RequestId
+from blockyard.worker.sequence import RequestId, SequenceState
 from blockyard.worker.submits import Refused, engine_request
 from google.protobuf.message import DecodeError
 
@@ -176,6 +177,9 @@ class SessionService:
             if route is None:
                 continue
             news.append((route, output))
+            if output.state is SequenceState.FAILED and not output.has_no_choice:
+                with about(route.request_id):
+                    logger.error("its step failed")
             if output.is_last:
                 self._forget(route.link, route.handle, output.request_id)
         self._on_loop(self._deliver, news, result, load)
@@ -296,7 +300,8 @@ class SessionService:
             except Refused as refused:
                 reason = refused.reason
             except Exception:
-                logger.exception("a submit failed")
+                with about(submit.request_id):
+                    logger.exception("a submit failed")
                 reason = RejectReason.REJECT_REASON_INTERNAL
             else:
                 return

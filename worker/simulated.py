@@ -8,8 +8,9 @@ each of a beam's candidates is half as likely as the one before.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from blockyard.worker.beams import num_candidates
 from blockyard.worker.prompt_scoring import scored_positions
@@ -23,6 +24,9 @@ from blockyard.worker.sequence import (
     TokenLogprob,
 )
 from blockyard.worker.simulated_faults import SimulatedFault
+
+if TYPE_CHECKING:
+    from blockyard.worker.simulated_grammars import SimulatedGrammars
 
 
 class SimulatedRunner:
@@ -42,20 +46,24 @@ class SimulatedRunner:
         self._step_seconds = step_seconds
         self._sleep = sleep
         self._fault = fault
+        self.grammars: SimulatedGrammars | None = None
+        """None: outputs follow no grammar."""
 
     def warm_up(self) -> None:
         """Nothing to warm: the clock is exact from its first step."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
         """Waits as long as the step would take; blocks move in no time."""
+        if self.grammars is not None:
+            self.grammars.forget(plan.ended)
         if not plan.rows:
             return StepTokens(tokens=[])
         prefill_tokens = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
         self._sleep(self._step_seconds + prefill_tokens / self._prefill_rate)
         spoilt = self._fault.strike(plan.rows) if self._fault is not None else frozenset()
-        drawn = [
-            [FAILED_TOKEN] if index in spoilt else self._tokens(row) for index, row in enumerate(plan.rows)
-        ]
+        drawn = self._drawn(plan.rows)
+        for index in spoilt:
+            drawn[index] = [FAILED_TOKEN]
         extras = {
             index: self._extras(row, drawn[index])
             for index, row in enumerate(plan.rows)
@@ -65,6 +73,17 @@ class SimulatedRunner:
             tokens=[tokens[0] if tokens else NO_TOKEN for tokens in drawn],
             extras={index: extra for index, extra in extras.items() if extra != RowExtras()},
         )
+
+    def _drawn(self, rows: Sequence[ScheduledRow]) -> list[list[int]]:
+        drawn = [self._tokens(row) for row in rows]
+        followed = [
+            index for index, row in enumerate(rows) if row.samples and row.sequence.grammar is not None
+        ]
+        if self.grammars is not None and followed:
+            chosen = self.grammars.chosen([rows[index] for index in followed], [drawn[i] for i in followed])
+            for index, tokens in zip(followed, chosen, strict=True):
+                drawn[index] = tokens
+        return drawn
 
     def _tokens(self, row: ScheduledRow) -> list[int]:
         if row.num_outputs > 1:

@@ -133,7 +133,12 @@ def cpu_clock(measured: Iterable[int]) -> CpuClock:
 
 
 def _tree_seconds(pid: int) -> float:
-    return _seconds(pid) + sum(_tree_seconds(child) for child in _children(pid))
+    return sum(_seconds(member) for member in tree(pid))
+
+
+def tree(pid: int) -> list[int]:
+    """The process and all that it started, directly or not."""
+    return [pid, *(member for child in _children(pid) for member in tree(child))]
 
 
 def _seconds(pid: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from blockyard.deploy.bench.requests import PlannedRequest
 from blockyard.proto.block_hash import chain
 from blockyard.proto.prefix_index import PrefixIndex, WorkerId
 from blockyard.router.bookings import Placed
@@ -20,7 +21,6 @@ from blockyard.worker.engine_types import SequenceOutput
 
 from bench.simulation.clock import Events, VirtualClock, answer
 from bench.simulation.workers import NETWORK_SECONDS, ROOT, SimulatedWorker, Submission
-from bench.simulation.workloads import SimulatedRequest
 
 LOOKUP_SECONDS = 0.001
 """Names, Redis and the choice together."""
@@ -32,7 +32,7 @@ RETRY_SECONDS = 0.05
 class Record:
     """What became of one request. Times are in seconds since the start; the first token's is when the router had it."""
 
-    request: SimulatedRequest
+    request: PlannedRequest
     arrived: float
     worker: str = ""
     first_token: float | None = None

@@ -9,6 +9,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+from blockyard.deploy.bench.requests import PlannedRequest, Workload
 from blockyard.proto.block_hash import chain
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.router.cluster_view import usable_cached_tokens
@@ -20,7 +21,6 @@ from bench.simulation.clock import Events, VirtualClock
 from bench.simulation.profile import HardwareProfile
 from bench.simulation.routers import Record, SimulatedRouter
 from bench.simulation.workers import ROOT, SimulatedWorker
-from bench.simulation.workloads import SimulatedRequest, Workload
 
 SAMPLE_SECONDS = 0.1
 SAMPLES_A_WINDOW = 10
@@ -119,7 +119,7 @@ class Simulation:
         assert not self._num_open, f"{self._num_open} requests never ended"
         return self._result()
 
-    def _arrive_at(self, seconds: float, request: SimulatedRequest) -> None:
+    def _arrive_at(self, seconds: float, request: PlannedRequest) -> None:
         def arrive() -> None:
             record = Record(request=request, arrived=self._clock.now)
             self._records.append(record)
@@ -188,7 +188,7 @@ def simulate(workload: Workload, setup: Setup) -> Result:
     return Simulation(workload, setup).run()
 
 
-def ideal_reuse(requests: Sequence[SimulatedRequest], block_size: int) -> float:
+def ideal_reuse(requests: Sequence[PlannedRequest], block_size: int) -> float:
     """Of prompts in this order, if whatever came before were cached for everybody at once: prompts and outputs."""
     known: set[bytes] = set()
     cached_tokens = prompt_tokens = 0

@@ -12,9 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.simulation.mooncake import read_trace
+from blockyard.deploy.bench.mooncake import read_trace
+from blockyard.deploy.bench.requests import Workload
+
 from bench.simulation.simulator import Result, Setup, simulate
-from bench.simulation.workloads import GENERATORS, Workload
+from bench.simulation.workloads import GENERATORS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

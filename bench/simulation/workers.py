@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from blockyard.deploy.bench.requests import PlannedRequest
 from blockyard.proto.block_hash import root_name
 from blockyard.proto.prefix_index import (
     FIRST_SEQUENCE,
@@ -23,7 +24,7 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.net_difference import TieredDifference
 from blockyard.worker.pool_view import load_message
-from blockyard.worker.publisher import PublisherConfig
+from blockyard.worker.publisher_state import PublisherConfig
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, RequestId, SamplingParams
 from blockyard.worker.session import LOAD_REPORT_SECONDS
@@ -31,7 +32,6 @@ from blockyard.worker.trial import try_out
 
 from bench.simulation.clock import Events, VirtualClock, answer
 from bench.simulation.profile import HardwareProfile, RooflineRunner
-from bench.simulation.workloads import SimulatedRequest
 
 NETWORK_SECONDS = 0.0005
 """One way between a router and a worker."""
@@ -54,7 +54,7 @@ class Listener(Protocol):
 class Submission:
     """A request on its way to a worker."""
 
-    request: SimulatedRequest
+    request: PlannedRequest
     names: list[bytes]
     token_ids: list[int]
     listener: Listener

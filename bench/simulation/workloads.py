@@ -1,69 +1,10 @@
-"""What clients send: requests by time, made of runs of tokens so that equal prefixes are equal tokens.
+"""The simulation's workloads by name, and their sizes. What a request is made of is in blockyard.deploy.bench."""
 
-Owns the generators and their sizes. Does not own who serves them (simulator.py) nor files of traces (mooncake.py).
-A request may follow another one: then it comes some time after that one's end, with its output in the prompt.
-"""
-
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable
 from random import Random
 
-MAX_TOKEN = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`length` tokens that count up from `base`. Equal runs are equal tokens; different bases share nothing."""
-
-    base: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRequest:
-    number: int
-    arrival_seconds: float
-    """Of one that follows another: after that one's end."""
-    prompt: tuple[Run, ...]
-    output: Run
-    session: str = ""
-    follows: int | None = None
-    """The number of the request before it in its conversation."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(run.length for run in self.prompt)
-
-    def token_ids(self) -> list[int]:
-        return [token for run in self.prompt for token in range(run.base, run.base + run.length)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    name: str
-    about: str
-    requests: tuple[SimulatedRequest, ...]
-
-
-class Tokens:
-    """Hands out runs that nobody else has."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def run(self, length: int) -> Run:
-        run = Run(self._next, length)
-        self._next += length
-        if self._next > MAX_TOKEN:
-            raise ValueError("a workload of more than 2**31 tokens")
-        return run
-
-
-def poisson(rate: float, seconds: float, chance: Random) -> Iterator[float]:
-    now = 0.0
-    while (now := now + chance.expovariate(rate)) < seconds:
-        yield now
+from blockyard.deploy.bench.conversations import Conversation, conversations
+from blockyard.deploy.bench.requests import PlannedRequest, Run, Tokens, Workload, poisson
 
 
 def shared_prefix(
@@ -85,7 +26,7 @@ def shared_prefix(
     for number, arrival in enumerate(poisson(rate, seconds, chance)):
         group, user = chance.randrange(groups), chance.randrange(users)
         requests.append(
-            SimulatedRequest(
+            PlannedRequest(
                 number=number,
                 arrival_seconds=arrival,
                 prompt=(systems[group], questions[group][user]),
@@ -95,20 +36,6 @@ def shared_prefix(
         )
     about = f"{groups} groups x {users} users, {system_tokens} + {question_tokens} in, {output_tokens} out, {rate:g}/s"
     return Workload(name="shared-prefix", about=about, requests=tuple(requests))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """How a kind of conversation grows. Ranges of tokens, both ends included."""
-
-    num_systems: int
-    system_tokens: int
-    num_turns: tuple[int, int]
-    first_tokens: tuple[int, int]
-    turn_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
-    pause_seconds: float
-    """Between an answer and the next turn, on average."""
 
 
 CHATS = Conversation(
@@ -131,38 +58,21 @@ AGENTS = Conversation(
 )
 
 
-def conversations(kind: Conversation, rate: float, seconds: float, seed: int) -> tuple[SimulatedRequest, ...]:
+def _conversations(kind: Conversation, rate: float, seconds: float, seed: int) -> tuple[PlannedRequest, ...]:
     """`rate` is of new conversations."""
-    chance, tokens = Random(f"conversations {seed}"), Tokens()
-    systems = [tokens.run(kind.system_tokens) for _ in range(kind.num_systems)]
-    numbers, requests = count(), []
-    for name, start in enumerate(poisson(rate, seconds, chance)):
-        context: tuple[Run, ...] = (chance.choice(systems), tokens.run(chance.randint(*kind.first_tokens)))
-        previous: SimulatedRequest | None = None
-        for _ in range(chance.randint(*kind.num_turns)):
-            if previous is not None:
-                context = (*previous.prompt, previous.output, tokens.run(chance.randint(*kind.turn_tokens)))
-            previous = SimulatedRequest(
-                number=next(numbers),
-                arrival_seconds=start if previous is None else chance.expovariate(1 / kind.pause_seconds),
-                prompt=context,
-                output=tokens.run(chance.randint(*kind.output_tokens)),
-                session=str(name),
-                follows=None if previous is None else previous.number,
-            )
-            requests.append(previous)
-    return tuple(requests)
+    chance = Random(f"conversations {seed}")
+    return conversations(kind, poisson(rate, seconds, chance), chance)
 
 
 def multi_turn(rate: float, seconds: float, seed: int) -> Workload:
-    requests = conversations(CHATS, rate, seconds, seed)
+    requests = _conversations(CHATS, rate, seconds, seed)
     return Workload(
         name="multi-turn", about=f"chats of 2-10 turns, {rate:g} new ones a second", requests=requests
     )
 
 
 def agents(rate: float, seconds: float, seed: int) -> Workload:
-    requests = conversations(AGENTS, rate, seconds, seed)
+    requests = _conversations(AGENTS, rate, seconds, seed)
     return Workload(
         name="agents", about=f"agents of 10-30 calls, {rate:g} new ones a second", requests=requests
     )
@@ -186,7 +96,7 @@ def independent(
     for number, arrival in enumerate(poisson(rate, seconds, chance)):
         shared = (chance.choice(first),) if first else ()
         requests.append(
-            SimulatedRequest(
+            PlannedRequest(
                 number=number,
                 arrival_seconds=arrival,
                 prompt=(*shared, tokens.run(chance.randint(*prompt_tokens))),

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """For operators.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -63,7 +64,8 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """For operators.
+    """
 
     def DrainWorker(self, request, context):
         """A worker takes nothing new from now on; what runs there has the grace to finish and then goes on elsewhere, with no
@@ -138,7 +140,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Missing associated documentation comment in .proto file."""
+    """For operators.
+    """
 
     @staticmethod
     def DrainWorker(request,

@@ -32,6 +32,12 @@ class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BLOCK_STATE_CACHED: _ClassVar[BlockState]
     BLOCK_STATE_USED: _ClassVar[BlockState]
 
+class SequenceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SEQUENCE_STATE_UNSPECIFIED: _ClassVar[SequenceState]
+    SEQUENCE_STATE_WAITING: _ClassVar[SequenceState]
+    SEQUENCE_STATE_RUNNING: _ClassVar[SequenceState]
+
 class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REQUEST_STATE_UNSPECIFIED: _ClassVar[RequestState]
@@ -53,6 +59,9 @@ BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_FREE: BlockState
 BLOCK_STATE_CACHED: BlockState
 BLOCK_STATE_USED: BlockState
+SEQUENCE_STATE_UNSPECIFIED: SequenceState
+SEQUENCE_STATE_WAITING: SequenceState
+SEQUENCE_STATE_RUNNING: SequenceState
 REQUEST_STATE_UNSPECIFIED: RequestState
 REQUEST_STATE_QUEUED: RequestState
 REQUEST_STATE_PLACED: RequestState
@@ -207,7 +216,7 @@ class BlockRun(_message.Message):
     def __init__(self, state: _Optional[_Union[BlockState, str]] = ..., length: _Optional[int] = ..., references: _Optional[int] = ...) -> None: ...
 
 class BlockPool(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "block_size", "bytes_per_block", "total_blocks", "free_blocks", "cached_blocks", "used_blocks", "runs", "load", "host_cache_blocks")
+    __slots__ = ("worker_id", "incarnation", "block_size", "bytes_per_block", "total_blocks", "free_blocks", "cached_blocks", "used_blocks", "runs", "load", "host_cache_blocks", "evictions")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +228,7 @@ class BlockPool(_message.Message):
     RUNS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     block_size: int
@@ -230,7 +240,8 @@ class BlockPool(_message.Message):
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
     load: WorkerLoad
     host_cache_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., block_size: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., host_cache_blocks: _Optional[int] = ...) -> None: ...
+    evictions: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., block_size: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., host_cache_blocks: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
     __slots__ = ("worker_id", "page_size", "page_token")
@@ -243,18 +254,22 @@ class ListBlocksRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("block_id", "state", "references", "name", "request_ids")
+    __slots__ = ("block_id", "state", "references", "name", "request_ids", "parent", "age_seconds")
     BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     block_id: int
     state: BlockState
     references: int
     name: bytes
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., references: _Optional[int] = ..., name: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    parent: bytes
+    age_seconds: float
+    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., references: _Optional[int] = ..., name: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., parent: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class ListBlocksResponse(_message.Message):
     __slots__ = ("blocks", "next_page_token")
@@ -263,6 +278,70 @@ class ListBlocksResponse(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
     next_page_token: str
     def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class FindBlocksRequest(_message.Message):
+    __slots__ = ("worker_id", "block_ids", "names")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, worker_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class FindBlocksResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class ListSequencesRequest(_message.Message):
+    __slots__ = ("worker_id", "page_size", "page_token", "sequence_id")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    page_size: int
+    page_token: str
+    sequence_id: int
+    def __init__(self, worker_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., sequence_id: _Optional[int] = ...) -> None: ...
+
+class SequenceInfo(_message.Message):
+    __slots__ = ("sequence_id", "request_id", "index", "state", "prompt_tokens", "generated_tokens", "computed_tokens", "cached_tokens", "preemptions", "priority", "num_blocks", "block_table")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    request_id: str
+    index: int
+    state: SequenceState
+    prompt_tokens: int
+    generated_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    preemptions: int
+    priority: int
+    num_blocks: int
+    block_table: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., state: _Optional[_Union[SequenceState, str]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ListSequencesResponse(_message.Message):
+    __slots__ = ("sequences", "next_page_token")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceInfo]
+    next_page_token: str
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class LookupPrefixRequest(_message.Message):
     __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix")
@@ -289,16 +368,18 @@ class PrefixHolder(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ...) -> None: ...
 
 class LookupPrefixResponse(_message.Message):
-    __slots__ = ("prompt_tokens", "prompt_blocks", "holders", "index_available")
+    __slots__ = ("prompt_tokens", "prompt_blocks", "holders", "index_available", "block_names")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     INDEX_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NAMES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     prompt_blocks: int
     holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
     index_available: bool
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., index_available: _Optional[bool] = ...) -> None: ...
+    block_names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., index_available: _Optional[bool] = ..., block_names: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ExplainPlacementRequest(_message.Message):
     __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "session_id", "public_prefix")

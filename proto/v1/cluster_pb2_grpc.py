@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """What operators and tools read; it changes nothing.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -59,6 +60,16 @@ class ClusterServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.FindBlocks = channel.unary_unary(
+                '/blockyard.v1.ClusterService/FindBlocks',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksResponse.FromString,
+                _registered_method=True)
+        self.ListSequences = channel.unary_unary(
+                '/blockyard.v1.ClusterService/ListSequences',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesResponse.FromString,
+                _registered_method=True)
         self.LookupPrefix = channel.unary_unary(
                 '/blockyard.v1.ClusterService/LookupPrefix',
                 request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.LookupPrefixRequest.SerializeToString,
@@ -82,16 +93,19 @@ class ClusterServiceStub:
 
 
 class ClusterServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """What operators and tools read; it changes nothing.
+    """
 
     def GetClusterInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The cluster in one message, as the answering router sees it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Every worker that this router knows, with its load.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -112,6 +126,20 @@ class ClusterServiceServicer:
 
     def ListBlocks(self, request, context):
         """The blocks of a pool with name, references and holders, a page at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindBlocks(self, request, context):
+        """Some blocks of a pool, by their numbers or their names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSequences(self, request, context):
+        """The sequences that run or wait on a worker, a page at a time; or one of them with its block table.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +201,16 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.SerializeToString,
             ),
+            'FindBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindBlocks,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksResponse.SerializeToString,
+            ),
+            'ListSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSequences,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesResponse.SerializeToString,
+            ),
             'LookupPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.LookupPrefix,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.LookupPrefixRequest.FromString,
@@ -202,7 +240,8 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """Missing associated documentation comment in .proto file."""
+    """What operators and tools read; it changes nothing.
+    """
 
     @staticmethod
     def GetClusterInfo(request,
@@ -329,6 +368,60 @@ class ClusterService:
             '/blockyard.v1.ClusterService/ListBlocks',
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.ClusterService/FindBlocks',
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.ClusterService/ListSequences',
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

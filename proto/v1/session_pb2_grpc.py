@@ -51,6 +51,16 @@ class EngineServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.FindBlocks = channel.unary_unary(
+                '/blockyard.v1.EngineService/FindBlocks',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksResponse.FromString,
+                _registered_method=True)
+        self.ListSequences = channel.unary_unary(
+                '/blockyard.v1.EngineService/ListSequences',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/blockyard.v1.EngineService/DrainWorker',
                 request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
@@ -89,6 +99,18 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindBlocks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSequences(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,6 +158,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'FindBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindBlocks,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksResponse.SerializeToString,
+            ),
+            'ListSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSequences,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -239,6 +271,60 @@ class EngineService:
             '/blockyard.v1.EngineService/ListBlocks',
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/FindBlocks',
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.FindBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/ListSequences',
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_cluster__pb2.ListSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,8 @@ class GenerateArguments(TypedDict, total=False):
     """Share cached prefixes beyond the caller's tenant."""
     priority: int | None
     session_id: str | None
+    policy: str | None
+    """Of placement, for this request alone; for admins."""
 
 
 class PromptArguments(TypedDict, total=False):
@@ -83,7 +85,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
     """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     sampling = _sampling(given)
-    beside = ("model", "request_id", "cache_salt", "public_prefix", "priority", "session_id")
+    beside = ("model", "request_id", "cache_salt", "public_prefix", "priority", "session_id", "policy")
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, beside)
     request.sampling.CopyFrom(sampling)
     return request

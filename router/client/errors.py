@@ -1,6 +1,6 @@
 """What can go wrong with a call, as one tree. Owns the way from a gRPC status to an exception; decides no retry.
 
-    BlockyardError                 code, reason, field_violations, retry_delay_seconds
+    BlockyardError                 code, reason, field_violations, retry_delay_seconds, request_id
     ├── InvalidRequestError        INVALID_ARGUMENT, OUT_OF_RANGE, FAILED_PRECONDITION, ALREADY_EXISTS
     ├── AuthenticationError        UNAUTHENTICATED, PERMISSION_DENIED
     ├── NotFoundError              NOT_FOUND: a model, worker or request of that name
@@ -44,6 +44,7 @@ class BlockyardError(Exception):
         reason: str = "",
         field_violations: tuple[FieldViolation, ...] = (),
         retry_delay_seconds: float | None = None,
+        request_id: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -52,6 +53,8 @@ class BlockyardError(Exception):
         self.field_violations = field_violations
         self.retry_delay_seconds = retry_delay_seconds
         """When to come back, where the server said so."""
+        self.request_id = request_id
+        """Under which the logs tell of it; empty where the server took no request in."""
 
 
 class InvalidRequestError(BlockyardError):
@@ -130,11 +133,11 @@ def from_rpc(
 
 def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> BlockyardError:
     """The exception for a status code, its message, and a packed google.rpc.Status (empty if there is none)."""
-    reason, violations, delay_seconds = "", [], None
+    reason, request_id, violations, delay_seconds = "", "", [], None
     for detail in _details(packed_status):
         match detail:
             case error_details_pb2.ErrorInfo():
-                reason = detail.reason
+                reason, request_id = detail.reason, detail.metadata.get("request_id", "")
             case error_details_pb2.BadRequest():
                 violations += [
                     FieldViolation(field=violation.field, description=violation.description)
@@ -148,6 +151,7 @@ def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> Bl
         reason=reason,
         field_violations=tuple(violations),
         retry_delay_seconds=delay_seconds,
+        request_id=request_id,
     )
 
 

@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 
 Response = TypeVar("Response", bound=Message)
 BLOCKS_PER_PAGE = 1000
+"""Sequences too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,28 @@ def list_blocks(worker_id: str, page_token: str) -> Call[cluster_pb2.ListBlocksR
         worker_id=worker_id, page_size=BLOCKS_PER_PAGE, page_token=page_token
     )
     return _cluster("ListBlocks", request, cluster_pb2.ListBlocksResponse)
+
+
+def find_blocks(
+    worker_id: str, block_ids: Sequence[int], names: Sequence[bytes]
+) -> Call[cluster_pb2.FindBlocksResponse]:
+    request = message_of(cluster_pb2.FindBlocksRequest, "block_ids", block_ids)
+    request.MergeFrom(message_of(cluster_pb2.FindBlocksRequest, "names", names))
+    request.worker_id = worker_id
+    return _cluster("FindBlocks", request, cluster_pb2.FindBlocksResponse)
+
+
+def list_sequences(worker_id: str, page_token: str) -> Call[cluster_pb2.ListSequencesResponse]:
+    request = cluster_pb2.ListSequencesRequest(
+        worker_id=worker_id, page_size=BLOCKS_PER_PAGE, page_token=page_token
+    )
+    return _cluster("ListSequences", request, cluster_pb2.ListSequencesResponse)
+
+
+def one_sequence(worker_id: str, sequence_id: int) -> Call[cluster_pb2.ListSequencesResponse]:
+    request = message_of(cluster_pb2.ListSequencesRequest, "sequence_id", sequence_id)
+    request.worker_id = worker_id
+    return _cluster("ListSequences", request, cluster_pb2.ListSequencesResponse)
 
 
 def lookup_prefix(prompt: str | None, arguments: PromptArguments) -> Call[cluster_pb2.LookupPrefixResponse]:

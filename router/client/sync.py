@@ -149,6 +149,28 @@ class Client:
             if not page_token:
                 return blocks
 
+    def find_blocks(
+        self, worker_id: str, *, block_ids: Sequence[int] = (), names: Sequence[bytes] = ()
+    ) -> list[cluster_pb2.Block]:
+        """Some blocks of a worker, by number or by name: at most 1000 of either."""
+        return list((self._unary(requests.find_blocks(worker_id, block_ids, names))).blocks)
+
+    def list_sequences(self, worker_id: str) -> list[cluster_pb2.SequenceInfo]:
+        """What runs and waits on a worker, page by page, without block tables."""
+        sequences: list[cluster_pb2.SequenceInfo] = []
+        page_token = ""
+        while True:
+            page = self._unary(requests.list_sequences(worker_id, page_token))
+            sequences += page.sequences
+            page_token = page.next_page_token
+            if not page_token:
+                return sequences
+
+    def sequence(self, worker_id: str, sequence_id: int) -> cluster_pb2.SequenceInfo | None:
+        """One sequence with its block table; None once it is over."""
+        page = self._unary(requests.one_sequence(worker_id, sequence_id))
+        return next(iter(page.sequences), None)
+
     def lookup_prefix(
         self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
     ) -> cluster_pb2.LookupPrefixResponse:

@@ -6,34 +6,26 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from blockyard.deploy.bench.mooncake import read_trace, write_trace
+from blockyard.deploy.bench.requests import PlannedRequest, Run, Tokens, Workload, poisson
 
 from bench.simulation.mocker import MockerProfile
-from bench.simulation.mooncake import read_trace, write_trace
 from bench.simulation.profile import HardwareProfile
 from bench.simulation.routers import LOOKUP_SECONDS
 from bench.simulation.simulator import Setup, ideal_reuse, simulate
 from bench.simulation.workers import NETWORK_SECONDS
-from bench.simulation.workloads import (
-    GENERATORS,
-    Run,
-    SimulatedRequest,
-    Tokens,
-    Workload,
-    poisson,
-    shared_prefix,
-    uniform_groups,
-)
+from bench.simulation.workloads import GENERATORS, shared_prefix, uniform_groups
 
 SMALL = HardwareProfile(max_model_len=4096, memory_bytes=23e9)
 """A pool that evicts under a few dozen prompts."""
 
 
-def workload(*requests: SimulatedRequest) -> Workload:
+def workload(*requests: PlannedRequest) -> Workload:
     return Workload(name="test", about="test", requests=requests)
 
 
-def request(number: int, at: float, *prompt: Run, output: int = 8, **more: int) -> SimulatedRequest:
-    return SimulatedRequest(
+def request(number: int, at: float, *prompt: Run, output: int = 8, **more: int) -> PlannedRequest:
+    return PlannedRequest(
         number=number, arrival_seconds=at, prompt=prompt, output=Run(10**6 * (number + 1), output), **more
     )
 

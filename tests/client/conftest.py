@@ -163,6 +163,22 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_gr
             next_page_token=str(start + 2) if start < 4 else "",
         )
 
+    async def FindBlocks(self, request, context):
+        blocks = [cluster_pb2.Block(block_id=block) for block in request.block_ids]
+        return cluster_pb2.FindBlocksResponse(
+            blocks=blocks + [cluster_pb2.Block(name=name) for name in request.names]
+        )
+
+    async def ListSequences(self, request, context):
+        if request.HasField("sequence_id"):
+            known = [request.sequence_id] if request.sequence_id == 7 else []
+        else:
+            known = [int(request.page_token or 1)]
+        return cluster_pb2.ListSequencesResponse(
+            sequences=[cluster_pb2.SequenceInfo(sequence_id=known_id) for known_id in known],
+            next_page_token="2" if known == [1] else "",
+        )
+
     async def LookupPrefix(self, request, context):
         return cluster_pb2.LookupPrefixResponse(prompt_tokens=len(request.prompt_token_ids.ids))
 

@@ -33,7 +33,7 @@ TAKEN: dict[str, Any] = {
 }
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
 BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "public_prefix"}
-BESIDE |= {"priority", "session_id"}
+BESIDE |= {"priority", "session_id", "policy"}
 
 
 def sampling(**arguments: Any) -> inference_pb2.SamplingParams:

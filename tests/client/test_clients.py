@@ -81,6 +81,12 @@ async def test_the_other_calls_return_plain_values(connect: Connect, address: st
     assert [len(workers) for workers in await driver.collect("watch_workers")] == [1, 2]
     assert (await driver.call("block_pool", "w9")).worker_id == "w9"
     assert [block.block_id for block in await driver.call("list_blocks", "w1")] == [0, 1, 2, 3, 4, 5]
+    found = await driver.call("find_blocks", "w1", block_ids=[4], names=[b"n" * 16])
+    assert [(block.block_id, block.name) for block in found] == [(4, b""), (0, b"n" * 16)]
+    sequences = await driver.call("list_sequences", "w1")
+    assert [sequence.sequence_id for sequence in sequences] == [1, 2]
+    assert (await driver.call("sequence", "w1", 7)).sequence_id == 7
+    assert await driver.call("sequence", "w1", 8) is None
     assert (await driver.call("lookup_prefix", prompt_token_ids=[1, 2])).prompt_tokens == 2
     assert (await driver.call("explain_placement", "x", cache_salt="s")).chosen_worker_id == "s"
     assert [request.request_id for request in await driver.call("list_requests")] == ["r"]

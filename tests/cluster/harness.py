@@ -3,6 +3,8 @@ serves."""
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,18 +17,21 @@ import pytest
 from blockyard.deploy import state
 from blockyard.router.client import Client
 
-UP = (
-    "up",
-    "--model",
-    "demo",
-    "--workers",
-    "2",
-    "--device",
-    "cpu",
-    "--kv-cache-memory",
-    "18MiB",
-    "--deterministic",
-)
+README = Path(__file__).parents[2] / "README.md"
+
+
+def readme_commands() -> list[tuple[str, ...]]:
+    """The arguments of each line of its block that begins with `up`: what somebody types first."""
+    text = README.read_text(encoding="utf-8")
+    block = next(
+        block for block in re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S) if "blockyard up " in block
+    )
+    typed = [shlex.split(line, comments=True) for line in block.splitlines()]
+    return [tuple(arguments) for command, *arguments in typed if command.endswith("blockyard")]
+
+
+UP = (*readme_commands()[0], "--router-port", "0", "--deterministic")
+"""As the README has it, but on a free port, and with tokens that can be compared."""
 COMMAND_SECONDS = 240.0
 UNDO_SECONDS = 60.0
 

@@ -24,7 +24,7 @@ from blockyard.router.client.results import completion
 from blockyard.worker.pool_map import block_cells
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .harness import Cluster, eventually
+from .harness import Cluster, eventually, readme_commands
 
 pytestmark = pytest.mark.cluster
 
@@ -121,7 +121,7 @@ def test_gauges_of_every_worker_appear_at_rays_metrics_port(cluster: Cluster) ->
     def agree() -> bool:
         shown = gauges()
         return all(
-            shown.get((gauge, worker)) == value
+            shown.get((gauge, worker), 0 if gauge.endswith("_total") else None) == value
             for worker, load in loads.items()
             for gauge, value in {
                 "blocks_free": load.free_blocks,
@@ -129,9 +129,9 @@ def test_gauges_of_every_worker_appear_at_rays_metrics_port(cluster: Cluster) ->
                 "blocks_used": load.used_blocks,
                 "running": 0,
                 "waiting": 0,
-                "prompt_tokens": load.prompt_tokens,
-                "generated_tokens": load.generated_tokens,
-                "cached_tokens": load.cached_tokens,
+                "prompt_tokens_total": load.prompt_tokens,
+                "generated_tokens_total": load.generated_tokens,
+                "cached_tokens_total": load.cached_tokens,
             }.items()
         )
 
@@ -160,6 +160,14 @@ def test_generate_and_chat_print_what_the_client_gets(cluster: Cluster) -> None:
     assert cluster.command.run("generate", "import os\n", *sampling).stdout == expected.text + "\n"
     assert cluster.command.run("generate", "-", *sampling, stdin="import os\n").stdout == expected.text + "\n"
     assert cluster.command.run("chat", *sampling, stdin="Say x.\n").stdout == reply.text + "\n"
+
+
+def test_what_the_readme_types_between_up_and_down_is_answered(cluster: Cluster) -> None:
+    between = readme_commands()[1:-1]  # the fixture runs the first, the last test the last
+    assert between
+    for arguments in between:
+        result = cluster.command.run(*arguments)
+        assert (result.returncode, bool(result.stdout.strip())) == (0, True), result.stderr
 
 
 def test_structured_outputs_follow_their_schema_and_expression(cluster: Cluster) -> None:

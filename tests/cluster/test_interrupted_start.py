@@ -41,7 +41,7 @@ def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str, number: si
         for line in process.stderr:
             if stage in line:
                 break
-        assert eventually(lambda: len(processes_of(command.home)) > 2, seconds=20)
+        assert eventually(lambda: len(processes_of(command.home)) > 2, seconds=60)
         process.send_signal(number)
         process.communicate(timeout=60)
     assert process.returncode != 0

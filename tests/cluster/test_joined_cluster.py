@@ -2,34 +2,28 @@
 Ray's."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.processes import ProcessIdentity, end_session, is_alive, session_members
-from blockyard.deploy.ray_head import RayHead, start_head
+from blockyard import deploy
+from blockyard.deploy.processes import ProcessIdentity, is_alive, session_members
+from blockyard.deploy.ray_head import RayHead
 from blockyard.router.client import Client
 
 from .harness import Command, eventually, remembered_state
+from .ray_nodes import operators_head
 
 pytestmark = pytest.mark.cluster
 
+DEMO_CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
-    """An operator's Ray. Its folder's path must be short: Ray puts sockets in it."""
-    directory = Path(tempfile.mkdtemp(prefix="by-test-", dir="/tmp"))
-    head = start_head(directory, num_cpus=2)
-    recorded = session_members(head.session)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_AUTH_MODE", "token")
-        environment.setenv("RAY_AUTH_TOKEN_PATH", str(head.token_path))
+    with operators_head() as head:
         yield head
-    end_session(head.session, recorded)
-    shutil.rmtree(directory)
 
 
 def actors_of(head: RayHead) -> list[ProcessIdentity]:
@@ -61,10 +55,12 @@ def test_up_joins_a_ray_cluster_and_down_leaves_it_as_it_was(head: RayHead, tmp_
 
 def test_a_worker_that_cannot_start_fails_up_with_its_reason(head: RayHead, tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="small")
-    too_small = ("--model", "demo", "--device", "cpu", "--kv-cache-memory", "100KiB")
-    result = command.run("up", *too_small, "--address", head.address)
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_CHECKPOINT, model)
+    (model / "model.safetensors").write_bytes(b"not what the name says")
+    result = command.run("up", "--model", str(model), "--device", "cpu", "--address", head.address)
     assert result.returncode == 1
-    assert "worker-0 does not start: ValueError" in result.stderr
+    assert "worker-0 does not start: " in result.stderr
     assert "Traceback" not in result.stderr
     assert eventually(lambda: actors_of(head) == [], seconds=10)
     assert not command.home.exists() or list(command.home.iterdir()) == []

@@ -1,6 +1,7 @@
 """What `generate` and `chat` send and show, against a real gRPC server with fixed answers."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from blockyard.deploy.cli import main
+from blockyard.deploy.patience import PATIENCE_SECONDS
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.client.arguments import GenerateArguments
 from click.testing import CliRunner, Result
@@ -32,10 +34,12 @@ def message(
 class FixedRouter(inference_pb2_grpc.InferenceServiceServicer):
     answers: list[inference_pb2.GenerateStreamResponse] = field(default_factory=list)
     breaks: bool = False
+    delay_seconds: float = 0.0
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
 
     def GenerateStream(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateStreamResponse]:
         self.requests.append(request)
+        time.sleep(self.delay_seconds)
         yield from self.answers
         if self.breaks:
             context.abort(grpc.StatusCode.INTERNAL, "the engine failed")
@@ -79,6 +83,16 @@ def test_one_output_is_printed_as_it_is(terminal: Terminal) -> None:
     assert "2 generated" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("migrations", "told"), [(0, "seed 0]"), (1, "seed 0, 1 migration]"), (2, "seed 0, 2 migrations]")]
+)
+def test_the_last_line_says_how_often_the_worker_was_lost(
+    terminal: Terminal, migrations: int, told: str
+) -> None:
+    terminal.router.answers = [message("Hello", [1], 0, ends=True, migrations=migrations)]
+    assert terminal.run("generate", "x").stderr.rstrip().endswith(told)
+
+
 def test_several_outputs_are_labelled_by_their_index(terminal: Terminal) -> None:
     terminal.router.answers = SEVERAL
     result = terminal.run("generate", "x", "--n", "2")
@@ -96,6 +110,18 @@ def test_json_has_all_outputs(terminal: Terminal) -> None:
     ]
     assert document["outputs"][1]["finish"]["beam_score"] == -0.75
     assert (document["text"], document["request_id"]) == ("ab", "r")
+
+
+@pytest.mark.parametrize("command", [("generate", "x", "--output", "json"), ("chat",)])
+def test_an_answer_that_is_late_is_said_to_be_beside_it_once_and_in_it_never(
+    terminal: Terminal, command: tuple[str, ...]
+) -> None:
+    terminal.router.answers, terminal.router.delay_seconds = ONE, PATIENCE_SECONDS + 1.0
+    result = terminal.run(*command, input="hello\n")
+    assert result.exit_code == 0
+    # This router says nothing of workers, as a real one to a token that may only ask the model.
+    assert result.stderr.count("[no answer yet; `") == 1
+    assert "no answer yet" not in result.stdout
 
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])
@@ -191,8 +217,8 @@ def test_any_json_object_can_be_asked_for(terminal: Terminal) -> None:
 
 
 def test_every_argument_of_the_client_that_is_no_prompt_is_an_option_of_generate() -> None:
-    # The rest names a prompt, or the one model that a cluster serves.
-    arguments = GenerateArguments.__annotations__.keys() - {"messages", "prompt_token_ids", "model"}
+    # The rest names a prompt, the one model that a cluster serves, or what `bench --compare` asks for as an admin.
+    arguments = GenerateArguments.__annotations__.keys() - {"messages", "prompt_token_ids", "model", "policy"}
     options = {parameter.name: parameter for parameter in main.commands["generate"].params}
     assert arguments <= options.keys()
     assert all(getattr(options[name], "help", None) for name in arguments)

@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.cluster import UpOptions, _spec, cpus_per_worker
+from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.limits import router_limits
 from blockyard.deploy.options import ENGINE_HELP, engine_config, model_path
 from blockyard.deploy.processes import ProcessIdentity, identify
+from blockyard.deploy.shape import Shape, cpus_per_worker
 from blockyard.deploy.size import parse_bytes
+from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.router.config import RouterConfig
 from blockyard.router.placement_config import PlacementConfig
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
 
 SECRET = "a-secret-that-nobody-may-see"
+ONE_WORKER = Shape(num_workers=1, num_cpus=1.0, num_gpus=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +76,13 @@ def cluster_state(**changes: object) -> state.ClusterState:
         ),
     }
     return state.ClusterState(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("device", "dtype", "blocks"), [("cpu", "float32", 384), ("cuda", "bfloat16", 768)])
+def test_size_counts_in_what_the_device_caches(device: str, dtype: str, blocks: int) -> None:
+    result = run("size", "demo", "--memory", "18MiB", "--device", device, "--output", "json")
+    sized = json.loads(result.stdout)
+    assert (sized["dtype"], sized["blocks"]) == (dtype, blocks)
 
 
 def test_size_counts_two_mebibytes_a_block_for_a_large_model(large_model: Path) -> None:
@@ -142,42 +152,20 @@ def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:
     assert result.output.startswith("Error: ")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--block-size", "17"),
-        ("--kv-cache-memory", "much"),
-        ("--workers", "0"),
-        ("--max-num-seqs", "0"),
-        ("--max-outputs", "0"),
-        ("--max-beam-width", "0"),
-        ("--max-requests", "0"),
-        ("--max-queue-seconds", "nan"),
-        ("--tenant-weight", "research"),
-        ("--tenant-weight", "research=0"),
-        ("--tenant-weight", "a b=2"),
-        ("--max-tokens-admitted", "0"),
-        ("--gpu-memory-utilization", "1.5"),
-        ("--cluster", "../../etc"),
-        ("--model", "/no/such/folder"),
-    ],
-)
-def test_up_refuses_bad_settings_before_it_starts_anything(arguments: tuple[str, ...], home: Path) -> None:
-    result = run("up", "--model", "demo", *arguments)
-    assert result.exit_code in (1, 2)
-    assert "Error" in result.output
-    assert not home.exists()
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
 def test_up_gives_up_at_once_where_no_ray_answers_and_leaves_nothing(
-    address: str, home: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BLOCKYARD_REDIS_URL", "redis://127.0.0.1:1/0")
-    result = run("up", "--model", "demo", "--address", address)
+    started = tmp_path / "redis was started"
+    server = tmp_path / "bin" / "redis-server"
+    server.parent.mkdir()
+    server.write_text(f"#!/bin/sh\necho > '{started}'\n")
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", str(server.parent), prepend=":")
+    result = run("up", "--model", "demo", "--address", "127.0.0.1:1")
     assert result.exit_code == 1
-    assert address in result.output
-    assert not home.exists() or list(home.iterdir()) == []
+    assert result.output.splitlines() == ["Error: no Ray answers at 127.0.0.1:1: Connection refused"]
+    assert not started.exists()
+    assert not home.exists()
 
 
 def test_down_says_that_a_joined_ray_is_gone_and_forgets_it_on_request() -> None:
@@ -207,7 +195,8 @@ def test_limits_of_a_request_reach_the_routers_and_are_by_default_their_own() ->
     engine = EngineConfig(model="demo")
     limited = UpOptions(engine=engine, max_outputs=3, max_beam_width=5)
     routers = [
-        _spec(cluster_state(), options, 1, 0.0, 1.0).router for options in (limited, UpOptions(engine=engine))
+        spec_of(cluster_state(), options, ONE_WORKER).router
+        for options in (limited, UpOptions(engine=engine))
     ]
     own = RouterConfig(model="demo")
     assert [(router.max_outputs, router.max_beam_width) for router in routers] == [
@@ -226,7 +215,7 @@ def test_what_routers_admit_is_set_by_options_of_up_and_is_by_default_their_own(
     ):
         values = main.commands["up"].make_context("up", ["--model", "demo", *arguments]).params
         options = UpOptions(engine=EngineConfig(model="demo"), limits=router_limits(values))
-        router = _spec(cluster_state(), options, 1, 0.0, 1.0).router
+        router = spec_of(cluster_state(), options, ONE_WORKER).router
         assert (
             router.max_requests,
             router.max_tokens_admitted,
@@ -240,7 +229,7 @@ def test_policy_and_placement_settings_reach_the_routers() -> None:
     values = main.commands["up"].make_context("up", arguments).params
     chosen = {name: values[name] for name in ("policy", "placement")}
     options = UpOptions(engine=EngineConfig(model="demo"), **chosen)
-    router = _spec(cluster_state(), options, 1, 0.0, 1.0).router
+    router = spec_of(cluster_state(), options, ONE_WORKER).router
     assert (router.policy, router.placement) == ("dynamo", PlacementConfig(dynamo_temperature=0.5))
 
 

@@ -3,6 +3,7 @@
 from io import StringIO
 
 import pytest
+from blockyard.deploy.cli import main
 from blockyard.deploy.index_view import derived, index_view
 from blockyard.proto.v1.cluster_pb2 import IndexedWorker, IndexInfo, IndexState, WorkerIndex
 from rich.console import Console
@@ -50,12 +51,12 @@ def test_everything_that_is_known_is_shown() -> None:
     assert "lag 3.20 s at most" in lines
     assert "look-ups 20, 2 failed, 5 skipped; p50 0.20 ms, p99 1.10 ms" in lines
     assert "stale 2.50% of 400 blocks promised" in lines
-    assert lines[-4:-1] == [
+    assert lines[-5:-2] == [
         "w0 EXACT 700 0 0.00 0 0",
         "w1 DEGRADED 0 512 3.20 2 9",
         "w2 - - - - - -",
     ]
-    assert lines[-1].startswith("entries: different names")
+    assert lines[-2].startswith("entries: different names")
 
 
 def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
@@ -63,7 +64,35 @@ def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
     assert derived(IndexInfo()) == {"bytes_per_name": None, "stale_ratio": None, "lag_seconds": 0.0}
     uncounted = lines_of(IndexInfo(state=IndexState.INDEX_STATE_DEGRADED))
     assert "look-ups 0, 0 failed, 0 skipped" in [" ".join(line) for line in uncounted]
-    assert all([what, "-"] in uncounted for what in ("names", "bytes", "berths", "stale"))
+    unknown = {line[0]: " ".join(line[1:]) for line in uncounted if line[1:2] == ["-"]}
+    assert unknown == {
+        **dict.fromkeys(
+            ("names", "bytes", "berths"), "- (not counted: no worker is ready that would tell it anything)"
+        ),
+        "stale": "- (this router has placed nothing on a promise of the index yet)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (IndexState.INDEX_STATE_DEGRADED, "see the state above"),
+        (
+            IndexState.INDEX_STATE_EXACT,
+            "Redis did not say in time, or may not tell routers (SECURITY.md has the rights)",
+        ),
+    ],
+)
+def test_what_was_not_counted_says_why(state: IndexState, why: str) -> None:
+    lines = lines_of(IndexInfo(state=state, workers=[IndexedWorker(worker_id="w0")]))
+    assert ["names", "-", "(not", "counted:", *f"{why})".split()] in lines
+    assert " ".join(lines[-1]).startswith("- in a worker's row: it has said nothing of its part")
+
+
+def test_every_row_is_explained_where_the_command_is() -> None:
+    explained = {line.strip().split("  ")[0] for line in (main.commands["index"].help or "").splitlines()}
+    headings = {line[0] for line in lines_of(FULL)[2:8]}
+    assert headings | {"entries", "pending", "resyncs"} <= explained
 
 
 def test_an_absent_index_is_one_line() -> None:

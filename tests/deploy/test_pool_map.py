@@ -33,6 +33,10 @@ MIXED = pool_of(
 )
 
 
+MIXED.evictions = 5
+MIXED.load.running, MIXED.load.waiting, MIXED.load.preemptions = 2, 1, 4
+
+
 def drawn(pool: cluster_pb2.BlockPool) -> str:
     page = io.StringIO()
     Console(file=page, width=200).print(pool_map(pool))
@@ -50,6 +54,7 @@ def test_the_workers_text_map_reads_back_as_the_same_blocks() -> None:
 def test_the_picture_shows_counts_cells_and_legend_without_colour_codes() -> None:
     page = drawn(MIXED)
     assert "133 blocks of 16 tokens (133.0 KiB): 57 free, 70 cached, 6 used" in page
+    assert "sequences: 2 running, 1 waiting; since the start 5 evictions, 4 preemptions" in page
     assert "  0 11666+" + "c" * 58 in page
     assert "\x1b" not in page
 

@@ -1,9 +1,22 @@
-"""A head comes up beside another one: ports that are taken are left alone."""
+"""A head comes up beside another one, and what answers where one should be is looked at before Ray waits for it."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 
-from blockyard.deploy.ray_head import DASHBOARD_PORT, _dashboard_port
+import grpc
+import pytest
+from blockyard.deploy.ray_head import (
+    DASHBOARD_PORT,
+    MEMORY_MONITOR_VARIABLE,
+    RayConnectError,
+    _dashboard_port,
+    _environment,
+    check_listening,
+)
 
 
 def test_the_dashboard_moves_where_its_port_is_taken() -> None:
@@ -13,3 +26,36 @@ def test_the_dashboard_moves_where_its_port_is_taken() -> None:
             occupant.bind(("127.0.0.1", DASHBOARD_PORT))
             occupant.listen()
         assert _dashboard_port() != DASHBOARD_PORT
+
+
+def test_a_web_server_is_no_ray_and_that_is_said_at_once() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        Thread(target=web.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{web.server_port}"
+        with pytest.raises(RayConnectError, match=f"what answers at {address} is no Ray"):
+            check_listening(address)
+        web.shutdown()
+
+
+def test_who_says_nothing_at_all_is_no_ray_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockyard.deploy.ray_head.CONNECT_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(RayConnectError, match="no Ray answers at"):
+            check_listening(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_what_speaks_grpc_may_be_ray() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    check_listening(f"127.0.0.1:{port}")
+    server.stop(None)
+
+
+def test_rays_memory_monitor_is_off_unless_the_operator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MEMORY_MONITOR_VARIABLE, raising=False)
+    assert _environment(Path("token"))[MEMORY_MONITOR_VARIABLE] == "0"
+    monkeypatch.setenv(MEMORY_MONITOR_VARIABLE, "250")
+    assert _environment(Path("token"))[MEMORY_MONITOR_VARIABLE] == "250"

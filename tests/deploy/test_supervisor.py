@@ -5,31 +5,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from blockyard.deploy.administration import restart_order
-from blockyard.deploy.supervisor import (
+from blockyard.deploy.places import (
     FIRST_BACKOFF_SECONDS,
     JOINING_SECONDS,
     PUSH_SECONDS,
-    ClusterSpec,
     Place,
-    Supervisor,
     push_pause_seconds,
 )
-from blockyard.router.config import RouterConfig
-from blockyard.worker.config import EngineConfig, WorkerConfig
 
-SPEC = ClusterSpec(
-    namespace="test",
-    worker=WorkerConfig(engine=EngineConfig(model="m")),
-    num_workers=1,
-    num_cpus_per_worker=1.0,
-    num_gpus_per_worker=0.0,
-    router=RouterConfig(model="m"),
-    num_routers=1,
-)
+from .lives import Lives, WithoutActors, until
 
 
 @dataclass
@@ -46,13 +33,13 @@ class Life:
         return self.answer(addresses)
 
 
-class WithoutRay(Supervisor):
+class WithoutRay(WithoutActors):
     """Its places serve until `ended`; its routers are lives of ours."""
 
     def __init__(self, life: Life) -> None:
         self.ended = asyncio.Event()
         self._life = life
-        super().__init__(SPEC)
+        super().__init__()
 
     async def _run_once(self, place: Place) -> None:
         if self.ended.is_set():
@@ -64,10 +51,6 @@ class WithoutRay(Supervisor):
         del self._actors[place.name]
         raise RuntimeError("it ended")
 
-    async def leave(self) -> None:
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
-
     async def router(self) -> Place:
         return next(place for place in (await self.report()).places if place.kind == "router")
 
@@ -76,12 +59,6 @@ def ready(num_workers: int) -> "asyncio.Future[int]":
     answer = asyncio.get_running_loop().create_future()
     answer.set_result(num_workers)
     return answer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nothing wakes who waits for a value
-            await asyncio.sleep(0.01)
 
 
 async def test_a_router_that_ended_reaches_nobody() -> None:
@@ -134,76 +111,6 @@ def test_routers_are_told_often_only_while_they_get_on() -> None:
         pauses.append(pause / JOINING_SECONDS)
     assert [round(pause) for pause in pauses] == [1, 1, 2, 4, 8, 16, 20, 20, 1]
     assert push_pause_seconds(pause, are_joined=True, has_news=True) == PUSH_SECONDS
-
-
-class Remote:
-    """A method of an actor."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker's actor as far as the supervisor calls it."""
-
-    incarnation: str
-    draining: bool = False
-    stopped_with: list[float] = field(default_factory=list)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.is_draining = Remote(self._is_draining)
-        self.stop = Remote(self._stop)
-
-    async def _is_draining(self) -> bool:
-        return self.draining
-
-    async def _stop(self, grace_seconds: float) -> None:
-        self.stopped_with.append(grace_seconds)
-
-
-class Lives(Supervisor):
-    """Without Ray: a worker has one life after the other, the router one that knows them all."""
-
-    def __init__(self) -> None:
-        self.lives: list[Worker] = []
-        self.fails_to_start = False
-        self.known: tuple[str, ...] | None = None
-        """What the router says of whom it gives requests to; None: whoever lives."""
-        super().__init__(SPEC)
-
-    async def _run_once(self, place: Place) -> None:
-        if place.kind == "router":
-            router = Life(lambda addresses: ready(len(addresses)))
-            router.ready_incarnations = Remote(self._ready)  # type: ignore[attr-defined]
-            self._actors[place.name] = router
-            place.phase, place.address = "serving", "router:1"
-            await asyncio.Event().wait()
-        if self.fails_to_start:
-            raise RuntimeError("no such model")
-        life = Worker(incarnation=f"life-{len(self.lives)}")
-        self.lives.append(life)
-        self._actors[place.name] = life
-        place.phase, place.address, place.incarnation = "serving", "worker:1", life.incarnation
-        place.num_starts += 1
-        self._changed.set()
-        await life.ended.wait()
-        raise RuntimeError("it ended")
-
-    async def _ready(self) -> tuple[str, ...]:
-        return (self.lives[-1].incarnation,) if self.known is None else self.known
-
-    def _kill(self, actor: Any) -> None:
-        if isinstance(actor, Worker):
-            actor.ended.set()
-
-    async def place(self, kind: str) -> Place:
-        return next(place for place in (await self.report()).places if place.kind == kind)
-
-    async def leave(self) -> None:
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
 
 
 @pytest.fixture

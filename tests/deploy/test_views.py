@@ -1,10 +1,23 @@
 """What the commands' tables have room for."""
 
+from dataclasses import replace
 from io import StringIO
 
-from blockyard.deploy.views import workers_table
+from blockyard.deploy.nodes import RayNode
+from blockyard.deploy.places import Place, SupervisorReport
+from blockyard.deploy.state import ClusterState
+from blockyard.deploy.views import dashboard_lines, metrics_lines, status_view, workers_table
 from blockyard.proto.v1 import cluster_pb2
-from rich.console import Console
+from rich.console import Console, RenderableType
+
+HEAD = RayNode(node_id="aaaa", name="10.0.0.1", metrics_address="10.0.0.1:4001")
+OTHER = RayNode(node_id="bbbb", name="10.0.0.2", metrics_address="10.0.0.2:4002")
+
+
+def printed(view: RenderableType) -> str:
+    output = StringIO()
+    Console(file=output, width=200).print(view)
+    return output.getvalue()
 
 
 def lines_of(*loads: cluster_pb2.WorkerLoad) -> list[list[str]]:
@@ -12,9 +25,7 @@ def lines_of(*loads: cluster_pb2.WorkerLoad) -> list[list[str]]:
         cluster_pb2.Worker(worker_id=f"w{number}", device="cpu", address="here", load=load)
         for number, load in enumerate(loads)
     ]
-    output = StringIO()
-    Console(file=output, width=200).print(workers_table(workers))
-    return [line.split() for line in output.getvalue().splitlines()]
+    return [line.split() for line in printed(workers_table(workers)).splitlines()]
 
 
 def test_host_memory_has_a_column_once_a_worker_keeps_blocks_there() -> None:
@@ -34,3 +45,39 @@ def test_preemptions_and_swaps_have_columns_once_a_worker_has_some() -> None:
         ["0", "0"],
         ["5", "2"],
     ]
+
+
+def status_on(*nodes: RayNode) -> str:
+    places = [
+        Place(name=f"worker-{number}", kind="worker", node_id=id)
+        for number, id in enumerate(("aaaa", "bbbb"))
+    ]
+    report = SupervisorReport(pid=1, code="c", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0)
+    cluster = ClusterState(cluster="default", model="demo", secret="s", metrics_port=4001)
+    return printed(status_view(cluster, report, None, nodes))
+
+
+def test_status_tells_each_nodes_metrics_port_and_which_node_a_place_is_on() -> None:
+    told = status_on(HEAD, OTHER)
+    for node in (HEAD, OTHER):
+        assert f"http://{node.metrics_address}/metrics (ray_blockyard_*, of node {node.name})" in told
+    rows = {line.split()[0]: line.split()[2] for line in told.splitlines() if line.startswith("worker-")}
+    assert rows == {"worker-0": "10.0.0.1", "worker-1": "10.0.0.2"}
+
+
+def test_with_one_node_status_names_no_nodes() -> None:
+    told = status_on(HEAD)
+    assert "http://10.0.0.1:4001/metrics (ray_blockyard_*)" in told
+    assert "node" not in told
+
+
+def test_up_tells_the_metrics_port_of_its_own_machine() -> None:
+    cluster = ClusterState(cluster="default", model="demo", secret="s", metrics_port=4001)
+    assert metrics_lines(cluster) == ["metrics    http://127.0.0.1:4001/metrics (ray_blockyard_*)"]
+
+
+def test_where_the_dashboard_wants_our_token_its_own_advice_is_contradicted() -> None:
+    joined = ClusterState(cluster="default", model="demo", secret="s", dashboard_url="http://127.0.0.1:8265")
+    assert "get-auth-token" not in "".join(dashboard_lines(joined))
+    ours = replace(joined, ray_token_path="token")
+    assert "this one, not that of the `ray get-auth-token`" in "".join(dashboard_lines(ours))

@@ -26,7 +26,8 @@ START_SECONDS = 90.0
 STOP_SECONDS = 20.0
 PORTS = range(20_000, 30_000)
 """Below those that the kernel gives to outgoing connections: a worker that died finds its own free again."""
-SERVES = re.compile(r"(?:worker \S+ serves at|router serving \S+ on) (\S+)")
+TASKS = re.compile(r"event loop: .*?(\d+) tasks")
+SERVES = re.compile(r"(?:worker \S+ serves at|router serving \S+ on) ([^\s\"]+)")
 SIMULATED = ("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", str(18 * 2**20))
 """384 blocks of 16 tokens."""
 DETERMINISTIC = ("--device", "cpu", "--deterministic", "--kv-cache-memory", str(36 * 2**20))
@@ -77,6 +78,20 @@ class Process:
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def loop_word(self, pattern: "re.Pattern[str]") -> "re.Match[str]":
+        """What it says of its event loop, now that it is asked."""
+        seen = len(pattern.findall(self.log_text()))
+        self.signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 10
+        while len(found := list(pattern.finditer(self.log_text()))) == seen:
+            assert time.monotonic() < deadline, f"{self.name} says nothing of its event loop"
+            time.sleep(0.01)
+        return found[-1]
+
+    def num_tasks(self) -> int:
+        """That its event loop has now."""
+        return int(self.loop_word(TASKS)[1])
 
     def kill(self) -> None:
         """SIGKILL; gone when this returns."""

@@ -16,8 +16,7 @@ import pytest
 
 from .matrix import MATRIX
 
-BEGIN = "<!-- written by make faults: begin -->"
-END = "<!-- written by make faults: end -->"
+WRITER = "make faults"
 HEAD = (
     "| n | fault | expected | measured: failed / migrated / recovery | test |",
     "|---|---|---|---|---|",
@@ -68,10 +67,10 @@ def table(outcomes: Iterable[Outcome]) -> list[str]:
     return lines
 
 
-def rewritten(text: str, lines: Sequence[str]) -> str:
-    """Raises ValueError where the markers are not there."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def rewritten(text: str, lines: Sequence[str], *, by: str = WRITER) -> str:
+    """Between the two markers of this writer. Raises ValueError where they are not there."""
+    before, begin, rest = text.partition(f"<!-- written by {by}: begin -->")
+    _, end, after = rest.partition(f"<!-- written by {by}: end -->")
     if not begin or not end:
         raise ValueError("the file has no place for the table: its two markers are missing")
     return "\n".join([before + begin, "", *lines, "", end + after])
@@ -79,6 +78,10 @@ def rewritten(text: str, lines: Sequence[str]) -> str:
 
 def setting() -> str:
     """When and where, in a sentence."""
+    return f"Run of {day_and_commit()} on {machine()}."
+
+
+def day_and_commit() -> str:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=9"],
         cwd=Path(__file__).parent,
@@ -87,10 +90,12 @@ def setting() -> str:
         check=False,
     ).stdout.strip()
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    machine = (
-        f"{cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    )
-    return f"Run of {day} at commit `{commit or 'unknown'}` on {machine}."
+    return f"{day} at commit `{commit or 'unknown'}`"
+
+
+def machine() -> str:
+    system = f"{platform.system()} {platform.machine()}"
+    return f"{cpu_count()} cores, {system}, Python {platform.python_version()}"
 
 
 class FaultReport:

@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from blockyard.router.client import AsyncClient
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from .load import Stream, until_ready
 from .processes import Process, Processes
@@ -61,3 +63,12 @@ async def raw_inference(router: Process, *options: tuple[str, Any]) -> AsyncIter
     """A stub without our client, for what our client never does."""
     async with grpc.aio.insecure_channel(router.address, options=options) as channel:
         yield InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    """Of an error that came to a raw stub."""
+    status = rpc_status.from_call(error)
+    assert status is not None
+    info = error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    return info

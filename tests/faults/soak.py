@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .report import setting
-from .soak_cluster import ROUTERS, SoakCluster, soak_cluster
-from .soak_faults import FAULTS, Fault, commit, drawn
-from .soak_load import SoakLoad, Struck, kinds, references, soak_load
+from .soak_cluster import ROUTERS, WORKERS, SoakCluster, soak_cluster
+from .soak_faults import FAULTS, WORKER_KILLED, Fault, commit, drawn
+from .soak_load import SoakLoad, Struck, soak_load
+from .soak_requests import kinds, references, warm_grammars
 from .soak_samples import Samples, table
 
 CALM_SECONDS = (0.3, 2.0)
@@ -34,9 +35,10 @@ NUM_QUIETS = 5
 ABOUT = (
     "Random faults, one after another, on four workers, two routers and a Redis under a steady load. After",
     "each the cluster has to become whole, and every stream to end once, by its deadline, with the tokens of",
-    "an undisturbed run, as far as it came. Once a minute everything falls quiet: no block is used, the index",
-    "equals the workers' truth, no log holds a prompt, and samples are taken. Workers `w0` to `w2` and router",
-    "`r0` live through it all, so that a slope can be seen. `make soak REPORT=docs/soak.md` writes this file.",
+    "an undisturbed run, as far as it came; every tenth must be JSON of its schema. Once a minute everything",
+    "falls quiet: no block is used, the index equals the workers' truth, no log holds a prompt, and samples are",
+    "taken. Workers `w0` to `w2` and router `r0` live through it all, so that a slope can be seen.",
+    "`make soak REPORT=docs/soak.md` writes this file.",
     "*Lost with its router*: its client hears UNAVAILABLE, since only that router held the stream.",
 )
 
@@ -70,6 +72,7 @@ async def run(soak: Soak, folder: Path) -> None:
         await cluster.until_whole()
         wanted = kinds()
         undisturbed = await references(cluster.clients[ROUTERS[0]], wanted)
+        await warm_grammars(cluster.clients[ROUTERS[0]], WORKERS, wanted)
         async with soak_load(cluster.addresses, soak.seed, wanted, undisturbed) as load:
             soak.load, soak.began = load, time.monotonic()
             await _course(soak, cluster, load)
@@ -100,6 +103,8 @@ async def _strike(soak: Soak, cluster: SoakCluster, load: SoakLoad, fault: Fault
     await cluster.until_whole()
     struck.until = time.monotonic()
     struck.whole_seconds = struck.until - healed_at
+    if fault.kind == WORKER_KILLED:
+        await warm_grammars(cluster.clients[ROUTERS[0]], {fault.target}, load.kinds)
     soak.say(f"{fault}: whole {struck.whole_seconds:.1f} s after it")
     load.check()
 

@@ -93,7 +93,8 @@ class SoakCluster:
     def take(self, samples: Samples, at_seconds: float) -> None:
         """Of every process, those that routers and workers started too, and of this one."""
         for process in (*self.processes.workers.values(), *self.processes.routers.values()):
-            samples.add(process.name, process.pid, Sample(at_seconds=at_seconds, usage=Usage.of(process.pid)))
+            sample = Sample(at_seconds=at_seconds, usage=Usage.of(process.pid), tasks=process.num_tasks())
+            samples.add(process.name, process.pid, sample)
             for number, pid in enumerate(children(process.pid)):
                 sample = Sample(at_seconds=at_seconds, usage=Usage.of(pid))
                 samples.add(f"{process.name}, child {number}", pid, sample)

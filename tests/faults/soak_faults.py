@@ -20,6 +20,7 @@ from .load import load, streams, until
 from .soak_cluster import MARKER_TOKEN, MORTAL_ROUTER, MORTAL_WORKER, ROUTERS, WORKERS, SoakCluster
 from .soak_load import RouterDeath, SoakLoad
 
+WORKER_KILLED = "worker SIGKILL, started again"
 GONE_SECONDS = 60.0
 """Four times the keepalive's."""
 
@@ -202,9 +203,7 @@ async def _lose_a_client(
 
 
 FAULTS = {
-    "worker SIGKILL, started again": FaultKind(
-        commit=_worker_kill, targets=(MORTAL_WORKER,), seconds=(0.0, 2.0)
-    ),
+    WORKER_KILLED: FaultKind(commit=_worker_kill, targets=(MORTAL_WORKER,), seconds=(0.0, 2.0)),
     "worker SIGSTOP, SIGCONT": FaultKind(commit=_worker_freeze, targets=WORKERS, seconds=(0.5, 5.0)),
     "worker drained, resumed": FaultKind(commit=_drain, targets=WORKERS, seconds=(0.0, 1.0)),
     "a step raises": FaultKind(commit=_step_raises, targets=ROUTERS, seconds=(0.0, 0.0)),

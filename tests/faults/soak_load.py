@@ -1,7 +1,8 @@
 """The load of the soak: users who open clients, ask for streams of known tokens, cancel some, and close the clients.
 
-Owns the kinds of requests, the users, and the judgement of each stream. Does not own faults (soak_faults.py) nor the
-state of the cluster (soak_cluster.py). Keeps nothing of a stream but what it cost: the soak measures memory.
+Owns the users, and the judgement of each stream. Does not own what they ask for (soak_requests.py), faults
+(soak_faults.py) nor the state of the cluster (soak_cluster.py). Keeps nothing of a stream but what it cost: the soak
+measures memory.
 """
 
 import asyncio
@@ -12,14 +13,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 from blockyard.router.client import AsyncClient
 
 from .invariants import each_ended_once
-from .load import CANARY, TIMEOUT_SECONDS, Stream, answers, until
-from .redis_course import prompt
+from .load import TIMEOUT_SECONDS, Stream, until
+from .soak_requests import Kind, Tokens, malformed
 
 NUM_USERS = 8
 REQUESTS_OF_A_CLIENT = (3, 12)
@@ -28,74 +28,6 @@ SENT_SECONDS = 0.005
 """So that one that is left before its first token has been sent."""
 RECONNECT_SECONDS = 5.0
 """A router that is back is found by clients within 2 s."""
-
-Tokens = dict[int, list[int]]
-"""By output."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A request whose tokens are the same whenever it is asked."""
-
-    name: str
-    prompt: str
-    arguments: Mapping[str, Any]
-    timeout_seconds: float = TIMEOUT_SECONDS
-    cancel_after_tokens: int | None = None
-
-    def stream(self, request_id: str, *, timeout_seconds: float | None = None) -> Stream:
-        return Stream(
-            request_id=request_id,
-            prompt=self.prompt,
-            arguments={"ignore_eos": True, **self.arguments},
-            timeout_seconds=timeout_seconds or self.timeout_seconds,
-        )
-
-
-def kinds() -> tuple[Kind, ...]:
-    """The simulated engine follows no grammar, so no output is structured."""
-    shared = [
-        _kind("shared", number, prompt(number), max_tokens=12 + 4 * (number % 5)) for number in range(12)
-    ]
-    return (
-        *shared,
-        *(_kind("short", number, max_tokens=20 + 10 * number) for number in range(8)),
-        *(_kind("two", number, max_tokens=40, n=2) for number in range(3)),
-        *(_kind("logprobs", number, max_tokens=30, logprobs=2) for number in range(2)),
-        *(_kind("beams", number, max_tokens=20, beam_width=3, n=2) for number in range(2)),
-        *(_kind("long", number, prompt(number), max_tokens=200) for number in range(2)),
-        _kind("hurried", 0, timeout_seconds=0.6, max_tokens=400),
-        _kind("hurried", 1, prompt(1), timeout_seconds=3.0, max_tokens=30),
-        _kind("left", 0, cancel_after_tokens=0, max_tokens=100),
-        _kind("left", 1, cancel_after_tokens=1, max_tokens=100),
-        _kind("left", 2, prompt(2), cancel_after_tokens=20, max_tokens=100, n=2),
-    )
-
-
-def _kind(
-    name: str,
-    number: int,
-    text: str = "",
-    *,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    cancel_after_tokens: int | None = None,
-    **arguments: Any,
-) -> Kind:
-    return Kind(
-        name=f"{name}{number}",
-        prompt=text or f"def {name}{number:02d}(x): # {CANARY}",
-        arguments={"seed": 100 + number, **arguments},
-        timeout_seconds=timeout_seconds,
-        cancel_after_tokens=cancel_after_tokens,
-    )
-
-
-async def references(client: AsyncClient, wanted: Sequence[Kind]) -> dict[str, Tokens]:
-    """The tokens of each kind in an undisturbed run."""
-    streams = [kind.stream(f"reference-{kind.name}", timeout_seconds=TIMEOUT_SECONDS) for kind in wanted]
-    for stream in await answers(client, streams):
-        assert stream.error is None, f"{stream.request_id}: {stream.error}"
-    return {kind.name: stream.tokens for kind, stream in zip(wanted, streams, strict=True)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,6 +137,8 @@ class SoakLoad:
             was_left = await _leave(stream, client, kind.cancel_after_tokens)
         outcome = "left by its client" if was_left else self._outcome(stream, kind)
         self.violations += _untrue(stream, self.references[kind.name], is_whole=outcome == "finished")
+        if outcome == "finished" and "json_schema" in kind.arguments:
+            self.violations += malformed(stream)
         self.outcomes[outcome] += 1
         met = next((struck for struck in reversed(self.struck) if struck.has_met(stream)), None)
         if met is not None:

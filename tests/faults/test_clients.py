@@ -24,7 +24,7 @@ from .invariants import (
 )
 from .load import CANARY, Load, answers, load, streams, until, until_ready
 from .processes import SIMULATED, Processes, processes
-from .rig import raw_inference, whole
+from .rig import error_info, raw_inference, whole
 
 pytestmark = pytest.mark.cluster
 
@@ -34,6 +34,7 @@ PREFILL_RATE = 4000
 LONG_PROMPT_TOKENS = 1900
 """Half a second of prefill."""
 NUM_PLACES = 4
+MAX_REQUESTS = 24
 KEEPALIVE_SECONDS = 15.0
 
 
@@ -47,9 +48,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     )
     with processes(tmp_path_factory.mktemp("clients")) as cluster:
         worker = cluster.add_worker("w0", *options)
-        cluster.start(
-            worker, cluster.add_router("r0", "--slow-reader-seconds", "2", workers=[worker.address])
-        )
+        limit = ("--max-requests", str(MAX_REQUESTS))
+        cluster.start(worker, cluster.add_router("r0", *limit, workers=[worker.address]))
         yield cluster
 
 
@@ -105,14 +105,17 @@ async def test_a_request_cancelled_in_the_queue_is_never_scheduled(
         async with load(client, streams(NUM_PLACES, max_tokens=60)) as running:
             await running.until_tokens(1)
             before = (await pool_of(cluster.workers["w0"])).load.prompt_tokens
-            async with load(client, streams(20, prefix="queued")) as waiting:
-                await until(lambda: _num_held(client, NUM_PLACES + 20), "all are in the router")
+            async with load(client, streams(MAX_REQUESTS - NUM_PLACES, prefix="queued")) as waiting:
+                await until(lambda: _num_held(client, MAX_REQUESTS), "all are in the router")
             left = await _ends_queued(client)
             await running.finished()
         after = (await pool_of(cluster.workers["w0"])).load
         measured.update(failed=0, migrated=0, recovery_seconds=left)
         assert all(stream.num_tokens == 0 for stream in waiting.streams)
         assert after.prompt_tokens == before
+        # Their places and charges are there for as many again.
+        again = await answers(client, streams(MAX_REQUESTS, max_tokens=2))
+        assert [stream.error for stream in again if stream.error is not None] == []
         await all_is_as_before(cluster, baseline, client)
 
 
@@ -158,14 +161,15 @@ async def test_cancelling_at_the_very_end_ends_each_request_once(
     outcomes: list[str] = []
     async with undisturbed(cluster) as (client, _):
         for number in range(20):
-            (stream,) = streams(1, prefix=f"end{number}", max_tokens=3)
+            (stream,) = streams(1, prefix=f"end{number}", max_tokens=4)
             async with load(client) as running:
                 running.start(stream)
-                await stream.until_tokens(2)
-                await asyncio.sleep(0.002 * number)
+                await stream.until_tokens(1)
+                await asyncio.sleep(0.004 * number)
                 running.cancel(stream)
             outcomes.append("finished" if stream.finish else "cancelled")
         await _ends(cluster, client)
+    assert set(outcomes) == {"finished", "cancelled"}, "the moment of the last token was missed"
     measured.update(note=f"{outcomes.count('finished')} finished, {outcomes.count('cancelled')} cancelled")
 
 
@@ -261,38 +265,8 @@ async def test_a_hopeless_deadline_costs_no_prefill(cluster: Processes, measured
         measured.update(recovery_seconds=took, note="told so after that; its deadline was 0.2 s")
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert after == before
+        assert error_info(failure.value).reason == "DEADLINE_UNREACHABLE"
         assert not await client.list_requests()
-
-
-@pytest.mark.fault(9)
-async def test_a_client_that_stops_reading_is_cut_off_and_holds_nobody_up(
-    cluster: Processes, measured: dict[str, Any]
-) -> None:
-    """Log-probabilities make its answer large; a small window makes the router wait for it."""
-    window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-    router = cluster.routers["r0"]
-    async with undisturbed(cluster) as (client, _), raw_inference(router, *window) as stub:
-        wanted = _request(max_tokens=1900)
-        wanted.sampling.logprobs = 20
-        call = stub.GenerateStream(wanted, timeout=120.0)
-        await call.read()
-        (held,) = [r for r in await client.list_requests() if not r.request_id.startswith("other")]
-        started = time.monotonic()
-
-        async def is_cut_off() -> bool:
-            return held.request_id not in {r.request_id for r in await client.list_requests()}
-
-        await until(is_cut_off, "it is cut off", seconds=90.0, every=0.1)
-        cut = time.monotonic() - started
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await _read_all(call)
-    measured.update(recovery_seconds=cut, note="cut off after that, of which it may be silent for 2 s")
-    assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def _read_all(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
 
 
 def _request(*, prompt: list[int] | None = None, max_tokens: int = 20) -> inference_pb2.GenerateRequest:

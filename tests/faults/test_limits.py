@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -10,7 +10,7 @@ import pytest
 from blockyard.router.client import AsyncClient
 
 from .invariants import Baseline, all_is_as_before, each_ended_once, pool_of, same_tokens
-from .load import Stream, answers, load, streams
+from .load import Stream, answers, load, streams, until
 from .processes import DETERMINISTIC, SIMULATED, Processes, processes
 from .rig import whole
 
@@ -27,6 +27,9 @@ BLOCK_BYTES = 49_152
 REFUSED_SECONDS = 30.0
 """Of a burst of 500 whose clients share two cores with the router and whatever else runs; alone each is told within
 50 ms."""
+LEAST_GOODPUT = 0.4
+"""Of that without the burst; the design wants 0.9. The 500 clients of the test itself take one of the two cores from
+what they measure, and other programs may take more."""
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +51,36 @@ async def test_of_a_burst_exactly_the_limit_is_let_in(cluster: Processes, measur
         accepted = [stream for stream in finished if stream.error is None]
         refused = [stream for stream in finished if stream.error is not None]
         slowest = max(stream.ended - stream.started for stream in refused if stream.ended is not None)
-        measured.update(failed=0, migrated=0, note=f"the last of {len(refused)} heard after {slowest:.2f} s")
+        goodput, p99 = _seconds(reference) / _seconds(accepted), _p99(accepted) / _p99(reference)
+        note = f"the last of {len(refused)} heard after {slowest:.2f} s; of those let in, goodput {goodput:.0%} and "
+        measured.update(
+            failed=0, migrated=0, note=f"{note}99th percentile {p99:.2f} times that without the burst"
+        )
         assert len(accepted) == MAX_REQUESTS
         assert {(stream.code, stream.reason) for stream in refused} == {
             (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
         }
         assert all(stream.error.retry_delay_seconds for stream in refused if stream.error is not None)
         assert slowest < REFUSED_SECONDS
+        assert goodput > LEAST_GOODPUT
+        assert p99 < 1 / LEAST_GOODPUT
         same_tokens([stream for stream in accepted if stream in finished[:MAX_REQUESTS]], reference)
         each_ended_once(finished)
         await all_is_as_before(cluster, baseline, client)
+
+
+def _seconds(finished: Sequence[Stream]) -> float:
+    """From the first beginning to the last end: all have the same tokens to bring."""
+    return max(_ends(finished)) - min(stream.started for stream in finished)
+
+
+def _p99(finished: Sequence[Stream]) -> float:
+    took = sorted(end - stream.started for stream, end in zip(finished, _ends(finished), strict=True))
+    return took[len(took) * 99 // 100]
+
+
+def _ends(finished: Sequence[Stream]) -> list[float]:
+    return [stream.ended for stream in finished if stream.ended is not None]
 
 
 @pytest.mark.fault(11)
@@ -98,10 +121,13 @@ async def test_a_tenant_that_floods_does_not_hold_up_another(
         async with (
             AsyncClient(router.address, retries=0, tenant="flood") as flooder,
             AsyncClient(router.address, retries=0, tenant="quiet") as quiet,
-            load(flooder, streams(100, prefix="flood", max_tokens=200)),
+            # Who is not there has no share: all may be taken before it comes.
+            load(quiet, streams(1, prefix="quiet", max_tokens=1500)) as there,
         ):
-            await asyncio.sleep(0.3)
-            beside = await _time_to_first_token(quiet)
+            await there.until_tokens(1)
+            async with load(flooder, streams(100, prefix="flood", max_tokens=300)) as flood:
+                await until(lambda: sum(s.ended is not None for s in flood.streams) >= 25, "some are refused")
+                beside = await _time_to_first_token(quiet)
         measured.update(failed=0, note=f"first token {1e3 * alone:.0f} -> {1e3 * beside:.0f} ms")
         assert beside < alone + 2.0
 

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1 import inference_pb2
 from blockyard.router.client import AsyncClient
 from safetensors.torch import load_file, save_file
 
-from .invariants import Baseline, all_is_as_before, each_ended_once, pool_of, same_tokens
+from .invariants import Baseline, all_is_as_before, each_ended_once, same_tokens
 from .load import answers, load, streams, until_ready
 from .processes import DETERMINISTIC, MODEL, SIMULATED, Process, Processes, processes
 from .rig import raw_inference
@@ -31,9 +31,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 
 def marked(*, max_tokens: int = 4, length: int = 40) -> inference_pb2.GenerateRequest:
-    """A prompt with the marker in it, over more than two blocks."""
-    tokens = [10 + number for number in range(length)]
-    tokens[length // 2] = MARKER_TOKEN
+    """A prompt with the marker in front, over more than two blocks: none of them is sound, however it is chunked."""
+    tokens = [MARKER_TOKEN, *(10 + number for number in range(length - 1))]
     return inference_pb2.GenerateRequest(
         prompt_token_ids={"ids": tokens}, sampling={"max_tokens": max_tokens, "seed": 1}
     )
@@ -101,7 +100,7 @@ async def test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_pr
         async with AsyncClient(router.address, retries=0) as client:
             await until_ready(client, worker.name)
             reference = await answers(client, streams(NUM_STREAMS, **wanted))
-            baseline = Baseline.of(cluster)
+            baseline, cached = Baseline.of(cluster), await _cached_names(client, worker)
             async with load(client, streams(NUM_STREAMS, **wanted)) as running:
                 await running.until_tokens(3)
                 code = await code_of_poison(router)
@@ -113,18 +112,10 @@ async def test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_pr
             same_tokens(finished, reference)
             each_ended_once(finished)
             await all_is_as_before(cluster, baseline, client)
-            assert (await pool_of(worker)).cached_blocks == await _named_blocks(client, worker)
-            # Cached, it would be hit by the next one, which would then fail for less.
-            assert await code_of_poison(router) is grpc.StatusCode.INTERNAL
-            assert await _cached_tokens_of_poison(client) == 0
+            # The streams beside it are those of the reference: what is cached beyond theirs is of the poison.
+            assert await _cached_names(client, worker) == cached
 
 
-async def _named_blocks(client: AsyncClient, worker: Process) -> int:
-    blocks = await client.list_blocks(worker.name)
-    return sum(block.state == cluster_pb2.BLOCK_STATE_CACHED for block in blocks)
-
-
-async def _cached_tokens_of_poison(client: AsyncClient) -> int:
-    """Of the worker's own cache, which placement asks for without an index, past the marker."""
-    explained = await client.explain_placement(prompt_token_ids=list(marked().prompt_token_ids.ids))
-    return max(candidate.cached_tokens for candidate in explained.candidates)
+async def _cached_names(client: AsyncClient, worker: Process) -> set[bytes]:
+    """Of the prefixes that somebody could find."""
+    return {block.name for block in await client.list_blocks(worker.name) if block.name}

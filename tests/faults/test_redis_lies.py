@@ -139,12 +139,17 @@ async def test_news_lost_and_doubled_on_the_way_leave_no_trace(
         thread.join()
         proxy.heal()
 
+    async with redis_cluster.client() as client:
+        before = num_damages(await client.index_info())
     try:
-        await survives(
+        survived = await survives(
             redis_cluster, measured, harm=thread.start, heal=heal, hold_seconds=5.0, is_degraded=False
         )
     finally:
         ended.set()
+    assert num_damages(survived.index) == before, (
+        "nothing was missing when workers looked whether it was there"
+    )
 
 
 def num_damages(info: cluster_pb2.IndexInfo) -> int:

@@ -18,7 +18,8 @@ from .invariants import Usage
 from .soak import Soak, soaked, told
 from .soak_cluster import MORTAL_ROUTER, MORTAL_WORKER
 from .soak_faults import FAULTS, drawn
-from .soak_load import Kind, RouterDeath, SoakLoad, Struck
+from .soak_load import RouterDeath, SoakLoad, Struck
+from .soak_requests import Kind, malformed
 from .soak_samples import MIB, Life, RedisSample, Sample, Samples, redis_growth, slope_per_minute
 
 QUICK = Kind(name="quick", prompt="def f(x):", arguments={"max_tokens": 4, "seed": 1})
@@ -190,6 +191,14 @@ async def test_a_lost_doubled_wrong_or_extra_token_is_a_violation(tokens: list[i
     await load.ask(Scripted(tokens), QUICK, "r")
     (violation,) = load.violations
     assert "leaves the undisturbed run" in violation
+
+
+@pytest.mark.parametrize("text", ["", '{"name": "a", "sizes": [1', '{"name": "a"}', "[1]", "7"])
+def test_output_that_does_not_follow_its_schema_is_a_violation(text: str) -> None:
+    stream = QUICK.stream("r")
+    stream.text = {0: '{"name": "a", "sizes": [1], "is_open": true}', 1: text}
+    (violation,) = malformed(stream)
+    assert "output 1" in violation
 
 
 async def test_what_came_before_an_error_must_be_true_too() -> None:

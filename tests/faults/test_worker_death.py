@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,11 @@ import grpc
 import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.client import AsyncClient
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from .invariants import Baseline, all_is_as_before, each_ended_once, same_tokens
 from .load import READY, answers, holders, load, states, streams, until, until_ready
 from .processes import SIMULATED, Process, Processes, processes
-from .rig import busiest, cost, is_serving, raw_inference, victims, whole
+from .rig import busiest, cost, error_info, is_serving, raw_inference, victims, whole
 
 pytestmark = pytest.mark.cluster
 
@@ -38,33 +36,46 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield cluster
 
 
-@pytest.mark.fault(16)
-async def test_streams_of_a_killed_worker_go_on_elsewhere_with_each_token_once(
-    cluster: Processes, measured: dict[str, Any]
-) -> None:
+Lose = Callable[[AsyncClient, Process], Awaitable[str]]
+"""Ends a worker somehow; what is to be noted of it."""
+
+
+async def _go_on_without_the_busiest(cluster: Processes, measured: dict[str, Any], lose: Lose) -> None:
+    """Streams run, one worker is lost, and all of them come to their ends with each token once."""
     async with whole(cluster) as client:
         reference = await answers(client, streams(NUM_STREAMS))
         baseline = Baseline.of(cluster)
         async with load(client, streams(NUM_STREAMS)) as running:
             await running.until_tokens(5)
             held = await holders(client)
-            killed = busiest(held)
+            lost = busiest(held)
             at = time.monotonic()
-            cluster.workers[killed].kill()
-
-            async def is_out() -> bool:
-                return (await states(client)).get(killed) != READY
-
-            detected = await until(is_out, "the dead worker is out of rotation", every=0.002)
+            note = await lose(client, cluster.workers[lost])
             finished = await running.finished()
-        touched = victims(finished, held, killed)
-        measured.update(cost(touched, killed, at=at), note=f"out of rotation after {1e3 * detected:.0f} ms")
+        touched = victims(finished, held, lost)
+        measured.update(cost(touched, lost, at=at), note=note)
         same_tokens(finished, reference)
         each_ended_once(finished)
         assert measured["migrated"] == len(touched) > 0
-        assert detected < DETECTION_SECONDS
         assert measured["recovery_seconds"] < GAP_SECONDS
         await all_is_as_before(cluster, baseline, client)
+
+
+@pytest.mark.fault(16)
+async def test_streams_of_a_killed_worker_go_on_elsewhere_with_each_token_once(
+    cluster: Processes, measured: dict[str, Any]
+) -> None:
+    async def kill(client: AsyncClient, worker: Process) -> str:
+        worker.kill()
+
+        async def is_out() -> bool:
+            return (await states(client)).get(worker.name) != READY
+
+        detected = await until(is_out, "the dead worker is out of rotation", every=0.002)
+        assert detected < DETECTION_SECONDS
+        return f"out of rotation after {1e3 * detected:.0f} ms"
+
+    await _go_on_without_the_busiest(cluster, measured, kill)
 
 
 @contextmanager
@@ -88,28 +99,16 @@ def no_more_memory(pid: int) -> Iterator[None]:
 async def test_a_worker_that_gets_no_memory_is_killed_and_its_streams_go_on(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
-    async with whole(cluster) as client:
-        reference = await answers(client, streams(NUM_STREAMS))
-        baseline = Baseline.of(cluster)
-        async with load(client, streams(NUM_STREAMS)) as running:
-            await running.until_tokens(5)
-            held = await holders(client)
-            starved = busiest(held)
-            at = time.monotonic()
-            with no_more_memory(cluster.workers[starved].pid):
-                # It has pages to spare for what it does already.
-                async with load(client, streams(MANY_STREAMS)) as more:
-                    await until(lambda: not cluster.workers[starved].is_running, "the kernel kills it")
-                    measured["note"] = f"killed after {time.monotonic() - at:.2f} s"
-                    finished = await running.finished()
-                    each_ended_once(await more.finished())
-        assert cluster.workers[starved].wait(1.0) == -signal.SIGKILL
-        touched = victims(finished, held, starved)
-        measured.update(cost(touched, starved, at=at))
-        assert touched
-        same_tokens(finished, reference)
-        each_ended_once(finished)
-        await all_is_as_before(cluster, baseline, client)
+    async def starve(client: AsyncClient, worker: Process) -> str:
+        with no_more_memory(worker.pid):
+            # It has pages to spare for what it does already.
+            async with load(client, streams(MANY_STREAMS)) as more:
+                took = await until(lambda: not worker.is_running, "the kernel kills it")
+                each_ended_once(await more.finished())
+        assert worker.wait(1.0) == -signal.SIGKILL
+        return f"killed after {took:.2f} s"
+
+    await _go_on_without_the_busiest(cluster, measured, starve)
 
 
 @pytest.mark.fault(15)
@@ -131,13 +130,13 @@ async def test_a_worker_killed_before_its_first_token_costs_latency_alone(
             at = time.monotonic()
             frozen.kill()
             finished = await running.finished()
+        same_tokens(finished, reference)
         touched = [stream for stream in finished if held.get(stream.request_id) == "w1"]
         measured.update(cost(touched, "w1", at=at))
         # From the death on: before it they waited for a frozen worker, which is the test's own doing.
         measured["recovery_seconds"] = max(stream.arrivals[0] - at for stream in touched)
         assert touched
         assert all(stream.arrivals[0] > at for stream in touched)
-        same_tokens(finished, reference)
         each_ended_once(finished)
         assert measured["recovery_seconds"] < GAP_SECONDS
         await all_is_as_before(cluster, baseline, client)
@@ -173,6 +172,7 @@ async def test_a_used_budget_ends_a_stream_with_worker_lost_and_what_it_had(
                     await take()
                 told = time.monotonic() - kills[-1]
             measured.update(failed=1, migrated=1, recovery_seconds=told, note="the error is told after that")
+            assert len(kills) == 2, "it was given up within its budget"
             assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
             info = error_info(failure.value)
             assert info.reason == "WORKER_LOST"
@@ -180,14 +180,6 @@ async def test_a_used_budget_ends_a_stream_with_worker_lost_and_what_it_had(
             assert told < GAP_SECONDS
     async with whole(cluster) as client:
         await all_is_as_before(cluster, baseline, client)
-
-
-def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
-    status = rpc_status.from_call(error)
-    assert status is not None
-    info = error_details_pb2.ErrorInfo()
-    assert any(detail.Unpack(info) for detail in status.details)
-    return info
 
 
 @pytest.mark.fault(19)

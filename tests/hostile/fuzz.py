@@ -60,6 +60,8 @@ ALLOWED: dict[str, set[Code]] = {
     "Abort": {Code.NOT_FOUND},
     "GetBlockPool": {Code.NOT_FOUND},
     "ListBlocks": {Code.NOT_FOUND},
+    "FindBlocks": {Code.NOT_FOUND},
+    "ListSequences": {Code.NOT_FOUND},
     "LookupPrefix": {Code.DEADLINE_EXCEEDED},
     "ExplainPlacement": {Code.DEADLINE_EXCEEDED},
     # Both only ever end by their deadline.
@@ -184,6 +186,12 @@ def good(random: Random, method: MethodDescriptor) -> Message:
             return cluster_pb2.GetBlockPoolRequest(worker_id="worker-0")
         case "ListBlocks":
             return cluster_pb2.ListBlocksRequest(worker_id="worker-0", page_size=3)
+        case "FindBlocks":
+            return cluster_pb2.FindBlocksRequest(
+                worker_id="worker-0", block_ids=tokens, names=[random.randbytes(16)]
+            )
+        case "ListSequences":
+            return cluster_pb2.ListSequencesRequest(worker_id="worker-0", page_size=3)
         case "Session":
             return _to_worker(random, tokens)
         case _:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.cluster_service import MAX_WATCHES
-from blockyard.router.server import HANDSHAKE_SECONDS
+from blockyard.router.server_options import HANDSHAKE_SECONDS
 
 from .rig import CANARY, CHANNEL_OPTIONS, GREEDY, House, assert_discreet, outcome_of, until
 

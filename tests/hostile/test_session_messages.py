@@ -99,7 +99,8 @@ def test_without_the_secret_nothing_is_read(house: House, secret: Any) -> None:
     outcome = Stream(house, submit(), metadata=secret).outcome()
     assert outcome.code is grpc.StatusCode.UNAUTHENTICATED
     assert_discreet(outcome)
-    for method in ("GetBlockPool", "ListBlocks", "DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex"):
+    looks = ("GetBlockPool", "ListBlocks", "FindBlocks", "ListSequences")
+    for method in (*looks, "DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex"):
         called = house.call(
             f"EngineService/{method}", b"\xff\xff", metadata=secret, channel=house.worker_channel
         )

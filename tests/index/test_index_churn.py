@@ -11,7 +11,8 @@ from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.index_report import num_entries
-from blockyard.worker.publisher import IndexPublisher, PublisherConfig
+from blockyard.worker.publisher import IndexPublisher
+from blockyard.worker.publisher_state import PublisherConfig
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, SamplingParams
 from blockyard.worker.simulated import SimulatedRunner

@@ -20,7 +20,8 @@ from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.proto.redis_prefix_index import error_kind
 from blockyard.worker.index_report import index_message
 from blockyard.worker.net_difference import NetDifference
-from blockyard.worker.publisher import IndexPublisher, PublisherConfig
+from blockyard.worker.publisher import IndexPublisher
+from blockyard.worker.publisher_state import PublisherConfig
 from blockyard.worker.spot_checks import MAX_GONE, MAX_HELD, SpotChecks
 from redis.exceptions import ResponseError
 

@@ -24,7 +24,8 @@ from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
 from blockyard.router.index_report import Part, index_condition, quantile
 from blockyard.router.prefix_index import IndexHealth
 from blockyard.worker.index_report import index_message, is_exact
-from blockyard.worker.publisher import IndexPublisher, PublisherConfig, PublisherState
+from blockyard.worker.publisher import IndexPublisher
+from blockyard.worker.publisher_state import PublisherConfig, PublisherState
 
 from .harness import chain, record
 

@@ -14,7 +14,8 @@ from blockyard.proto.prefix_index import MAX_BATCH_NAMES, ErrorKind, PrefixIndex
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.worker.net_difference import NetDifference, TieredDifference
-from blockyard.worker.publisher import IndexPublisher, PublisherConfig
+from blockyard.worker.publisher import IndexPublisher
+from blockyard.worker.publisher_state import PublisherConfig
 
 from .harness import UnreliableIndex, chain, record
 from .truth import ALL_CHAINS, Tiers, brute_force, name_of
@@ -202,6 +203,8 @@ async def test_redis_killed_and_back_empty_is_filled_again(tmp_path: FilePath) -
         async with connect(process.url, timeout_seconds=0.3) as client:
             index = RedisPrefixIndex(client, "restart")
             async with running(index, has_host_cache=True) as publisher:
+                report(publisher, tiers, chooser.randrange(2**32))
+                await until_index_equals(index, tiers)
                 for _ in range(3):
                     for _ in range(10):
                         report(publisher, tiers, chooser.randrange(2**32))
@@ -234,6 +237,30 @@ async def test_a_long_cache_goes_out_in_batches_within_the_limit_and_the_lease_h
         await until_quiet(publisher)
         assert [holder.depth for holder in await index.lookup(chain(2000))] == [2000]
     assert sizes == [512, 512, 512, 464]
+
+
+async def test_a_cancellation_that_the_index_takes_for_a_time_out_still_ends_it() -> None:
+    asked = asyncio.Event()
+
+    class Tidying(TwinPrefixIndex):
+        async def register(self, *arguments: Any, **named: Any) -> Any:
+            asked.set()
+            try:
+                await asyncio.sleep(60)
+            except (
+                asyncio.CancelledError
+            ):  # as redis-py does where closing its connection takes too long meanwhile
+                raise PrefixIndexError(ErrorKind.TIMEOUT, "closing the connection") from None
+
+    publisher = IndexPublisher(
+        Tidying(time.monotonic), record(), config=PublisherConfig(call_timeout_seconds=60)
+    )
+    run = asyncio.create_task(publisher.run())
+    await asked.wait()
+    run.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await run
 
 
 async def test_a_worker_keeps_its_lease_and_purges_the_dead_beside_it() -> None:

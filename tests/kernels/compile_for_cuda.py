@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import triton
-from blockyard.kernels import attention, cache_ops, elementwise
-from blockyard.kernels.triton_backend import Tiles, decode_tiles, prefill_tiles
+from blockyard.kernels import attention, cache_ops, elementwise, shared_attention
+from blockyard.kernels.triton_tiles import Tiles, decode_tiles, prefill_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -48,6 +48,29 @@ def compile_attention(dtype: str, head_dim: int, tiles: Tiles, *, windowed: bool
             "BLOCK_M": tiles.rows,
             "BLOCK_J": tiles.keys,
             "WINDOWED": windowed,
+            "WIDEN": False,
+        },
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def compile_shared(dtype: str, head_dim: int, tiles: Tiles) -> Any:
+    pointers = dict.fromkeys(("q_ptr", "pool_ptr"), f"*{dtype}")
+    pointers |= dict.fromkeys(("table_ptr", "members_ptr", "items_ptr", "partial_starts_ptr"), "*i32")
+    pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
+    return compile_kernel(
+        shared_attention.attend_shared_kernel,
+        pointers,
+        dict.fromkeys(("q_stride_t", "q_stride_n", "table_stride_r"), "i32") | {"scale_log2": "fp32"},
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": 16,
+            "PROGRAMS_PER_ITEM": 1,
+            "BLOCK_M": tiles.rows,
+            "BLOCK_J": tiles.keys,
             "WIDEN": False,
         },
         num_warps=tiles.warps,
@@ -120,6 +143,7 @@ def main() -> None:
             compiled[f"decode, head size {head_dim},"] = compile_attention(dtype, head_dim, decode)
             prefill = prefill_tiles(head_dim, torch_dtype)
             compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
+            compiled[f"shared, head size {head_dim},"] = compile_shared(dtype, head_dim, prefill)
         tiles = prefill_tiles(128, torch_dtype)
         compiled["prefill in a window"] = compile_attention(dtype, 128, tiles, windowed=True)
         compiled |= {"write_kv": compile_write_kv(dtype), "copy_blocks": compile_copy_blocks(dtype)}

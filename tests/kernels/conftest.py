@@ -4,7 +4,9 @@ Natively where there is CUDA, else under Triton's interpreter. The interpreter h
 is first imported anywhere in the process, and transformers imports it too.
 """
 
+import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +24,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend, choose_backend
+from blockyard.kernels.backend import Backend, HeadNorms, choose_backend
+from blockyard.kernels.cpu_backend import CpuBackend, from_native, to_native
+from blockyard.kernels.cpu_extension import ExtensionUnavailable, load_extension
 
+NEED_HYPOTHESIS = ["test_cpu_backend.py", "test_int8_linear.py", "test_shared_prefix_property.py"]
+"""`make gpu-check` runs on machines that have none; these are about CPUs or plain arithmetic."""
+collect_ignore = [] if importlib.util.find_spec("hypothesis") else NEED_HYPOTHESIS
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -41,14 +48,64 @@ class Step:
 MakeStep = Callable[..., Step]
 
 
+class OnPlainPools(CpuBackend):
+    """The CPU backend for tests that read and write pools by position: each call lays the pool out and back."""
+
+    def write_kv(
+        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+    ) -> None:
+        native = to_native(kv_pool_B2KPD)
+        super().write_kv(k_TKD, v_TKD, native, plan)
+        kv_pool_B2KPD.copy_(from_native(native))
+
+    def place_heads(
+        self,
+        heads_TXD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        native = to_native(kv_pool_B2KPD)
+        q_TND = super().place_heads(heads_TXD, norms, cos_sin_SD, native, plan)
+        kv_pool_B2KPD.copy_(from_native(native))
+        return q_TND
+
+    def attention(
+        self,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        out_TND: torch.Tensor,
+    ) -> None:
+        native = to_native(kv_pool_B2KPD)
+        super().attention(q_TND, native, plan, scale=scale, out_TND=out_TND)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(scope="session", params=["triton", "torch"])
+@pytest.fixture(scope="session", params=["triton", "torch", "cpu"])
 def backend(request: pytest.FixtureRequest, device: torch.device) -> Backend:
+    if request.param == "cpu":
+        return request.getfixturevalue("cpu_backend")  # type: ignore[no-any-return]
     return choose_backend(device, requested=request.param)
+
+
+@pytest.fixture(scope="session")
+def cpu_backend(device: torch.device) -> Backend:
+    if device.type != "cpu":
+        pytest.skip("the CPU backend serves no CUDA tensors")
+    try:
+        return OnPlainPools(load_extension())
+    except ExtensionUnavailable as error:
+        if shutil.which("g++"):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Which backend serves where, and what is refused."""
 
 import logging
+import shutil
 import subprocess
 import sys
 
@@ -11,10 +12,24 @@ from blockyard.kernels.backend import choose_backend
 CPU = torch.device("cpu")
 
 
-def test_a_cpu_gets_torch_and_the_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_a_cpu_gets_the_kernels_in_cpp_and_the_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="blockyard.kernels.backend"):
-        assert choose_backend(CPU).name == "torch"
-    assert "kernel backend torch on cpu: no CUDA here" in caplog.text
+        assert choose_backend(CPU).name == "cpu"
+    assert "kernel backend cpu on cpu: no CUDA here" in caplog.text
+
+
+def test_torch_is_had_for_the_asking(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.backend"):
+        assert choose_backend(CPU, requested="torch").name == "torch"
+    assert "kernel backend torch on cpu: asked for" in caplog.text
+
+
+def test_the_kernels_in_cpp_serve_no_gpu_and_no_deterministic_mode() -> None:
+    with pytest.raises(ValueError, match="cpu backend does not serve cuda"):
+        choose_backend(torch.device("cuda"), requested="cpu")
+    with pytest.raises(ValueError, match="torch backend on a CPU, got backend 'cpu'"):
+        choose_backend(CPU, requested="cpu", deterministic=True)
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

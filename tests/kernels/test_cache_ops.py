@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from blockyard.kernels import reference
-from blockyard.kernels.backend import Backend
+from blockyard.kernels.backend import Backend, HeadNorms
 
 MakeStep = Callable[..., Any]
 
@@ -55,6 +55,36 @@ def test_a_write_then_attention_sees_this_steps_keys(backend: Backend, make_step
     torch.testing.assert_close(step.out_TND, expected, atol=2e-5, rtol=2e-5)
     # The first token of a prompt attends to itself alone: each head returns the value just written.
     torch.testing.assert_close(step.out_TND[1], k_TKD[1].repeat_interleave(2, dim=0), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+def test_heads_are_placed_as_by_norm_rotation_and_write(
+    backend: Backend, make_step: MakeStep, normalises: bool
+) -> None:
+    step = make_step([1, 6], [20, 6])
+    device = step.q_TND.device
+    heads_TXD = torch.randn(7, 4 + 2 + 2, 16, device=device)
+    q_TND, k_TKD, v_TKD = heads_TXD.clone().split([4, 2, 2], dim=1)
+    norms = HeadNorms(
+        q_weight_D=torch.rand(16, device=device), k_weight_D=torch.rand(16, device=device), eps=1e-6
+    )
+    angles = torch.outer(torch.arange(40.0), torch.rand(8)).to(device)
+    cos_sin_SD = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    pool = torch.full_like(step.kv_pool_B2KPD, float("nan"))
+    expected = pool.clone()
+    if normalises:
+        q_TND, k_TKD = _normed(q_TND, norms.q_weight_D), _normed(k_TKD, norms.k_weight_D)
+    reference.rotary(q_TND, k_TKD, cos_sin_SD, step.plan.positions_T)
+    reference.write_kv(k_TKD, v_TKD, expected, step.plan)
+    placed = backend.place_heads(heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan)
+    torch.testing.assert_close(placed, q_TND, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(pool, expected, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+def _normed(heads: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    flat = heads.flatten(0, 1)
+    reference.rms_norm(flat, weight_D, 1e-6, out_TH=flat)
+    return flat.view(heads.shape)
 
 
 @pytest.mark.parametrize("pairs", [[], [(0, 3)], [(1, 4), (1, 0), (2, 6)]])

@@ -214,6 +214,20 @@ class FakeWorker(EngineServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no page of mine")
         return cluster_pb2.ListBlocksResponse(next_page_token="next")
 
+    async def FindBlocks(
+        self, request: cluster_pb2.FindBlocksRequest, context: Any
+    ) -> cluster_pb2.FindBlocksResponse:
+        await self._check_secret(context)
+        return cluster_pb2.FindBlocksResponse(
+            blocks=[cluster_pb2.Block(block_id=block) for block in request.block_ids]
+        )
+
+    async def ListSequences(
+        self, request: cluster_pb2.ListSequencesRequest, context: Any
+    ) -> cluster_pb2.ListSequencesResponse:
+        await self._check_secret(context)
+        return cluster_pb2.ListSequencesResponse(sequences=[cluster_pb2.SequenceInfo(sequence_id=5)])
+
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: Any
     ) -> admin_pb2.DrainWorkerResponse:

@@ -35,7 +35,7 @@ class Rig:
         view = self.fleet.view
         return any(view.state(worker) is connecting and not worker.reason for worker in view.workers())
 
-    async def until(self, holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, holds: Callable[[], bool], seconds: float = 30.0) -> None:
         async with asyncio.timeout(seconds):
             while not holds():  # noqa: ASYNC110 - what is waited for is state of the product, not an event
                 await asyncio.sleep(0.005)

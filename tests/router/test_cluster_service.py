@@ -90,6 +90,7 @@ async def test_a_prefix_in_the_index_draws_its_prompt(
         holders = [(h.worker_id, h.cached_blocks, h.host_cached_blocks) for h in found.holders]
         assert holders == [("b", 8, 3)]
         assert (found.prompt_tokens, found.prompt_blocks) == (submit.prompt_tokens, len(names))
+        assert list(found.block_names) == names
         explained = await router.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt=PROMPT))
         assert (explained.policy, explained.chosen_worker_id) == ("prefix", "b")
         first, second = explained.candidates
@@ -153,6 +154,10 @@ async def test_pools_are_asked_of_the_worker_itself(router: Router) -> None:
         page = await router.cluster.ListBlocks(cluster_pb2.ListBlocksRequest(worker_id="a"))
         again = cluster_pb2.ListBlocksRequest(worker_id="a", page_token=page.next_page_token)
         assert await router.cluster.ListBlocks(again)
+        found = await router.cluster.FindBlocks(cluster_pb2.FindBlocksRequest(worker_id="a", block_ids=[3]))
+        assert [block.block_id for block in found.blocks] == [3]
+        listed = await router.cluster.ListSequences(cluster_pb2.ListSequencesRequest(worker_id="a"))
+        assert [sequence.sequence_id for sequence in listed.sequences] == [5]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +181,24 @@ async def test_pools_are_asked_of_the_worker_itself(router: Router) -> None:
             cluster_pb2.ListBlocksRequest(worker_id="a", page_token="forged"),
             grpc.StatusCode.INVALID_ARGUMENT,
             "page_token",
+        ),
+        (
+            "FindBlocks",
+            cluster_pb2.FindBlocksRequest(worker_id="a", block_ids=range(1001)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "block_ids",
+        ),
+        (
+            "FindBlocks",
+            cluster_pb2.FindBlocksRequest(worker_id="a", names=[b"short"]),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "names",
+        ),
+        (
+            "ListSequences",
+            cluster_pb2.ListSequencesRequest(worker_id="a", page_size=1001),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "page_size",
         ),
         ("LookupPrefix", cluster_pb2.LookupPrefixRequest(), grpc.StatusCode.INVALID_ARGUMENT, "input"),
         (

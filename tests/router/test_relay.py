@@ -183,21 +183,22 @@ async def test_a_worker_whose_engine_finishes_no_step_is_left_although_it_answer
 
 
 async def test_a_worker_that_says_it_drains_gets_nothing_new_and_keeps_what_it_has() -> None:
-    worker, other = FakeWorker("a", script=lambda submit: Script(step_seconds=0.02)), FakeWorker("b")
-    other.load.queued_prefill_tokens = 1_000_000
-    async with rig(worker, other) as made:
+    workers = [FakeWorker(name, script=lambda submit: Script(step_seconds=0.02)) for name in ("a", "b")]
+    async with rig(*workers) as made:
         await made.until(lambda: set(made.states().values()) == {WorkerState.READY}, seconds=20)
         progress = Progress()
         running = asyncio.create_task(collect(made, generation(1), progress))
-        await made.until(lambda: bool(worker.started))
+        await made.until(lambda: any(worker.started for worker in workers))
+        worker, other = workers if workers[0].started else reversed(workers)
+        names = dict(zip((each.address for each in workers), "ab", strict=True))
         worker.tell_draining(True)
         await made.until(lambda: made.states()[worker.address] is WorkerState.DRAINING)
         for seed in range(2, 6):
             elsewhere = Progress()
             await collect(made, generation(seed), elsewhere)
-            assert elsewhere.worker_id == "b"
+            assert elsewhere.worker_id == names[other.address]
         assert (await running)[0] == expected_tokens(1, 20)
-        assert (progress.worker_id, progress.num_migrations) == ("a", 0)
+        assert (progress.worker_id, progress.num_migrations) == (names[worker.address], 0)
         worker.tell_draining(False)
         await made.until(lambda: made.states()[worker.address] is WorkerState.READY)
         await made.until_quiet()
@@ -212,6 +213,7 @@ async def test_a_pong_puts_right_what_an_overtaken_refusal_made_the_router_belie
         await made.until(lambda: made.states()[address] is WorkerState.READY)
 
 
+@pytest.mark.alone
 async def test_busy_workers_make_requests_wait_in_order_and_lose_none() -> None:
     worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.005))
     worker.max_running, worker.max_waiting = 8, 8

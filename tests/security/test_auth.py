@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from blockyard.deploy.dashboard.page_token import draw_page_token, page_token_sha256
+from blockyard.deploy.security import append_entry
 from blockyard.router.auth import (
     METHOD_ROLES,
     OPEN,
@@ -38,6 +40,25 @@ def test_who_has_no_tenant_is_one_of_his_own() -> None:
     principal = parse_tokens(json.dumps([made])).find(token)
     assert principal is not None
     assert principal.tenant == "ann"
+
+
+def test_the_live_pages_own_token_is_a_viewers_beside_the_files_and_stays_when_that_changes(
+    tmp_path: Path,
+) -> None:
+    page_token = draw_page_token(tmp_path)
+    assert page_token.stat().st_mode & 0o777 == 0o600
+    digest = page_token_sha256(str(tmp_path))
+    assert page_token_sha256(None) is None
+    path = tmp_path / "tokens.json"
+    for name in ("ann", "bob"):
+        path.unlink(missing_ok=True)
+        append_entry(path, new_token(name, "user")[1])
+        if name == "ann":
+            token_file = TokenFile(path, page_token_sha256=digest)
+        token_file.refresh()
+        principal = token_file.tokens.find(page_token.read_text())
+        assert principal == Principal(name="live-page", role=Role.VIEWER, tenant="live-page")
+        assert len(token_file.tokens) == 2
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,13 @@ from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from blockyard.router.client import AsyncClient
+from google.protobuf.descriptor_pb2 import MethodDescriptorProto
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from redis import Redis
 
 from .conftest import Tokens
+from .methods import all_methods, message_class
 from .rig import CLUSTER_SECRET, MODEL, SIMULATED, Processes, processes, until_ready
 
 pytestmark = [pytest.mark.cluster]
@@ -32,6 +36,12 @@ CANARY = "kanarienvogel7Zq9"
 SENTENCE = f"The {CANARY} sings. " * 6
 """Two blocks of tokens and more."""
 LONG = {"max_tokens": 300, "ignore_eos": True}
+LOOKS = ("blockyard.v1.ClusterService", "blockyard.v1.InferenceService")
+ACTS = ("blockyard.v1.AdminService",)
+CARRY_TEXT = {"Generate", "GenerateStream", "Tokenize", "Detokenize", "Abort"}
+"""Their answers are the text itself; an Abort ends a request."""
+FIELDS = {"worker_id": "worker-1", "page_size": 1000, "block_ids": range(64), "prompt": SENTENCE}
+"""Of any request that has them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +89,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, tokens: Tokens) -> Iterato
                     f"worker-{number}",
                     *SIMULATED,
                     *("--metrics-port", str(port), "--pool-map-path", str(folder / f"{number}.map")),
+                    *("--log-format", ("text", "json")[number]),
                 )
-            running.add_router("router-0", "--auth-file", str(tokens.path))
+            running.add_router("router-0", "--auth-file", str(tokens.path), "--log-format", "json")
             running.start(*running.workers.values(), *running.routers.values())
             yield Talkative(processes=running, metrics_ports=ports)
 
@@ -115,6 +126,15 @@ class Caller:
         return await self._finished(
             path, self.channel.unary_unary(path)(message, metadata=self.metadata, timeout=30)
         )
+
+    async def look(self, method: MethodDescriptorProto, request: Message) -> bytes:
+        """The answer, or the first of them."""
+        kind = self.channel.unary_stream if method.server_streaming else self.channel.unary_unary
+        rpc = kind(method.name)(request.SerializeToString(), metadata=self.metadata, timeout=30)
+        try:
+            return await (rpc.read() if method.server_streaming else rpc)
+        finally:
+            rpc.cancel()
 
     async def fails(self, method: str, request: Any, **options: Any) -> None:
         before = self.num_failed
@@ -155,12 +175,10 @@ async def good_requests(caller: Caller) -> None:
     ):
         assert await caller.call("Inference.GenerateStream", generation(**fields))
         assert await caller.call("Inference.Generate", generation(**fields))
-    assert await caller.call("Inference.Tokenize", inference_pb2.TokenizeRequest(prompt=SENTENCE))
-    assert await caller.call("Cluster.LookupPrefix", cluster_pb2.LookupPrefixRequest(prompt=SENTENCE))
-    explained = await caller.call(
-        "Cluster.ExplainPlacement", cluster_pb2.ExplainPlacementRequest(prompt=SENTENCE)
-    )
-    caller.told["ExplainPlacement"] = str(explained).encode()
+    asked = inference_pb2.TokenizeRequest(prompt=SENTENCE)
+    tokens = (await caller.call("Inference.Tokenize", asked)).token_ids
+    asked = inference_pb2.DetokenizeRequest(token_ids=tokens)
+    assert CANARY in (await caller.call("Inference.Detokenize", asked)).text
 
 
 async def failing_requests(caller: Caller) -> None:
@@ -199,18 +217,17 @@ async def failing_requests(caller: Caller) -> None:
     await caller.raw(f"/{CANARY}/{CANARY}", SENTENCE.encode())
 
 
-async def looks_of_operators(caller: Caller, moment: str) -> None:
-    for method, request in (
-        ("GetClusterInfo", cluster_pb2.GetClusterInfoRequest()),
-        ("ListWorkers", cluster_pb2.ListWorkersRequest()),
-        ("ListRequests", cluster_pb2.ListRequestsRequest()),
-        ("GetIndexInfo", cluster_pb2.GetIndexInfoRequest()),
-        ("GetBlockPool", cluster_pb2.GetBlockPoolRequest(worker_id="worker-1")),
-        ("ListBlocks", cluster_pb2.ListBlocksRequest(worker_id="worker-1", page_size=1000)),
-    ):
-        answer = await caller.call(f"Cluster.{method}", request)
-        assert answer is not None
-        caller.told[f"{method} {moment}"] = answer.SerializeToString() + str(answer).encode()
+async def looks_of_operators(caller: Caller, moment: str, *services: str) -> None:
+    """What every method there is tells, those that a later version adds among them."""
+    for method in await all_methods(caller.channel, caller.metadata):
+        _, service, name = method.name.split("/")
+        if service in services and name not in CARRY_TEXT:
+            asked, told = message_class(method.input_type), message_class(method.output_type)
+            known = asked.DESCRIPTOR.fields_by_name
+            request = asked(**{field: value for field, value in FIELDS.items() if field in known})
+            answer = told.FromString(await caller.look(method, request))
+            places = (answer.SerializeToString(), str(answer).encode(), str(MessageToDict(answer)).encode())
+            caller.told[f"{method.name} {moment}"] = b"\n".join(places)
 
 
 async def a_worker_dies_under(caller: Caller, cluster: Talkative) -> None:
@@ -229,7 +246,7 @@ async def a_worker_dies_under(caller: Caller, cluster: Talkative) -> None:
         }:
             listed = await caller.call("Cluster.ListRequests", cluster_pb2.ListRequestsRequest())
             await asyncio.sleep(0.01)
-    await looks_of_operators(caller, "while requests run")
+    await looks_of_operators(caller, "while requests run", *LOOKS)
     cluster.processes.workers["worker-0"].kill()
     assert all(await asyncio.gather(*streams)), "every stream goes on elsewhere"
 
@@ -240,11 +257,17 @@ async def test_what_clients_say_is_found_nowhere(cluster: Talkative, tokens: Tok
         await failing_requests(calls)
         assert calls.num_failed > 30
         await a_worker_dies_under(calls, cluster)
-        await looks_of_operators(calls, "afterwards")
+        await looks_of_operators(calls, "afterwards", *LOOKS)
+        await looks_of_operators(calls, "at last", *ACTS)
+        served = {method.name.split("/")[1] for method in await all_methods(calls.channel, calls.metadata)}
+        assert {service for service in served if service.startswith("blockyard.")} == {*LOOKS, *ACTS}
     cluster.look_around()
     log = cluster.told["router-0.log"]
-    assert b"DEBUG" in log
+    assert b'"level": "debug"' in log
+    assert b'"request_id": "req-' in log
     assert b"lost worker" in log
+    for method in ("WatchWorkers", "FindBlocks", "ListSequences"):
+        assert cluster.told[f"/{LOOKS[0]}/{method} while requests run"]
     assert any(place.startswith("Redis hash") for place in cluster.told), "the index has entries"
     assert cluster.where(CANARY.encode()) == []
     token_ids = load_tokenizer(MODEL).encode(CANARY, add_special_tokens=False)

@@ -77,7 +77,8 @@ async def test_a_worker_writes_its_part_and_a_router_reads_it(
         (holder,) = await router.lookup(NAMES)
         assert (holder.worker_id, holder.depth) == ("w0", len(NAMES))
         assert await router.directory() == [RECORD]
-        assert (await router.info()).names == len(NAMES)
+        size = await router.info()
+        assert (size.names, size.live_berths, size.dead_berths, size.bytes > 0) == (len(NAMES), 2, 0, True)
         gone = Batch(sequence=2, removed=NAMES, added=(), anywhere_removed=NAMES, anywhere_added=())
         assert await worker.apply(berth, gone) is ApplyResult.OK
         await worker.retire(berth)
@@ -175,6 +176,8 @@ async def test_real_routers_and_workers_live_on_these_rights(server: Server, tmp
             info = await client.index_info()
             assert info.failed_lookups == 0
             assert info.names > 0
+            assert info.bytes > 0
+            assert info.live_berths > 0
         for process in (worker, router):
             text = process.log_text().lower()
             assert "noperm" not in text

@@ -14,14 +14,16 @@ SOURCES = sorted(
     if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
 )
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "telnetlib"}
-"""Reading what these have written may run anything."""
+"""Reading what these have written may run anything, whatever package they are a part of."""
 NAMES = {"eval", "exec", "compile", "__import__"}
 CALLS = {
+    *(f"builtins.{name}" for name in NAMES),
     "torch.load",
     "torch.save",
+    "torch.serialization.load",
+    "torch.serialization.save",
     "torch.jit.load",
     "numpy.load",
-    "np.load",
     "yaml.load",
     "yaml.unsafe_load",
     "os.system",
@@ -30,25 +32,50 @@ CALLS = {
     "tempfile.mktemp",
     "ssl._create_unverified_context",
 }
+EXCEPTIONS = {
+    # Ray carries actors' classes to its nodes in this way. Here it is told to take one module of ours along, for a
+    # node that has no copy of the package; nothing is read: the answers are unpickled by Ray, as those of all actors.
+    "deploy/nodes.py": ["ray.cloudpickle"],
+}
 
 
 def findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    origins = _origins(tree)
     for node in ast.walk(tree):
         match node:
-            case ast.Import(names=names):
-                yield from (
-                    (node.lineno, alias.name) for alias in names if alias.name.split(".")[0] in MODULES
-                )
-            case ast.ImportFrom(module=module) if module and module.split(".")[0] in MODULES:
-                yield node.lineno, module
+            case ast.Import() | ast.ImportFrom():
+                yield from ((node.lineno, name) for _, name in _imported(node) if _is_forbidden(name))
             case ast.Call(func=ast.Name(id=name)) if name in NAMES:
                 yield node.lineno, name
-            case ast.Call(func=func) if ast.unparse(func) in CALLS:
-                yield node.lineno, ast.unparse(func)
+            case ast.Call(func=ast.Attribute() as func):
+                first, _, rest = ast.unparse(func).partition(".")
+                if (name := f"{origins.get(first, first)}.{rest}") in CALLS:
+                    yield node.lineno, name
         if isinstance(node, ast.keyword) and node.arg == "shell" and not _is(node.value, False):
             yield node.value.lineno, "shell="
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and not _is(node.value, False):
             yield node.value.lineno, "trust_remote_code="
+
+
+def _origins(tree: ast.AST) -> dict[str, str]:
+    """Of each name that an import binds, what stands behind it: `np` is numpy."""
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    bound = (pair for node in imports for pair in _imported(node))
+    return {known: origin for known, origin in bound if known}
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """Each name that is bound, and the whole name of what is imported; `import a.b` binds `a`, as itself: nothing."""
+    for alias in node.names:
+        if isinstance(node, ast.Import):
+            yield alias.asname or "", alias.name
+        else:
+            yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def _is_forbidden(name: str) -> bool:
+    """Whether nobody may import it: an unpickler, by whatever package, a call from above, or all names at once."""
+    return not MODULES.isdisjoint(name.split(".")) or name in CALLS or name.endswith(".*")
 
 
 def _is(node: ast.expr, value: object) -> bool:
@@ -57,8 +84,9 @@ def _is(node: ast.expr, value: object) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_source_runs_what_it_reads(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
     found = list(findings(ast.parse(path.read_bytes())))
-    assert not found, f"{path.relative_to(ROOT)}: {found}"
+    assert [what for _, what in found] == EXCEPTIONS.get(name, []), f"{name}: {found}"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +95,18 @@ def test_no_source_runs_what_it_reads(path: Path) -> None:
         "import pickle",
         "from pickle import loads",
         "import cloudpickle.compat",
+        "from ray import cloudpickle",
+        "from ray.cloudpickle import loads",
+        "from torch import load",
+        "from torch import load as read",
+        "import torch as t\nt.load(path)",
+        "import torch.serialization as reading\nreading.load(path)",
+        "from torch import jit\njit.load(path)",
+        "import numpy as np\nnp.load(path)",
+        "from os import system",
+        "from builtins import eval as run",
+        "builtins.exec(text)",
+        "from torch import *",
         "x = eval('1')",
         "def f():\n    exec(text)",
         "torch.load(path, weights_only=True)",
@@ -82,7 +122,15 @@ def test_each_of_these_would_be_found(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["model.eval()", "re.compile('x')", "subprocess.run(command, shell=False)", "await client.eval(script)"],
+    [
+        "model.eval()",
+        "re.compile('x')",
+        "subprocess.run(command, shell=False)",
+        "await client.eval(script)",
+        "from safetensors.torch import save_file, load",
+        "import safetensors as torch\ntorch.load(path)",
+        "from . import system",
+    ],
 )
 def test_and_these_would_not(text: str) -> None:
     assert not list(findings(ast.parse(text)))
@@ -96,6 +144,7 @@ REQUEST_CHECKS = (
     "auth",
     "names",
     "structured_output",
+    *(f"openai/{path.stem}" for path in sorted((ROOT / "router" / "openai").glob("*.py"))),
 )
 
 

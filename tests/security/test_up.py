@@ -80,13 +80,13 @@ def test_files_that_routers_could_not_use_are_told_before_anything_starts(tmp_pa
     shown = tmp_path / "shown.json"
     shown.write_text("[]")
     shown.chmod(0o644)
-    for options, told in (
-        (("--auth-file", str(shown)), "shown.json may be read by everybody"),
-        (("--auth-file", str(tmp_path / "none")), "cannot be read"),
-        (("--tls-cert", str(shown)), "--tls-cert and --tls-key go together"),
-        (("--session-tls-ca", str(shown)), "go together"),
+    for options, code, told in (
+        (("--auth-file", str(shown)), 1, "shown.json may be read by everybody"),
+        (("--auth-file", str(tmp_path / "none")), 1, "cannot be read"),
+        (("--tls-cert", str(shown)), 2, "--tls-cert and --tls-key go together"),
+        (("--session-tls-ca", str(shown)), 2, "go together"),
     ):
         result = command.run(*UP, *options)
-        assert result.returncode == 1
+        assert result.returncode == code, result.stderr
         assert told in result.stderr
         assert not list((tmp_path / "home").glob("*.json"))

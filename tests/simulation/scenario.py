@@ -18,6 +18,7 @@ HEALED_SECONDS = 9.0
 NO_WORKER_SECONDS = 2.0
 MAX_MIGRATIONS = 3
 STOP_TOKENS = (7, 21)
+FEWEST_REQUESTS = 6
 
 
 class Kind(Enum):
@@ -123,10 +124,14 @@ class Scenario:
 
 
 def scenario(seed: int) -> Scenario:
-    chance = random.Random(f"scenario {seed}")
+    return drawn(random.Random(f"scenario {seed}"), seed)
+
+
+def drawn(chance: random.Random, seed: int) -> Scenario:
+    """By whatever chance, such as hypothesis's, which can shorten it. What happens within the run is the seed's."""
     num_workers, num_routers = chance.choice((1, 2, 2, 3, 3)), chance.choice((1, 1, 2))
     setup = _setup(chance)
-    num_requests = chance.randint(6, 22)
+    num_requests = chance.randint(FEWEST_REQUESTS, 22)
     groups = [[chance.randint(1, 9) for _ in range(32)] for _ in range(3)]
     return Scenario(
         seed=seed,

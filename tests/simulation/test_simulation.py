@@ -3,15 +3,20 @@
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, find, given, note, settings
+from hypothesis import strategies as st
 
 from .mutants import MUTANTS, broken
-from .runs import run
-from .scenario import Kind
+from .runs import run, run_scenario
+from .scenario import FEWEST_REQUESTS, Kind, Scenario, drawn
 
 CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20
 MUTANT_RUNS = 60
 """By then the slowest of the mutants is found; most are in the first few."""
+
+SCENARIOS = st.builds(drawn, st.randoms(use_true_random=False), st.integers(0, 1000))
+DRAWING = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,21 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     assert outcomes["finished"] > 3 * RUNS_A_CHUNK
     assert outcomes["CANCELLED"]
     assert outcomes["DEADLINE_EXCEEDED"]
+
+
+@given(scenario=SCENARIOS)
+@DRAWING
+def test_no_scenario_that_hypothesis_draws_breaks_an_invariant(scenario: Scenario) -> None:
+    note(scenario.describe())
+    assert run_scenario(scenario).violation == ""
+
+
+@pytest.mark.slow
+def test_what_breaks_a_broken_product_is_shortened() -> None:
+    with broken("relay: a token is doubled"):
+        shortest = find(SCENARIOS, lambda scenario: bool(run_scenario(scenario).violation), settings=DRAWING)
+    assert len(shortest.requests) == FEWEST_REQUESTS
+    assert not shortest.faults, "none is needed for it"
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 50))

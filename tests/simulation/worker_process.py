@@ -17,7 +17,8 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import StepResult
 from blockyard.worker.index_report import index_message
 from blockyard.worker.pool_view import load_message
-from blockyard.worker.publisher import IndexPublisher, PublisherConfig
+from blockyard.worker.publisher import IndexPublisher
+from blockyard.worker.publisher_state import PublisherConfig
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.session import SessionService
 

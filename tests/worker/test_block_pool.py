@@ -63,6 +63,18 @@ def test_a_discarded_block_is_free_again() -> None:
     assert (pool.num_free, pool.num_cached) == (1, 0)
 
 
+def test_evictions_count_what_was_given_to_others_and_no_flush() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.keep(block)
+    pool.release(blocks)
+    pool.allocate(1)
+    assert pool.num_evictions == 1
+    assert pool.flush() == 2
+    assert pool.num_evictions == 1
+
+
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one block"):
         BlockPool(0)

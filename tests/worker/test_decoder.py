@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.backend import choose_backend
+from blockyard.kernels.backend import LinearsName, choose_backend
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import load_weights
@@ -43,7 +43,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOGIT_TOLERANCE = 5e-5 if DEVICE.type == "cpu" else 2e-3
 MIN_GAP = 5 * LOGIT_TOLERANCE
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-MODES = ["plain", "deterministic"] if DEVICE.type == "cpu" else ["plain"]
+MODES = ["plain", "torch", "deterministic"] if DEVICE.type == "cpu" else ["plain"]
 
 MakeRunner = Callable[[str], TorchRunner]
 
@@ -75,6 +75,7 @@ def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             deterministic=request.param == "deterministic",
+            backend="torch" if request.param == "torch" else "auto",
         )
 
     return make
@@ -142,11 +143,16 @@ def expected_tokens(architecture: str, prompts: list[list[int]]) -> list[list[in
     return [list(result.tokens) for result in results]
 
 
-def forward(folder: Path, prompts: list[list[int]], *, deterministic: bool = False) -> torch.Tensor:
+def forward(folder: Path, prompts: list[list[int]], mode: str = "plain") -> torch.Tensor:
     """Logits of every token of one step that prefills all prompts."""
     config = load_config(folder)
     weights = load_weights(folder, config, dtype=torch.float32, device=DEVICE)
-    decoder = Decoder(config, weights, choose_backend(DEVICE, deterministic=deterministic))
+    backend = choose_backend(
+        DEVICE,
+        requested="torch" if mode == "torch" else "auto",
+        deterministic=mode == "deterministic",
+    )
+    decoder = Decoder(config, weights, backend)
     shape = (NUM_BLOCKS, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     pools = [torch.full(shape, float("nan"), device=DEVICE) for _ in range(config.num_layers)]
     lengths = [len(tokens) for tokens in prompts]
@@ -163,14 +169,14 @@ def forward(folder: Path, prompts: list[list[int]], *, deterministic: bool = Fal
         return decoder.forward(tokens_T, pools, plan, torch.arange(len(tokens_T), device=DEVICE))
 
 
-@pytest.mark.parametrize("deterministic", [mode == "deterministic" for mode in MODES])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_equal_transformers_at_every_position(architecture: str, deterministic: bool) -> None:
+def test_logits_equal_transformers_at_every_position(architecture: str, mode: str) -> None:
     folder = shared_checkpoint(architecture)
     tokens = prompt(53)
     with torch.inference_mode():
         expected = reference_model(folder)(torch.tensor([tokens])).logits[0]
-    actual = forward(folder, [tokens], deterministic=deterministic).cpu()
+    actual = forward(folder, [tokens], mode).cpu()
     largest, difference = expected.abs().max(), (actual - expected).abs().max()
     print(f"{architecture}: largest logit {largest:.1f}, largest difference {difference:.1e}")
     torch.testing.assert_close(actual, expected, atol=LOGIT_TOLERANCE, rtol=LOGIT_TOLERANCE)
@@ -277,9 +283,9 @@ def test_what_a_recycled_block_held_does_not_matter(make_runner: MakeRunner) -> 
 def test_deterministic_logits_are_the_same_bits_alone_and_in_a_batch() -> None:
     folder = shared_checkpoint("Qwen3ForCausalLM")
     prompts = sorted(UNEVEN_PROMPTS, key=lambda tokens: len(tokens) > 1)
-    together = forward(folder, prompts, deterministic=True).split([len(tokens) for tokens in prompts])
+    together = forward(folder, prompts, "deterministic").split([len(tokens) for tokens in prompts])
     for tokens, logits in zip(prompts, together, strict=True):
-        assert torch.equal(logits, forward(folder, [tokens], deterministic=True))
+        assert torch.equal(logits, forward(folder, [tokens], "deterministic"))
 
 
 def test_bfloat16_stays_near_float32() -> None:
@@ -294,6 +300,32 @@ def test_bfloat16_stays_near_float32() -> None:
     agreeing = sum(a == b for a, b in zip(exact, rounded, strict=True))
     print(f"{agreeing} of {len(prompts)} first tokens agree")
     assert agreeing >= 0.8 * len(prompts)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="linears in int8 are the CPU's")
+def test_linears_in_int8_stay_near_float32_and_a_request_does_not_show_its_company() -> None:
+    try:
+        runners = [make_int8_runner("int8"), make_int8_runner("full")]
+    except ValueError as error:
+        pytest.skip(str(error))
+    prompts = [prompt(length) for length in range(5, 37)]
+    rounded, exact = ([tokens[0] for tokens in drive(runner, prompts)] for runner in runners)
+    agreeing = sum(a == b for a, b in zip(exact, rounded, strict=True))
+    print(f"{agreeing} of {len(prompts)} first tokens agree")
+    assert agreeing >= 0.8 * len(prompts)
+    together = drive(runners[0], prompts[:6])
+    assert together == [drive(runners[0], [tokens])[0] for tokens in prompts[:6]]
+
+
+def make_int8_runner(linears: LinearsName) -> TorchRunner:
+    return TorchRunner.create(
+        shared_checkpoint("LlamaForCausalLM"),
+        device=DEVICE,
+        dtype="float32",
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        linears=linears,
+    )
 
 
 def test_warm_up_changes_no_result(make_runner: MakeRunner) -> None:

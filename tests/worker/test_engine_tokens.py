@@ -219,6 +219,7 @@ def test_an_output_of_three_is_what_a_replay_of_it_alone_gives(qwen2: Path, inde
     key = alone.submit(request), index
     replayed = outputs_of(alone)[key]
     assert already + [token for output in replayed for token in output.token_ids] == everything[index]
+    assert alone.load().prompt_tokens == 0, "counted where its first token came from"
     assert [output.logprobs for output in replayed] == [o.logprobs for o in outputs[request_id, index]][1:]
 
 

@@ -102,3 +102,19 @@ def test_an_untold_name_stays_untold_in_its_second_place() -> None:
     assert anywhere.take_changes() == ((A,), ())
     anywhere.remove(A)
     assert anywhere.take_changes() == ((), (A,))
+
+
+def test_a_name_remembers_its_parent_and_when_it_was_given_until_its_block_is_evicted() -> None:
+    pool, cache = make(num_blocks=2)
+    root, child = pool.allocate(2)
+    cache.assign(root, A)
+    cache.now_seconds = 5.0
+    cache.assign(child, B, parent=A)
+    assert cache.lineage(root) == (None, 0.0)
+    assert cache.lineage(child) == (A, 5.0)
+    assert (cache.blocks_named(B), cache.blocks_named(C)) == ([child], [])
+    pool.release([root, child])
+    pool.allocate(1)
+    assert cache.lineage(child) is None
+    assert cache.blocks_named(B) == []
+    cache.check_invariants()

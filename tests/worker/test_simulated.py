@@ -1,10 +1,13 @@
 """The simulated runner: what a step brings, as exact as a model's and known in advance."""
 
 import math
+from collections.abc import Iterable, Sequence
 
 import pytest
-from blockyard.worker.sequence import NO_TOKEN, SamplingParams, ScheduledRow, StepPlan, StepTokens
+import torch
+from blockyard.worker.sequence import NO_TOKEN, SamplingParams, ScheduledRow, SequenceId, StepPlan, StepTokens
 from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.simulated_grammars import SimulatedGrammars
 
 from .sampling import Draw, make_row
 
@@ -25,6 +28,41 @@ def test_tokens_of_seed_and_position_never_change() -> None:
         for seed, position in ((0, 5), (1, 5), (-7, 900))
     ]
     assert execute(*rows) == StepTokens(tokens=[84, 49, 35])
+
+
+class Even:
+    """Masks that let even tokens come, and none after the vocabulary's middle."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[SequenceId] = []
+
+    def start(self, rows: Sequence[ScheduledRow]) -> None:
+        assert all(row.sequence.grammar for row in rows)
+
+    def apply(self, logits_SV: torch.Tensor, rows: Sequence[ScheduledRow]) -> None:
+        logits_SV[:, 1::2] = -math.inf
+        logits_SV[:, VOCAB_SIZE // 2 :] = -math.inf
+
+    def forget(self, ended: Iterable[SequenceId]) -> None:
+        self.forgotten += ended
+
+
+def test_under_a_grammar_the_next_token_comes_that_may() -> None:
+    """As drawn without one: 84, 49, 35. The third row has none."""
+    rows = [
+        make_row(Draw(SamplingParams(seed=seed), position, 0), seed)
+        for seed, position in ((0, 5), (1, 5), (-7, 900))
+    ]
+    for row in rows[:2]:
+        row.sequence.grammar = "even"
+    masks = Even()
+    runner = SimulatedRunner(
+        vocab_size=VOCAB_SIZE, prefill_tokens_per_second=1e9, step_seconds=0.0, sleep=lambda seconds: None
+    )
+    runner.grammars = SimulatedGrammars(masks, VOCAB_SIZE)
+    result = runner.execute(StepPlan(step=0, rows=tuple(rows), ended=(SequenceId(7),)))
+    assert result == StepTokens(tokens=[0, 0, 35])
+    assert masks.forgotten == [SequenceId(7)]
 
 
 def test_outputs_of_a_fork_are_those_of_their_index() -> None:

@@ -6,6 +6,7 @@ and does not import torch.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,6 +29,8 @@ MAX_SIZE = 2**24
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 # Mistral's repositories hold the same weights a second time in a format of their own.
 HUB_IGNORED_PATTERNS = ("consolidated*",)
+HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json")
+"""What says whether a model can be run, and no more."""
 HUB_TIMEOUT_SECONDS = 10.0
 
 
@@ -123,8 +126,9 @@ def _load_config(folder: Path) -> ModelConfig:
     return config
 
 
-def resolve_model(name_or_path: str | Path) -> Path:
-    """The local folder of a model: the folder itself, or a snapshot of a repository on the hub.
+def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+    """The local folder of a model: the folder itself, or a snapshot of a repository on the hub, of the files that
+    `patterns` name.
 
     Raises ValueError if it is neither.
     """
@@ -137,13 +141,14 @@ def resolve_model(name_or_path: str | Path) -> Path:
     try:
         snapshot = snapshot_download(
             str(name_or_path),
-            allow_patterns=list(HUB_PATTERNS),
+            allow_patterns=list(patterns),
             ignore_patterns=list(HUB_IGNORED_PATTERNS),
             etag_timeout=HUB_TIMEOUT_SECONDS,
         )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model {str(name_or_path)!r} is no folder here, and the hub did not give it: {error}"
+            f"model {str(name_or_path)!r} is no folder here, and the hub did not give it ({type(error).__name__}): "
+            "give a folder, or a name that the hub knows and a way to reach it"
         ) from error
     return Path(snapshot)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.backend import Backend
+from blockyard.kernels.backend import Backend, HeadNorms
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import LayerWeights, Weights
@@ -78,30 +78,20 @@ class Decoder:
     def _attend(
         self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
-        q_TND, k_TKD, v_TKD = self._queries_keys_values(layer, x_TH)
-        self._backend.rotary(q_TND, k_TKD, self._cos_sin_MD, plan.positions_T)
-        self._backend.write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
+        config = self._config
+        qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
+        heads_TXD = qkv.view(len(x_TH), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        norms, cos_sin_MD = self._head_norms(layer), self._cos_sin_MD
+        q_TND = self._backend.place_heads(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         self._backend.attention(q_TND, kv_pool_B2KPD, plan, scale=self._scale, out_TND=out_TND)
         return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA, layer.attention_out_bias_H)
 
-    def _queries_keys_values(
-        self, layer: LayerWeights, x_TH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self._config
-        qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
-        heads = qkv.view(len(x_TH), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        q_TND, k_TKD, v_TKD = torch.split(heads, counts, dim=1)
-        if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_TND = self._norm_heads(q_TND, layer.q_norm_D)
-            k_TKD = self._norm_heads(k_TKD, layer.k_norm_D)
-        return q_TND, k_TKD, v_TKD
-
-    def _norm_heads(self, heads: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        flat = heads.reshape(-1, heads.shape[-1])
-        self._backend.rms_norm(flat, weight_D, self._config.rms_norm_eps, out_TH=flat)
-        return flat.view(heads.shape)
+    def _head_norms(self, layer: LayerWeights) -> HeadNorms | None:
+        if layer.q_norm_D is None or layer.k_norm_D is None:
+            return None
+        eps = self._config.rms_norm_eps
+        return HeadNorms(q_weight_D=layer.q_norm_D, k_weight_D=layer.k_norm_D, eps=eps)
 
     def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
-from bench.simulation.workloads import Run, SimulatedRequest, Tokens, Workload
+from blockyard.deploy.bench.requests import PlannedRequest, Run, Tokens, Workload
 
 TRACE_BLOCK_TOKENS = 512
 MAX_ARRIVAL_SECONDS = 1e6
@@ -78,7 +78,7 @@ def read_trace(
         raise ValueError(f"block_tokens {block_tokens} and speed {speed:g} must be above 0")
     blocks: dict[int, Run] = {}
     tokens = Tokens()
-    requests: list[SimulatedRequest] = []
+    requests: list[PlannedRequest] = []
     for number, line in enumerate(_text(path).splitlines()):
         try:
             entry = _Entry.of(line)
@@ -97,7 +97,7 @@ def read_trace(
                 )
             prompt = tuple(_prompt(entry.hash_ids, entry.input_length, block_tokens, blocks, tokens))
             requests.append(
-                SimulatedRequest(
+                PlannedRequest(
                     number=number, arrival_seconds=arrival, prompt=prompt, output=tokens.run(output_tokens)
                 )
             )

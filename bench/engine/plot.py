@@ -1,0 +1,80 @@
+"""The engine benchmark as one picture: output tokens/s and time to the first token of each system, by workload.
+
+Draws what figures.py computed; owns nothing but the look. Without matplotlib there is no picture.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OURS = ("#1f6f8b", "#4d94ab", "#8fb8c6")
+THEIRS = ("#c96f4a", "#d99a7c", "#e4b9a3", "#999999", "#bbbbbb")
+
+
+def draw(figures: dict[str, Any], path: Path) -> bool:
+    """Whether it could be drawn. A row of it is a data type."""
+    if find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = figures["runs"]
+    figure, rows = pyplot.subplots(
+        len(runs), 2, figsize=(14, 4.5 * len(runs)), layout="constrained", squeeze=False
+    )
+    for (left, right), (dtype, run) in zip(rows, runs.items(), strict=True):
+        colours = _colours(run)
+        for axes, quantity, title in (
+            (left, "output_tokens_per_second", f"{dtype}: output tokens/s, median (line: lowest to highest)"),
+            (right, "first_token_ms", f"{dtype}: ms to the first token, p50 (line: to p99)"),
+        ):
+            _draw(axes, run["workloads"], quantity, colours)
+            axes.set(title=title)
+        left.set_ylim(bottom=0)
+        right.set_yscale("log")
+        right.legend(fontsize="small")
+    figure.suptitle(f"{figures['model']}, {figures['device_name']}")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def _colours(run: dict[str, Any]) -> dict[str, str]:
+    ours = run["ours"]
+    theirs = [name for name, row in run["systems"].items() if "absent" not in row and name not in ours]
+    return {
+        **{name: OURS[number % len(OURS)] for number, name in enumerate(ours)},
+        **{name: THEIRS[number % len(THEIRS)] for number, name in enumerate(theirs)},
+    }
+
+
+def _draw(axes: "Axes", workloads: dict[str, Any], quantity: str, colours: dict[str, str]) -> None:
+    width = 0.85 / len(colours)
+    for number, (system, colour) in enumerate(colours.items()):
+        places, heights, below, above = [], [], [], []
+        for place, workload in enumerate(workloads.values()):
+            if system not in workload["systems"]:
+                continue
+            low, value, high = _spread(workload["systems"][system][quantity])
+            places.append(place + width * number)
+            heights.append(value)
+            below.append(value - low)
+            above.append(high - value)
+        if quantity == "first_token_ms":  # on a logarithmic axis a bar's length says nothing
+            axes.errorbar(places, heights, (below, above), fmt="o", color=colour, label=system)
+        else:
+            axes.bar(places, heights, width, yerr=(below, above), color=colour, label=system)
+    axes.set_xticks(
+        [place + width * (len(colours) - 1) / 2 for place in range(len(workloads))], list(workloads)
+    )
+
+
+def _spread(shares: dict[str, float]) -> tuple[float, float, float]:
+    if "p50" in shares:
+        return shares["p50"], shares["p50"], shares["p99"]
+    return shares["lowest"], shares["median"], shares["highest"]

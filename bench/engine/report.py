@@ -1,0 +1,106 @@
+"""The engine benchmark's report as text, and its writing. Owns the words; the figures are from figures.py."""
+
+from pathlib import Path
+
+from bench.engine.figures import UNDECIDED, Figures, floors_of, not_judged
+from bench.reporting import write_report
+
+TITLE = "The engine alone, through the cluster's path, and beside its peers"
+INTRODUCTION = f"""Each system is a process of its own that has loaded the same checkpoint; they are asked in turn, one
+after the other, repeat by repeat, and each repeat has other tokens. All answer greedily and go on to the asked length.
+`First` is from a request's arrival to its first token, `token` the mean time between two tokens of a request, `pause`
+the longest between two of its tokens; `a core-second` is output tokens for each second of a core that the system took,
+waiting threads that spin among it. A ratio is ours over the other's output tokens/s, of pairs in the same repeat;
+under {UNDECIDED} (or over {1 / UNDECIDED:.2f}) it is undecided on a machine that drifts."""
+HEAD = (
+    "| system | output tokens/s | lowest-highest | a core-second | first ms p50 / p99 | token ms p50 / p99 "
+    "| pause ms p50 / p99 | cores | foreign cores | same first tokens |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def text_of(figures: Figures) -> str:
+    parts = [INTRODUCTION, _setting(figures)]
+    for dtype, run in figures["runs"].items():
+        parts += [f"## {dtype}", _systems(run)]
+        parts += [_workload(f"{name}, {dtype}", workload) for name, workload in run["workloads"].items()]
+    if missed := not_judged(figures):
+        parts.append(
+            "\n".join(["Not judged, for want of a workload or a system:", "", *(f"- {m}" for m in missed)])
+        )
+    return "\n\n".join(parts)
+
+
+def _setting(figures: Figures) -> str:
+    return (
+        f"Model {figures['model']}, on {figures['device_name']}, {figures['threads']} threads, "
+        f"{figures['repeats']} repeats. Proven before: {figures['proven']}.\n\n"
+        f"```bash\n{figures['command']}\n```"
+    )
+
+
+def _systems(run: Figures) -> str:
+    lines = []
+    for name, row in run["systems"].items():
+        if "absent" in row:
+            lines.append(f"- {name}: not measured, {row['absent']}.")
+            continue
+        versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
+        notes = f"; {row['notes']}" if row["notes"] else ""
+        notes += f"; **failed**: {row['failed']}" if "failed" in row else ""
+        lines.append(f"- {name}: {versions}; ready after {row['load_seconds']:.1f} s{notes}.")
+    return "\n".join(lines)
+
+
+def _workload(title: str, workload: Figures) -> str:
+    rows = [
+        _row(system, row, workload["equal_first_tokens"][system])
+        for system, row in workload["systems"].items()
+    ]
+    ratios = [
+        f"- {ours} / {other}: **{ratio['median']:.2f}** ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
+        for ours, others in workload["ratios"].items()
+        for other, ratio in others.items()
+    ]
+    about = f"{workload['about']} {workload['prompt_tokens']:,} tokens in, {workload['output_tokens']:,} out."
+    return "\n".join([f"### {title}", "", about, "", HEAD, *rows, "", *ratios])
+
+
+def _row(system: str, row: Figures, equal: float) -> str:
+    rate = row["output_tokens_per_second"]
+    cells = [
+        system,
+        f"{rate['median']:,.0f}",
+        f"{rate['lowest']:,.0f}-{rate['highest']:,.0f}",
+        f"{row['output_tokens_per_core_second']['median']:,.0f}",
+        *(_pair(row[name]) for name in ("first_token_ms", "token_ms", "longest_pause_ms")),
+        f"{row['cores']['median']:.2f}",
+        f"{row['foreign_cores']['median']:.2f}",
+        f"{equal:.0%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _pair(shares: Figures) -> str:
+    return f"{shares['p50']:,.0f} / {shares['p99']:,.0f}" if shares else "-"
+
+
+def write(figures: Figures, folder: Path) -> Path:
+    return write_report(
+        figures["report"],
+        title=TITLE,
+        text=text_of(figures),
+        figures={**figures, "not_judged": not_judged(figures)},
+        floors=floors_of(figures),
+        versions=_own_versions(figures),
+        folder=folder,
+    )
+
+
+def _own_versions(figures: Figures) -> dict[str, str]:
+    """The peers' are in the text."""
+    return {
+        package: version
+        for run in figures["runs"].values()
+        for name in run["ours"]
+        for package, version in run["systems"][name].get("versions", {}).items()
+    }

@@ -1,0 +1,240 @@
+"""The systems that one run compares, and their processes: started, asked in turn, ended with all that they started.
+
+Owns which command runs what. Does not own what a system does (peers/, ours_run.py, served_run.py).
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.engine.peers.protocol import Course, Request, Settings
+from bench.router.processes import CpuClock, cpu_clock, foreign_cores, tree
+
+ROOT = Path(__file__).parents[2]
+PEERS = Path(__file__).parent / "peers"
+LOAD_SECONDS = 600.0
+RUN_SECONDS = 3600.0
+STOP_SECONDS = 10.0
+GUARD_SECONDS = 0.5
+MAX_ANSWER_BYTES = 2**28
+TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+
+
+class SystemEnded(Exception):
+    """A process that was asked is gone; the message has the end of what it printed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """What is to be started."""
+
+    name: str
+    command: tuple[str, ...]
+    settings: Settings
+    env: Mapping[str, str] = field(default_factory=dict)
+    is_ours: bool = False
+    takes_preload: bool = True
+    """OpenVINO aborts with another allocator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of one workload."""
+
+    courses: tuple[Course, ...]
+    foreign_cores: float
+    """That other programs kept busy meanwhile."""
+    cores: float
+    """That the system kept busy."""
+
+    @property
+    def seconds(self) -> float:
+        """From the first request's arrival to the last token."""
+        return max(course.last for course in self.courses)
+
+
+class Running:
+    """A system that stands ready."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, hello: dict[str, Any]) -> None:
+        self._process = process
+        self._log = log
+        self.versions: dict[str, str] = hello["versions"]
+        self.notes: str = hello["notes"]
+        self.load_seconds: float = hello["load_seconds"]
+
+    async def run(self, requests: Sequence[Request]) -> Trial:
+        """Raises ValueError where not every token came, SystemEnded."""
+        before = self._clock()
+        answer = await _ask(
+            self._process,
+            [[request.arrival_seconds, request.token_ids, request.max_tokens] for request in requests],
+            RUN_SECONDS,
+            self._log,
+        )
+        after = self._clock()
+        courses = tuple(Course(**course) for course in answer["courses"])
+        for request, course in zip(requests, courses, strict=True):
+            if course.num_tokens != request.max_tokens:
+                raise ValueError(f"{course.num_tokens} of {request.max_tokens} tokens came of a request")
+        elapsed = after.now - before.now
+        return Trial(
+            courses=courses,
+            foreign_cores=foreign_cores(before, after),
+            cores=(after.measured - before.measured) / elapsed,
+        )
+
+    def _clock(self) -> CpuClock:
+        return cpu_clock([self._process.pid])
+
+
+@asynccontextmanager
+async def running(system: System, folder: Path, memory_bytes: int) -> AsyncIterator[Running | str]:
+    """The system, or why it is absent. One that takes more memory than that is ended: a peer that sizes its
+    cache by the machine would take what all others have in use."""
+    if shutil.which(system.command[0]) is None:
+        yield f"there is no {Path(system.command[0]).name} at the path given"
+        return
+    log = folder / f"{system.name.replace(' ', '-').replace('/', '-')}.log"
+    with log.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(
+            *system.command,
+            cwd=ROOT,
+            env={**os.environ, **system.env},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=file,
+            limit=MAX_ANSWER_BYTES,
+            start_new_session=True,
+        )
+    guard = asyncio.create_task(_guard(process, memory_bytes, log))
+    try:
+        try:
+            hello = await _ask(process, system.settings, LOAD_SECONDS, log)
+        except SystemEnded as ended:
+            hello = {"absent": str(ended)}
+        yield hello["absent"] if "absent" in hello else Running(process, log, hello)
+    finally:
+        guard.cancel()
+        await _end_group(process)
+
+
+async def _guard(process: asyncio.subprocess.Process, memory_bytes: int, log: Path) -> None:
+    while (resident := _resident_bytes(process.pid)) <= memory_bytes:  # noqa: ASYNC110 - size, not an event
+        await asyncio.sleep(GUARD_SECONDS)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"ended by the benchmark at {resident / 2**30:.1f} GiB of memory\n")
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _resident_bytes(pid: int) -> int:
+    """Of the process with all that it started; 0 once it is gone."""
+    return sum(_pages(child) for child in tree(pid)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _pages(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+
+
+async def _ask(process: asyncio.subprocess.Process, message: object, seconds: float, log: Path) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+    async with asyncio.timeout(seconds):
+        line = await process.stdout.readline()
+    if not line:
+        raise SystemEnded(f"it has ended: {_tail(log)}")
+    return json.loads(line)
+
+
+def _tail(log: Path) -> str:
+    """Its last line first, which says most; then what was before it."""
+    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    return f"{text.rpartition(chr(10))[2]}\n{text[-3000:]}"
+
+
+async def _end_group(process: asyncio.subprocess.Process) -> None:
+    """The process is its group's first: workers and routers that it started are in it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+
+
+def our_systems(
+    settings: Settings, *, backends: Sequence[str], is_served: bool, is_unshared: bool
+) -> list[System]:
+    """Our engine on each backend, without a shared cache, and through worker, router and clients."""
+    settings = {**settings, "backend": backends[0], "shares": True}
+    rows = [
+        _ours(f"blockyard {backend}", "ours_run", {**settings, "backend": backend}) for backend in backends
+    ]
+    if is_unshared:
+        rows.append(_ours("blockyard, nothing shared", "ours_run", {**settings, "shares": False}))
+    if is_served:
+        rows.append(_ours("blockyard, served", "served_run", settings))
+    return rows
+
+
+def _ours(name: str, module: str, settings: Settings) -> System:
+    command = (sys.executable, "-m", f"bench.engine.{module}")
+    return System(name=name, command=command, settings=settings, is_ours=True)
+
+
+def peers(
+    settings: Settings, pythons: Mapping[str, Path], converted: Path | None, *, batchings: Sequence[str]
+) -> list[System]:
+    """Those whose Python is named: transformers, vllm, openvino."""
+    rows: list[System] = []
+    if "transformers" in pythons:
+        for batching in batchings:
+            name = f"transformers, {batching}"
+            rows.append(_peer(name, "transformers", pythons, {**settings, "batching": batching}))
+    if "vllm" in pythons:
+        row = _peer("vllm", "vllm", pythons, settings)
+        rows.append(replace(row, env={**row.env, "LD_PRELOAD": _openmp(pythons["vllm"])}))
+    if "openvino" in pythons:
+        settings = {**settings, "converted": str(converted)}
+        for name, kv_dtype in (("openvino-genai", None), ("openvino-genai, exact KV", settings["dtype"])):
+            row = _peer(name, "openvino", pythons, {**settings, "kv_dtype": kv_dtype})
+            rows.append(replace(row, takes_preload=False))
+    return rows
+
+
+def _peer(name: str, script: str, pythons: Mapping[str, Path], settings: Settings) -> System:
+    # A file and not a module: the repository's own `kernels` must not be found for a package of that name.
+    command = (str(pythons[script]), str(PEERS / f"{script}_run.py"))
+    return System(name=name, command=command, settings=settings, env={"PYTHONPATH": ""})
+
+
+def with_preload(system: System, libraries: Sequence[str]) -> System:
+    if not system.takes_preload:
+        return system
+    known = [*libraries, *filter(None, [system.env.get("LD_PRELOAD", "")])]
+    return replace(system, env={**system.env, "LD_PRELOAD": ":".join(known)}) if known else system
+
+
+def tcmalloc() -> str | None:
+    """Debian's libtcmalloc-minimal4, if it is installed."""
+    paths = (Path(folder) / name for folder in LIBRARIES for name in TCMALLOC)
+    return next((str(path) for path in paths if path.exists()), None)
+
+
+def _openmp(python: Path) -> str:
+    """Intel's, which vLLM's CPU build wants preloaded; it comes with its wheels."""
+    return next((str(path) for path in python.parents[1].glob("lib*/**/libiomp5.so")), "")

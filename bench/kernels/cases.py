@@ -1,0 +1,218 @@
+"""Every kernel over the shapes of well-known models: what is called, and how many bytes and FLOPs that is.
+
+Bytes are those that must move at least once, FLOPs those that the result needs: causal attention counts half of its
+square. Blocks lie in the pool in random order, as they do after an hour of serving. Owns no timing.
+
+Shapes: T tokens, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool, H hidden size,
+I intermediate size, R sequences.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
+from blockyard.kernels.backend import Backend
+
+from bench.engine.shapes import SHAPES, Shape
+
+BLOCK_SIZE = 16
+MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One kernel at one shape. `make` allocates, and gives what is to be timed."""
+
+    kernel: str
+    model: str
+    shape: str
+    num_bytes: int
+    flops: int
+    resident_bytes: int
+    """What it takes in memory."""
+    make: Callable[[], Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How far the cases go."""
+
+    sequences: Sequence[int]
+    contexts: Sequence[int]
+    prefills: Sequence[int]
+    models: Sequence[str]
+
+
+FULL = Sizes(
+    sequences=(1, 8, 16, 32, 64, 128, 256),
+    contexts=(128, 1024, 8192, 32768),
+    prefills=(128, 512, 2048, 8192, 32768),
+    models=MODELS,
+)
+CPU = Sizes(
+    sequences=(1, 8, 32), contexts=(128, 512, 2048), prefills=(128, 512), models=("llama-166m", "qwen3-0.6b")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where cases run."""
+
+    backend: Backend
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+
+def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
+    for model in sizes.models:
+        shape = SHAPES[model]
+        for context in sizes.contexts:
+            for sequences in sizes.sequences:
+                yield _attention(
+                    bench, model, shape, f"decode {sequences} x {context}", [1] * sequences, context
+                )
+        for prompt in sizes.prefills:
+            yield _attention(bench, model, shape, f"prefill {prompt}", [prompt], prompt)
+        for tokens in sorted({*sizes.sequences, *(size for size in sizes.prefills if size <= 8192)}):
+            yield from _of_a_layer(bench, model, shape, tokens)
+
+
+def _attention(
+    bench: Bench, model: str, shape: Shape, name: str, queries: Sequence[int], context: int
+) -> Case:
+    item = bench.dtype.itemsize
+    keys = context * len(queries)
+    tokens = sum(queries)
+    kv_bytes = 2 * keys * shape.kv_heads * shape.head_dim * item
+    seen = sum(count * (context - count) + count * (count + 1) // 2 for count in queries)
+
+    def make() -> Callable[[], object]:
+        pool, plan = _pool_and_plan(bench, shape, queries, context)
+        q_TND = bench.random(tokens, shape.heads, shape.head_dim)
+        out_TND = torch.empty_like(q_TND)
+        scale = shape.head_dim**-0.5
+        return lambda: bench.backend.attention(q_TND, pool, plan, scale=scale, out_TND=out_TND)
+
+    return Case(
+        kernel="decode attention" if tokens == len(queries) else "prefill attention",
+        model=model,
+        shape=name,
+        num_bytes=kv_bytes + 2 * tokens * shape.heads * shape.head_dim * item,
+        flops=4 * seen * shape.heads * shape.head_dim,
+        resident_bytes=2 * kv_bytes,
+        make=make,
+    )
+
+
+def _pool_and_plan(
+    bench: Bench, shape: Shape, queries: Sequence[int], context: int
+) -> tuple[torch.Tensor, AttentionPlan]:
+    blocks = -(-context // BLOCK_SIZE)
+    order = torch.randperm(blocks * len(queries), generator=torch.Generator().manual_seed(0)).tolist()
+    tables = [order[row * blocks : (row + 1) * blocks] for row in range(len(queries))]
+    plan = plan_attention(
+        query_lens=queries,
+        context_lens=[context] * len(queries),
+        block_tables=tables,
+        block_size=BLOCK_SIZE,
+        device=bench.device,
+        num_kv_heads=shape.kv_heads,
+    )
+    pool = bench.random(len(order), 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    return pool, plan
+
+
+def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator[Case]:
+    """What a layer does beside attention, at one number of tokens."""
+    item = bench.dtype.itemsize
+    backend, hidden, heads, kv = bench.backend, shape.hidden, shape.heads, shape.kv_heads
+    row = tokens * hidden * item
+    head_bytes = shape.head_dim * item
+
+    def case(kernel: str, num_bytes: int, flops: int, make: Callable[[], Callable[[], object]]) -> Case:
+        return Case(
+            kernel=kernel,
+            model=model,
+            shape=f"{tokens} tokens",
+            num_bytes=num_bytes,
+            flops=flops,
+            resident_bytes=2 * num_bytes,
+            make=make,
+        )
+
+    def add_norm() -> Callable[[], object]:
+        x, residual, weight = bench.random(tokens, hidden), bench.random(tokens, hidden), bench.random(hidden)
+        out = torch.empty_like(x)
+        return lambda: backend.add_rms_norm(x, residual, weight, 1e-6, out_TH=out)
+
+    def norm() -> Callable[[], object]:
+        x, weight = bench.random(tokens, hidden), bench.random(hidden)
+        out = torch.empty_like(x)
+        return lambda: backend.rms_norm(x, weight, 1e-6, out_TH=out)
+
+    def silu() -> Callable[[], object]:
+        gate_up, out = bench.random(tokens, 2 * shape.intermediate), bench.empty(tokens, shape.intermediate)
+        return lambda: backend.silu_mul(gate_up, out_TI=out)
+
+    def rotary() -> Callable[[], object]:
+        q, k = bench.random(tokens, heads, shape.head_dim), bench.random(tokens, kv, shape.head_dim)
+        table = torch.randn(tokens, shape.head_dim, device=bench.device)
+        positions = torch.arange(tokens, device=bench.device)
+        return lambda: backend.rotary(q, k, table, positions)
+
+    def write() -> Callable[[], object]:
+        pool, plan = _pool_and_plan(bench, shape, [tokens], tokens)
+        k, v = bench.random(tokens, kv, shape.head_dim), bench.random(tokens, kv, shape.head_dim)
+        return lambda: backend.write_kv(k, v, pool, plan)
+
+    def copy() -> Callable[[], object]:
+        pool = bench.random(2 * tokens, 2, kv, BLOCK_SIZE, shape.head_dim)
+        pairs = torch.arange(2 * tokens, device=bench.device).view(2, tokens).T.contiguous()
+        return lambda: backend.copy_blocks(pool, pairs)
+
+    yield case("rms_norm", 2 * row, 4 * tokens * hidden, norm)
+    yield case("add_rms_norm", 4 * row, 5 * tokens * hidden, add_norm)
+    yield case("silu_mul", 3 * tokens * shape.intermediate * item, 5 * tokens * shape.intermediate, silu)
+    yield case(
+        "rotary", 2 * tokens * (heads + kv) * head_bytes, 3 * tokens * (heads + kv) * shape.head_dim, rotary
+    )
+    yield case("write_kv", 4 * tokens * kv * head_bytes, 0, write)
+    if tokens <= 256:
+        yield case("copy_blocks (one a token)", 4 * tokens * kv * BLOCK_SIZE * head_bytes, 0, copy)
+    for name, outputs, inputs in _linears(shape):
+        yield _linear(bench, model, tokens, name, outputs, inputs)
+
+
+def _linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
+    attention = shape.heads * shape.head_dim
+    yield "linear qkv", attention + 2 * shape.kv_heads * shape.head_dim, shape.hidden
+    yield "linear out", shape.hidden, attention
+    yield "linear gate-up", 2 * shape.intermediate, shape.hidden
+    yield "linear down", shape.hidden, shape.intermediate
+
+
+def _linear(bench: Bench, model: str, tokens: int, name: str, outputs: int, inputs: int) -> Case:
+    item = bench.dtype.itemsize
+
+    def make() -> Callable[[], object]:
+        weight = bench.backend.pack_linear(bench.random(outputs, inputs))
+        x = bench.random(tokens, inputs)
+        return lambda: bench.backend.linear(x, weight)
+
+    num_bytes = (outputs * inputs + tokens * (inputs + outputs)) * item
+    return Case(
+        kernel=name,
+        model=model,
+        shape=f"{tokens} tokens",
+        num_bytes=num_bytes,
+        flops=2 * tokens * outputs * inputs,
+        resident_bytes=2 * num_bytes,
+        make=make,
+    )

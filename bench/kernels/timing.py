@@ -1,0 +1,74 @@
+"""How long one call takes, and what the machine could do: its copy bandwidth and its matmul rate, in the same run.
+
+On a GPU by CUDA events, with the last-level cache overwritten before each call; on a CPU by the wall clock, with inputs
+far larger than its caches where the case is. Owns no case.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+MIN_CALLS = 5
+MAX_CALLS = 200
+TARGET_SECONDS = 0.3
+"""Of one case on a GPU; a CPU takes MIN_CALLS however long they are."""
+FLUSH_BYTES = 256 << 20
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was measured of it in this run; a row's percentages are of these."""
+
+    copy_bytes_per_second: float
+    """Read and written bytes of a large copy together."""
+    matmul_flops_per_second: float
+
+
+class Clock:
+    """Median seconds of a call on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flush = (
+            torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+        )
+
+    def seconds(self, call: Callable[[], object], pick: Callable[[Iterable[float]], float] = median) -> float:
+        call()  # compiles, packs, reserves
+        first = self._once(call)
+        calls = min(MAX_CALLS, max(MIN_CALLS, int(TARGET_SECONDS / max(first, 1e-6))))
+        return pick(self._once(call) for _ in range(calls))
+
+    def _once(self, call: Callable[[], object]) -> float:
+        if self._flush is None:
+            started = time.perf_counter()
+            call()
+            return time.perf_counter() - started
+        self._flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Of the fastest call: other programs may have slowed the others down, and a limit is what could be had."""
+    clock = Clock(device)
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / clock.seconds(lambda: target.copy_(source), min)
+    size = MATMUL_SIZE[device.type]
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    return Machine(
+        copy_bytes_per_second=copy,
+        matmul_flops_per_second=2 * size**3 / clock.seconds(lambda: torch.mm(left, right, out=out), min),
+    )

@@ -1,0 +1,82 @@
+"""The profile's report: its text, and its floors. Pure. Does not own the figures (scenarios.py, __main__.py)."""
+
+from typing import Any
+
+from bench.reporting import Floor
+
+MANY = 256
+"""Sequences at which the scheduler's cost is judged."""
+PLAN_FLOOR_MS = 1.0
+NAMES_FLOOR = 0.01
+COLLECTION_FLOOR_MS = 5.0
+STEP_FLOOR = 0.8
+"""A GPU's goal."""
+Figures = dict[str, Any]
+
+
+def floors_of(figures: Figures) -> list[Floor]:
+    rows = (
+        (f"plan + prepare, {MANY} running, median ms", figures["plan_and_prepare_ms"]["p50"], PLAN_FLOOR_MS),
+        ("naming and look-up at 0 % hits, share of the time", figures["names"]["share"], NAMES_FLOOR),
+        (
+            "longest garbage collection, spared, ms",
+            figures["collections"]["spared"]["longest_ms"],
+            COLLECTION_FLOOR_MS,
+        ),
+    )
+    floors = [Floor(name=name, value=value, floor=floor, better="lower") for name, value, floor in rows]
+    if figures["device"] == "cuda":
+        shares = [row["share"] for running, row in figures["of_roofline"].items() if int(running) >= 32]
+        name = "whole decode step at 32 and more sequences, of the roofline"
+        floors.append(Floor(name=name, value=min(shares), floor=STEP_FLOOR, better="higher"))
+    return floors
+
+
+def text_of(figures: Figures, about: str) -> str:
+    """`about` is the command's own description, without its title and its examples."""
+    tables = [_table(name, rows) for name, rows in figures["steps"].items()]
+    names, plan = figures["names"], figures["plan_and_prepare_ms"]
+    collections = [
+        f"- {way}: {row['count']} collections, the longest {row['longest_ms']} ms, together {row['whole_ms']} ms"
+        for way, row in figures["collections"].items()
+    ]
+    return "\n\n".join(
+        [
+            about.partition("\n\n")[2].partition("\n\n")[2].strip(),
+            f"Model {figures['model']}, {figures['dtype']}, kernel backend {figures['backend']}, {figures['threads']} "
+            f"threads. Proven before: {figures['proven']}.",
+            _roofline_table(figures["of_roofline"]),
+            *tables,
+            f"## Scheduler\n\nplan + prepare at {MANY} running sequences: p50 {plan['p50']} ms, p99 {plan['p99']} ms. "
+            f"`mixed` at 0 % hits took {names['whole_ms']:,} ms, naming {names['naming_ms']} ms and look-up "
+            f"{names['look_up_ms']} ms of it: {names['share']:.2%}.",
+            "\n".join(["## Garbage collection, of the engine's thread", "", *collections]),
+        ]
+    )
+
+
+def _roofline_table(rows: Figures) -> str:
+    lines = [
+        f"| {running} | {row['step_ms']:.2f} | {row['limit_ms']:.2f} | {row['share']:.0%} |"
+        for running, row in rows.items()
+    ]
+    head = "| sequences | step, median ms | limit ms | of the limit |\n|---|---|---|---|"
+    return "\n".join(
+        [
+            "## Whole decode steps, unwatched",
+            "",
+            "The limit is max(weight bytes / copy bandwidth, FLOPs of the weights / matmul rate) + KV bytes / copy "
+            "bandwidth, with the rates of this run.",
+            "",
+            head,
+            *lines,
+        ]
+    )
+
+
+def _table(name: str, rows: dict[str, float]) -> str:
+    whole = rows["step"]
+    lines = [f"| {part} | {value:.3f} | {value / whole:.1%} |" for part, value in rows.items() if value]
+    return "\n".join(
+        [f"## {name[0].upper()}{name[1:]}", "", "| part | ms, median | of a step |", "|---|---|---|", *lines]
+    )

@@ -1,0 +1,40 @@
+"""How near a whole decode step is to what the machine allows: each weight read once, or multiplied once with each
+sequence, whichever is slower, and each sequence's keys and values read once.
+
+    limit = max(weight bytes / B, 2 * weights * sequences / F) + KV bytes / B
+
+with the copy bandwidth B and matmul rate F of the same run. Pure.
+"""
+
+from dataclasses import dataclass
+
+from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.weights import num_parameters
+
+from bench.kernels.timing import Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    sequences: int
+    context_tokens: int
+    """Of each."""
+
+
+def limit_seconds(step: DecodeStep, model: ModelConfig, item_bytes: int, machine: Machine) -> float:
+    weights = used_weights(model)
+    kv_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    kv_bytes = step.sequences * step.context_tokens * kv_values * item_bytes
+    return (
+        max(
+            weights * item_bytes / machine.copy_bytes_per_second,
+            2 * weights * step.sequences / machine.matmul_flops_per_second,
+        )
+        + kv_bytes / machine.copy_bytes_per_second
+    )
+
+
+def used_weights(model: ModelConfig) -> int:
+    """A table of embeddings is looked up, not multiplied with, unless it is the head too."""
+    table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    return num_parameters(model) - table

@@ -1,0 +1,218 @@
+"""What the profile measures: steady decodes, prefill steps, and a whole workload with its names and its collector.
+
+Owns how an engine is brought there and which of its functions are parts. Does not own the accounting (stopwatch.py).
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import EngineRequest, SequenceOutput, StepResult
+
+from bench.engine.build import engine_request
+from bench.engine.peers.protocol import Request
+from bench.profile.stopwatch import Stopwatch
+
+NAMING, LOOK_UP = "name blocks", "look names up"
+PLAN, PREPARE = "plan", "prepare"
+OPERATIONS = (
+    "attention",
+    "write_kv",
+    "place_heads",
+    "rotary",
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "copy_blocks",
+)
+WARM_STEPS = 2
+Profile = dict[str, list[float]]
+"""Of each part, its milliseconds step by step; `step` is the whole."""
+
+
+@contextmanager
+def watch_scheduler(engine: Engine) -> Iterator[Stopwatch]:
+    """Planning and preparing whole, and nothing within them: a look at each costs a microsecond."""
+    runner: Any = engine.runner
+    watch = Stopwatch()
+    watch.wrap(engine.scheduler, "plan", PLAN)
+    watch.wrap(runner, "_hidden", PREPARE)
+    watch.wrap(runner._decoder, "hidden", "forward")
+    yield watch
+    watch.unwrap()
+
+
+@contextmanager
+def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
+    """The parts of a step of this engine."""
+    runner: Any = engine.runner
+    is_cuda = runner.device.type == "cuda"
+    watch = Stopwatch(torch.cuda.synchronize) if is_cuda else Stopwatch()
+    watch.wrap(engine.scheduler, "plan", PLAN)
+    watch.wrap(engine.scheduler, "commit", "commit")
+    watch.wrap(engine.scheduler.tables, "name_full_blocks", NAMING)
+    watch.wrap(engine.scheduler.tables, "match", LOOK_UP)
+    watch.wrap(runner, "_hidden", PREPARE)
+    watch.wrap(runner, "_plan_attention", PREPARE)
+    watch.wrap(runner._sampler, "sample", "sample", is_leaf=True)
+    watch.wrap(runner._decoder, "hidden", "forward: between operations")
+    for operation in OPERATIONS:
+        if hasattr(runner.backend, operation):
+            watch.wrap(runner.backend, operation, f"forward: {operation}", is_leaf=True)
+    watch.wrap(runner.backend, "linear", _linear_label, is_leaf=True)
+    yield watch
+    watch.unwrap()
+
+
+def _linear_label(x_TI: torch.Tensor, weight_OI: torch.Tensor, *_: object) -> str:
+    return f"forward: linear {weight_OI.shape[1]} -> {weight_OI.shape[0]}"
+
+
+class Delivery:
+    """What a worker does with a step's outputs for one router: columns, and their bytes. Without protobuf nothing."""
+
+    def __init__(self) -> None:
+        try:
+            from blockyard.worker.outbox import Outbox
+        except ImportError:
+            self._outbox = None
+        else:
+            self._outbox = Outbox()
+
+    def deliver(self, outputs: Sequence[SequenceOutput], engine: Engine) -> None:
+        if self._outbox is None:
+            return
+        for output in outputs:
+            self._outbox.add(int(output.request_id), output)
+        for message in self._outbox.take(engine.load()):
+            message.SerializeToString()
+
+
+def profile_steps(engine: Engine, watch: Stopwatch, num_steps: int) -> Profile:
+    """Turns the engine so often, and says of each step where its time went."""
+    profile: Profile = {}
+    delivery = Delivery()
+    for number in range(WARM_STEPS + num_steps):
+        watch.reset()
+        started = time.perf_counter()
+        with watch.part("the engine's own"):
+            result: StepResult = engine.step()
+        with watch.part("deliver"):
+            delivery.deliver(result.outputs, engine)
+        elapsed = time.perf_counter() - started
+        if number < WARM_STEPS:
+            continue
+        for part, seconds in {**watch.seconds, "step": elapsed}.items():
+            profile.setdefault(part, []).append(1000 * seconds)
+    return profile
+
+
+@contextmanager
+def decoding(engine: Engine, *, running: int, context: int, num_steps: int) -> Iterator[None]:
+    """So many sequences of so many tokens, each of which gets one more a step, for so many steps at least."""
+    chance = Random(running)
+    requests = [engine.submit(_request(chance, context, num_steps + context)) for _ in range(running)]
+    while engine.scheduler.waiting or engine.scheduler.queued_prefill_tokens:
+        engine.step()
+    yield
+    for request in requests:
+        engine.cancel(request)
+    engine.step()
+
+
+def prefill_profile(engine: Engine, watch: Stopwatch, *, tokens: int, num_steps: int) -> Profile:
+    """One prompt a step, of so many tokens, that nobody has cached."""
+    chance = Random(tokens)
+    profile: Profile = {}
+    for _ in range(num_steps):
+        engine.submit(_request(chance, tokens, 1))
+        for part, values in _one_step(engine, watch).items():
+            profile.setdefault(part, []).extend(values)
+        while engine.has_work:
+            engine.step()
+    return profile
+
+
+def _one_step(engine: Engine, watch: Stopwatch) -> Profile:
+    watch.reset()
+    started = time.perf_counter()
+    with watch.part("the engine's own"):
+        engine.step()
+    elapsed = time.perf_counter() - started
+    return {part: [1000 * seconds] for part, seconds in {**watch.seconds, "step": elapsed}.items()}
+
+
+def _request(chance: Random, num_tokens: int, max_tokens: int) -> EngineRequest:
+    """Under names that no other has."""
+    tokens = [chance.randrange(10, 4000) for _ in range(num_tokens)]
+    return engine_request(tokens, max_tokens, salt=str(time.perf_counter_ns()))
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """Of a whole workload."""
+
+    seconds: float = 0.0
+    naming_seconds: float = 0.0
+    """Of prompts when they come, which a cluster's routers do, and of blocks as they fill."""
+    look_up_seconds: float = 0.0
+    collections_ms: list[float] = field(default_factory=list)
+    """Each time that the garbage collector held the engine up."""
+
+    @property
+    def share_of_names(self) -> float:
+        return (self.naming_seconds + self.look_up_seconds) / self.seconds
+
+
+def whole_workload(engine: Engine, watch: Stopwatch, requests: Sequence[Request]) -> Course:
+    """All at once, at 0 % hits."""
+    course = Course()
+    watch.reset()
+    with _collections(course.collections_ms):
+        started = time.perf_counter()
+        with watch.part(NAMING):
+            submitted = [
+                engine_request(request.token_ids, request.max_tokens, salt=str(started))
+                for request in requests
+            ]
+        for request in submitted:
+            engine.submit(request)
+        while engine.has_work:
+            engine.step()
+        course.seconds = time.perf_counter() - started
+    course.naming_seconds = watch.seconds[NAMING]
+    course.look_up_seconds = watch.seconds[LOOK_UP]
+    return course
+
+
+@contextmanager
+def _collections(durations_ms: list[float]) -> Iterator[None]:
+    started = 0.0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal started
+        if phase == "start":
+            started = time.thread_time()
+        else:
+            durations_ms.append(1000 * (time.thread_time() - started))
+
+    gc.callbacks.append(note)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(note)
+
+
+def medians(profile: Profile) -> dict[str, float]:
+    """Of each part, the most first; a part that a step had not took nothing in it."""
+    steps = len(profile["step"])
+    values = {part: [*of, *[0.0] * (steps - len(of))] for part, of in profile.items()}
+    rows = {part: round(median(of), 3) for part, of in values.items()}
+    return dict(sorted(rows.items(), key=lambda row: -row[1]))

@@ -1,0 +1,69 @@
+"""The Ray actors of a cluster: how one is adopted or made, called within a deadline, and what its failure is called.
+
+Owns the only place that says what Ray is asked for. Does not own who should run (supervisor.py).
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+from blockyard.deploy.places import ClusterSpec, OtherCodeError, Place, router_config
+from blockyard.router.actor import RouterActor
+from blockyard.worker.actor import WorkerActor
+from ray.exceptions import RayActorError, RayTaskError
+
+START_SECONDS = 600.0
+CALL_SECONDS = 5.0
+Reply = TypeVar("Reply")
+
+
+def adopt_or_create(spec: ClusterSpec, place: Place) -> Any:
+    """The actor of this name: the one that lives, or a new one."""
+    options = {
+        "name": place.name,
+        "namespace": spec.namespace,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": 0,
+    }
+    if place.kind == "router":
+        router = router_config(spec.router, place)
+        where = {spec.router_resource: 1.0} if spec.router_resource else {}
+        made = ray.remote(RouterActor).options(**options, num_cpus=0, resources=where)
+        return made.remote(router, place.name)
+    config = replace(spec.worker, worker_id=place.name)
+    resources = {"num_cpus": spec.num_cpus_per_worker, "num_gpus": spec.num_gpus_per_worker}
+    # Spread: a node that dies takes as few workers with it as can be.
+    options |= {"scheduling_strategy": "SPREAD"}
+    return ray.remote(WorkerActor).options(**options, **resources).remote(config)
+
+
+def living_names() -> frozenset[str]:
+    """The actors of this process's namespace that live or are being made."""
+    return frozenset(ray.util.list_named_actors())
+
+
+async def answer(reference: Awaitable[Reply], timeout_seconds: float) -> Reply:
+    async with asyncio.timeout(timeout_seconds):
+        return await reference
+
+
+async def all_of(*calls: Awaitable[object]) -> None:
+    """Waits for each; who has died or hangs is found out by its own `until_stopped`, not here."""
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+def reason(error: Exception) -> str:
+    match error:
+        case OtherCodeError():
+            return str(error)
+        case RayTaskError():
+            return f"{type(error.cause).__name__}: {error.cause}"
+        case RayActorError():
+            return "its process died"
+        case TimeoutError():
+            return f"did not start within {START_SECONDS:.0f} s"
+        case _:
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,104 @@
+"""What is measured of a request, and the arithmetic on it. Pure. The definitions are those of vLLM's `bench serve`:
+
+- TTFT, time to first token: from sending to the first message with a token in it.
+- E2EL, end-to-end latency: from sending to the last message with a token in it.
+- TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1), of requests with at least two.
+- ITL, inter-token latency: between two messages with tokens in them. A router under load puts several tokens into one
+  message, so its mean is not TPOT's.
+- Goodput: finished requests a second that kept every bound given. With one token TPOT counts as 0.
+
+Percentiles are interpolated linearly, as numpy does by default.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9}
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One request, as its client saw it, in seconds on one monotonic clock."""
+
+    number: int
+    due: float
+    """When it should have been sent: in an open loop by its plan, in a closed one when it was."""
+    sent: float
+    arrivals: list[float] = field(default_factory=list)
+    """Of each message with tokens in it."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    worker: str = ""
+    migrations: int = 0
+    error: str = ""
+    """The reason of its failure; empty for one that finished."""
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.arrivals[-1] - self.sent
+
+    @property
+    def tpot(self) -> float:
+        """0 with a single token."""
+        return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    @property
+    def itls(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Of some times, in ms. All are None without any."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    p99_9: float | None
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> "Spread":
+        values = np.fromiter(seconds, dtype=np.float64) * 1000
+        if not values.size:
+            return cls(mean=None, p50=None, p90=None, p99=None, p99_9=None)
+        p50, p90, p99, p99_9 = (float(value) for value in np.percentile(values, list(PERCENTILES.values())))
+        return cls(mean=float(values.mean()), p50=p50, p90=p90, p99=p99, p99_9=p99_9)
+
+    def as_dict(self) -> dict[str, float | None]:
+        values = (self.p50, self.p90, self.p99, self.p99_9)
+        return {"mean": self.mean, **dict(zip(PERCENTILES, values, strict=True))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """What a request must keep to count as goodput; None asks nothing."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    @property
+    def are_given(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+    def kept_by(self, sample: Sample) -> bool:
+        bounds = ((self.ttft_ms, sample.ttft), (self.tpot_ms, sample.tpot))
+        return all(bound is None or seconds * 1000 <= bound for bound, seconds in bounds)
+
+
+def finished(samples: Iterable[Sample]) -> list[Sample]:
+    """Those with an answer."""
+    return [sample for sample in samples if not sample.error and sample.arrivals]
+
+
+def hit_rate(samples: Sequence[Sample]) -> float | None:
+    """Prompt tokens that were really reused, as a part of all."""
+    prompt_tokens = sum(sample.prompt_tokens for sample in samples)
+    return sum(sample.cached_tokens for sample in samples) / prompt_tokens if prompt_tokens else None

@@ -1,0 +1,66 @@
+"""What clients send: requests by time, made of runs of tokens so that equal prefixes are equal tokens.
+
+Owns the values that every generator of a workload makes; conversations.py, mooncake.py and plans.py make them, and a
+simulation or a real cluster is sent them. A request may follow another one: then it comes some time after that one's
+end, with its output in the prompt.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+MAX_TOKEN = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`length` tokens that count up from `base`. Equal runs are equal tokens; different bases share nothing."""
+
+    base: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRequest:
+    number: int
+    arrival_seconds: float
+    """Of one that follows another: after that one's end."""
+    prompt: tuple[Run, ...]
+    output: Run
+    session: str = ""
+    follows: int | None = None
+    """The number of the request before it in its conversation."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(run.length for run in self.prompt)
+
+    def token_ids(self) -> list[int]:
+        return [token for run in self.prompt for token in range(run.base, run.base + run.length)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    name: str
+    about: str
+    requests: tuple[PlannedRequest, ...]
+
+
+class Tokens:
+    """Hands out runs that nobody else has."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def run(self, length: int) -> Run:
+        run = Run(self._next, length)
+        self._next += length
+        if self._next > MAX_TOKEN:
+            raise ValueError("a workload of more than 2**31 tokens")
+        return run
+
+
+def poisson(rate: float, seconds: float, chance: Random) -> Iterator[float]:
+    now = 0.0
+    while (now := now + chance.expovariate(rate)) < seconds:
+        yield now

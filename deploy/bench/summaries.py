@@ -1,0 +1,146 @@
+"""What a run's samples say together: latencies, throughput, goodput, hit rates, workers, errors. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockyard.deploy.bench.measures import Objectives, Sample, Spread, finished, hit_rate
+
+BEHIND_SECONDS = 0.05
+"""A generator that sends later than this says so: its load is not the one that was asked for."""
+
+_PLAIN = (
+    *("seconds", "finished", "failed", "unsent", "migrations"),
+    *("requests_per_second", "input_tokens_per_second", "output_tokens_per_second", "goodput_per_second"),
+    *("hit_rate", "predicted_hit_rate"),
+)
+"""Of a summary, what its document has as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What was sent, and how long it took from the first request to the last answer."""
+
+    samples: Sequence[Sample]
+    seconds: float
+    unsent: int = 0
+    """Turns of conversations whose earlier turn had failed."""
+    promised_tokens: int | None = None
+    """Prompt tokens that the index promised of the workers chosen, of all that the router placed meanwhile; None where
+    it does not say."""
+
+
+def together(parts: Iterable[Traffic]) -> Traffic:
+    """Of several runs, one after the other."""
+    parts = list(parts)
+    promised = [part.promised_tokens for part in parts if part.promised_tokens is not None]
+    return Traffic(
+        samples=[sample for part in parts for sample in part.samples],
+        seconds=sum(part.seconds for part in parts),
+        unsent=sum(part.unsent for part in parts),
+        promised_tokens=sum(promised) if parts and len(promised) == len(parts) else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerShare:
+    requests: int
+    output_tokens: int
+    hit_rate: float | None
+    ttft_ms: Spread
+    tpot_ms: Spread
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "WorkerShare":
+        return cls(
+            requests=len(samples),
+            output_tokens=sum(sample.output_tokens for sample in samples),
+            hit_rate=hit_rate(samples),
+            ttft_ms=Spread.of(sample.ttft for sample in samples),
+            tpot_ms=_tpots(samples),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "output_tokens": self.output_tokens,
+            "hit_rate": self.hit_rate,
+            "ttft_ms": self.ttft_ms.as_dict(),
+            "tpot_ms": self.tpot_ms.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    seconds: float
+    finished: int
+    failed: dict[str, int]
+    """By reason."""
+    unsent: int
+    latencies_ms: dict[str, Spread]
+    """ttft, tpot, itl, e2el."""
+    requests_per_second: float
+    input_tokens_per_second: float
+    output_tokens_per_second: float
+    goodput_per_second: float | None
+    """None where no objective was given."""
+    hit_rate: float | None
+    predicted_hit_rate: float | None
+    migrations: int
+    workers: dict[str, WorkerShare]
+    lag_ms: Spread
+    """How late requests were sent."""
+
+    @property
+    def is_behind(self) -> bool:
+        return (self.lag_ms.p99 or 0.0) > BEHIND_SECONDS * 1000
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            **{f"{name}_ms": spread.as_dict() for name, spread in self.latencies_ms.items()},
+            "workers": {name: share.as_dict() for name, share in self.workers.items()},
+            "generator_lag_ms": self.lag_ms.as_dict(),
+            "generator_was_behind": self.is_behind,
+        }
+
+
+def summary(traffic: Traffic, objectives: Objectives) -> Summary:
+    done = finished(traffic.samples)
+    seconds = traffic.seconds
+    prompt_tokens = sum(sample.prompt_tokens for sample in done)
+    good = sum(objectives.kept_by(sample) for sample in done)
+    promised = traffic.promised_tokens
+    return Summary(
+        seconds=seconds,
+        finished=len(done),
+        failed=dict(Counter(sample.error for sample in traffic.samples if sample.error).most_common()),
+        unsent=traffic.unsent,
+        latencies_ms={
+            "ttft": Spread.of(sample.ttft for sample in done),
+            "tpot": _tpots(done),
+            "itl": Spread.of(itl for sample in done for itl in sample.itls),
+            "e2el": Spread.of(sample.e2el for sample in done),
+        },
+        requests_per_second=_per(len(done), seconds),
+        input_tokens_per_second=_per(prompt_tokens, seconds),
+        output_tokens_per_second=_per(sum(sample.output_tokens for sample in done), seconds),
+        goodput_per_second=_per(good, seconds) if objectives.are_given else None,
+        hit_rate=hit_rate(done),
+        predicted_hit_rate=promised / prompt_tokens if promised is not None and prompt_tokens else None,
+        migrations=sum(sample.migrations for sample in traffic.samples),
+        workers={
+            worker: WorkerShare.of([sample for sample in done if sample.worker == worker])
+            for worker in sorted({sample.worker for sample in done})
+        },
+        lag_ms=Spread.of(sample.sent - sample.due for sample in traffic.samples),
+    )
+
+
+def _tpots(samples: Iterable[Sample]) -> Spread:
+    return Spread.of(sample.tpot for sample in samples if sample.output_tokens > 1)
+
+
+def _per(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,71 @@
+"""What the supervisor of a cluster is told: the configuration of every worker and router, and their number.
+
+Pure: out of what the operator wants (wanted_cluster.py), what is remembered of the cluster (state.py) and what its
+workers take (shape.py). The supervisor's own import of Ray is why its types are imported late.
+"""
+
+from typing import TYPE_CHECKING
+
+from blockyard.deploy import on_ray
+from blockyard.deploy.dashboard.page_token import page_token_sha256
+from blockyard.deploy.shape import Shape
+from blockyard.deploy.state import ClusterState
+from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.proto.code_version import code_version
+from blockyard.router.config import RouterConfig
+from blockyard.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from blockyard.deploy.places import ClusterSpec
+
+
+def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "ClusterSpec":
+    """For the supervisor."""
+    from blockyard.deploy.places import ClusterSpec
+
+    # On a cluster of several nodes everyone is reached by the address of the node it lands on.
+    host = "127.0.0.1" if options.address is None else ""
+    worker = WorkerConfig(
+        engine=options.engine,
+        stall_seconds=options.limits.stall_seconds,
+        cluster=cluster.cluster,
+        cluster_secret=cluster.secret,
+        session_tls=options.security.session_tls,
+        host=host,
+        redis_url=cluster.redis_url,
+        log=options.log,
+        **options.worker_limits.as_settings(),
+    )
+    router = RouterConfig(
+        model=options.engine.model,
+        model_name=options.model_name,
+        cluster=cluster.cluster,
+        cluster_secret=cluster.secret,
+        host=host,
+        port=options.router_port,
+        http_port=options.http_port,
+        reuse_port=options.num_routers > 1 and not options.separate_ports,
+        redis_url=cluster.router_redis_url,
+        auth_file=options.security.auth_file,
+        page_token_sha256=page_token_sha256(cluster.directory),
+        tls=options.security.tls,
+        session_tls=options.security.session_tls,
+        policy=options.policy,
+        placement=options.placement,
+        max_outputs=options.max_outputs,
+        max_beam_width=options.max_beam_width,
+        priority_ageing_seconds=options.engine.priority_ageing_seconds,
+        log=options.log,
+        **options.limits.as_settings(),
+    )
+    return ClusterSpec(
+        namespace=on_ray.namespace(cluster.cluster),
+        worker=worker,
+        num_workers=shape.num_workers,
+        num_cpus_per_worker=shape.num_cpus,
+        num_gpus_per_worker=shape.num_gpus,
+        router=router,
+        num_routers=options.num_routers,
+        router_resource=options.router_resource,
+        code="" if options.address is None else code_version(),
+    )

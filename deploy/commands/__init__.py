@@ -1,0 +1,1 @@
+"""The commands of `blockyard`, by kind; cli.py gathers them."""

@@ -1,0 +1,56 @@
+"""`blockyard drain`, `resume` and `flush`: what an operator asks of a worker through any router."""
+
+import click
+from blockyard.deploy import administration
+from blockyard.deploy.commands.shown import (
+    ASK_SECONDS,
+    as_dict,
+    connected,
+    naming_workers,
+    show,
+    which_cluster,
+)
+from blockyard.deploy.options import cluster_option, grace_option, output_option, router_option
+from blockyard.deploy.security import connection_options
+
+
+@click.command()
+@click.argument("worker")
+@grace_option
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def drain(worker: str, grace_seconds: float, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Let WORKER take nothing new, and wait until nothing runs there: what outlives the grace goes on elsewhere."""
+    with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
+        if administration.ready_workers(client.list_workers()) == [worker]:
+            click.echo(administration.last_line(worker, which_cluster(cluster, routers)), err=True)
+        moved = client.drain_worker(worker, grace_seconds=grace_seconds)
+    show(output, {"worker": worker, "moved": moved}, administration.drained_line(worker, moved))
+
+
+@click.command()
+@click.argument("worker")
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def resume(worker: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Take a drain of WORKER back."""
+    with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
+        client.resume_worker(worker)
+    show(output, {"worker": worker, "resumed": True}, f"{worker} takes new requests")
+
+
+@click.command()
+@click.argument("worker", required=False)
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Empty the prefix cache of WORKER, or of all."""
+    with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
+        flushed = client.flush_cache(worker)
+    show(output, as_dict(flushed), administration.flushed_line(flushed))

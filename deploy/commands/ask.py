@@ -1,0 +1,97 @@
+"""`blockyard generate` and `chat`: requests from the command line, streamed."""
+
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from blockyard.deploy import answers
+from blockyard.deploy.commands.shown import ASK_SECONDS, connected, which_cluster
+from blockyard.deploy.options import cluster_option, output_option, router_option
+from blockyard.deploy.patience import told_while_waiting
+from blockyard.deploy.request_options import answer_options, sampling_options
+from blockyard.deploy.security import connection_options
+from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.router.client import Delta
+from blockyard.router.client.results import completion
+
+
+@click.command()
+@click.argument("prompt")
+@cluster_option
+@router_option
+@connection_options
+@output_option
+@sampling_options
+@answer_options
+def generate(
+    prompt: str,
+    cluster: str,
+    routers: tuple[str, ...],
+    output: str,
+    timeout_seconds: float,
+    tenant: str | None,
+    **sampling: Any,
+) -> None:
+    """Continue PROMPT (`-` reads it from stdin), streaming."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _asking(cluster, routers, timeout_seconds, tenant) as ask:
+        deltas = ask(text, **sampling)
+        if output == "json":
+            answers.print_json(completion(list(deltas)))
+        elif (sampling["n"] or 1) > 1:
+            answers.print_outputs(deltas)
+        else:
+            answers.print_stream(deltas)
+
+
+@click.command()
+@click.option("--system", help="The system prompt.")
+@cluster_option
+@router_option
+@connection_options
+@sampling_options
+def chat(
+    system: str | None,
+    cluster: str,
+    routers: tuple[str, ...],
+    timeout_seconds: float,
+    tenant: str | None,
+    **sampling: Any,
+) -> None:
+    """Talk with the model, a line at a time; an empty line or Ctrl-D ends it."""
+    messages = [{"role": "system", "content": system}] if system else []
+    sampling["session_id"] = sampling["session_id"] or f"chat-{secrets.token_hex(8)}"
+    with _asking(cluster, routers, timeout_seconds, tenant) as ask:
+        while question := _next_question():
+            messages.append({"role": "user", "content": question})
+            answer = answers.print_stream(ask(messages=messages, **sampling))
+            messages.append({"role": "assistant", "content": answer})
+
+
+@contextmanager
+def _asking(
+    cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None
+) -> Iterator[Callable[..., Iterable[Delta]]]:
+    """Client.stream, whose deltas say on stderr what they wait for."""
+    which = which_cluster(cluster, routers)
+    with (
+        connected(cluster, routers, timeout_seconds, tenant) as client,
+        connected(cluster, routers, ASK_SECONDS) as onlooker,
+    ):
+
+        def ask(*prompt: str, **arguments: Any) -> Iterable[Delta]:
+            with wrong_values_are_usage():
+                deltas = client.stream(*prompt, **arguments)
+            return told_while_waiting(deltas, onlooker.list_workers, which)
+
+        yield ask
+
+
+def _next_question() -> str:
+    try:
+        return str(input("> " if sys.stdin.isatty() else "")).strip()
+    except EOFError:
+        return ""

@@ -1,0 +1,270 @@
+"""`blockyard bench`: a load of one's own against a running cluster, and what it measured.
+
+Owns the workloads as commands. What is sent and measured is in deploy/bench/.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from blockyard.deploy import state
+from blockyard.deploy.bench import plans
+from blockyard.deploy.bench.conversations import Conversation
+from blockyard.deploy.bench.lengths import Lengths
+from blockyard.deploy.bench.mooncake import TRACE_BLOCK_TOKENS, read_trace
+from blockyard.deploy.bench.options import (
+    DEFAULT_CONCURRENCY,
+    BenchOptions,
+    bench_options,
+    lengths_option,
+    range_option,
+    taken,
+)
+from blockyard.deploy.bench.progress import RequestProgress
+from blockyard.deploy.bench.report import Result, result, result_view
+from blockyard.deploy.bench.traffic import Manner
+from blockyard.deploy.bench.trials import Course, Plan, run_course
+from blockyard.deploy.commands.shown import show
+from blockyard.deploy.security import client_connection
+from blockyard.router.client import AsyncClient, AuthenticationError
+
+output_tokens = lengths_option("--output-tokens", "64", "Tokens that each answer has")
+
+
+class _Workloads(click.Group):
+    """An option that some workload has, and not where it was given, is answered by which workload that is."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise self._hinted(error) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise self._hinted(error) from None
+
+    def _hinted(self, error: click.NoSuchOption) -> click.NoSuchOption:
+        owners = [
+            f"`bench {name}`"
+            for name, command in sorted(self.commands.items())
+            if any(error.option_name in parameter.opts for parameter in command.params)
+        ]
+        told = [error.message]
+        if owners:
+            told.append(f"It stands after a workload that has it: {', '.join(owners)}.")
+        if error.option_name == "--num-requests":
+            told.append(_COUNTS)
+        return click.NoSuchOption(error.option_name, " ".join(told), error.possibilities, error.ctx)
+
+
+_COUNTS = (
+    "The others have as many requests as follows: `bench shared-prefix` from --groups times (1 + --followers), "
+    "`bench chat` from --sessions and --turns, `bench trace` from its file and --seconds."
+)
+
+
+@click.group(cls=_Workloads)
+def bench() -> None:
+    """Load for a running cluster, and the latencies, throughput and hit rates that it found.
+
+    The definitions are those of vLLM's `bench serve`. Answers are of exactly the length that is planned (ignore_eos),
+    and nothing is retried: a refusal is counted by its reason."""
+
+
+@bench.command(name="random")
+@click.option(
+    "--num-requests", type=click.IntRange(1), default=64, show_default=True, help="Requests of each run."
+)
+@lengths_option("--input-tokens", "128-512", "Tokens of each prompt")
+@output_tokens
+@bench_options
+def random_command(num_requests: int, input_tokens: Lengths, output_tokens: Lengths, **values: Any) -> None:
+    """Prompts that share nothing."""
+    options = taken(values)
+    plan = partial(plans.random_prompts, num_requests=num_requests, prompt=input_tokens, output=output_tokens)
+    _run(options, lambda seed: plan(_arrivals(options, seed), seed), _concurrency(options))
+
+
+@bench.command(name="shared-prefix")
+@click.option("--groups", type=click.IntRange(1), default=4, show_default=True, help="Different prefixes.")
+@click.option(
+    "--followers",
+    type=click.IntRange(0),
+    default=7,
+    show_default=True,
+    help="Beside the leader of each group.",
+)
+@lengths_option("--prefix-tokens", "512", "Tokens that a group shares")
+@lengths_option("--question-tokens", "16-64", "Tokens of each request's own")
+@output_tokens
+@bench_options
+def shared_prefix_command(
+    groups: int,
+    followers: int,
+    prefix_tokens: Lengths,
+    question_tokens: Lengths,
+    output_tokens: Lengths,
+    **values: Any,
+) -> None:
+    """Groups of requests, each group on one system prompt."""
+    options = taken(values)
+    plan = partial(
+        plans.shared_prefix,
+        num_groups=groups,
+        num_followers=followers,
+        prefix=prefix_tokens,
+        question=question_tokens,
+        output=output_tokens,
+    )
+    _run(options, lambda seed: plan(_arrivals(options, seed), seed), _concurrency(options))
+
+
+@bench.command(name="chat")
+@click.option("--sessions", type=click.IntRange(1), default=16, show_default=True, help="Conversations.")
+@range_option("--turns", "2-5", "Of each conversation.")
+@click.option(
+    "--systems", type=click.IntRange(1), default=4, show_default=True, help="Different system prompts."
+)
+@click.option(
+    "--system-tokens", type=click.IntRange(1), default=256, show_default=True, help="Of each of those."
+)
+@range_option("--turn-tokens", "16-64", "Of what a user says.")
+@range_option("--answer-tokens", "16-64", "Of what the model answers.")
+@click.option(
+    "--pause-seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Between an answer and the next turn, on average.",
+)
+@bench_options
+def chat_command(
+    sessions: int,
+    turns: tuple[int, int],
+    systems: int,
+    system_tokens: int,
+    turn_tokens: tuple[int, int],
+    answer_tokens: tuple[int, int],
+    pause_seconds: float,
+    **values: Any,
+) -> None:
+    """Conversations of several turns, each with all that was said before in its prompt."""
+    kind = Conversation(
+        num_systems=systems,
+        system_tokens=system_tokens,
+        num_turns=turns,
+        first_tokens=turn_tokens,
+        turn_tokens=turn_tokens,
+        output_tokens=answer_tokens,
+        pause_seconds=pause_seconds,
+    )
+    options = taken(values)
+    plan = partial(plans.chats, num_sessions=sessions, kind=kind)
+    _run(options, lambda seed: plan(_arrivals(options, seed), seed), _concurrency(options))
+
+
+@bench.command(name="trace")
+@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--speed",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="2 plays it in half the time.",
+)
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), help="Only so much of it, as it is played."
+)
+@click.option(
+    "--trace-block-tokens",
+    type=click.IntRange(1),
+    default=TRACE_BLOCK_TOKENS,
+    show_default=True,
+    help="Tokens that one of its hash_ids stands for.",
+)
+@bench_options
+def trace_command(
+    path: Path, speed: float, seconds: float | None, trace_block_tokens: int, **values: Any
+) -> None:
+    """A trace in Mooncake's format: a JSON object a line with timestamp (ms), input_length, output_length and
+    hash_ids. Its own times are kept, in an open loop, unless --concurrency is given."""
+    options = taken(values)
+    if options.rate is not None:
+        raise click.UsageError("a trace has times of its own: use --speed instead of --rate")
+    workload = read_trace(path, block_tokens=trace_block_tokens, seconds=seconds, speed=speed)
+    _run(options, lambda seed: workload, options.concurrency)
+
+
+def _arrivals(options: BenchOptions, seed: int) -> Iterator[float]:
+    return plans.at_once() if options.rate is None else plans.at_rate(options.rate, seed)
+
+
+def _concurrency(options: BenchOptions) -> int | None:
+    """None: an open loop."""
+    return options.concurrency or DEFAULT_CONCURRENCY if options.rate is None else None
+
+
+def _run(options: BenchOptions, plan: Plan, concurrency: int | None) -> None:
+    found = asyncio.run(_measure(options, plan, concurrency))
+    if options.save is not None:
+        options.save.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+    show(options.output, found.as_dict(), result_view(found))
+
+
+async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -> Result:
+    addresses = list(options.routers or state.load(options.cluster).routers)
+    workload = plan(options.seed)
+    total = sum(len(plan(options.seed + number).requests) for number in range(options.rounds))
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                AsyncClient(
+                    addresses, timeout_seconds=options.timeout_seconds, retries=0, **client_connection()
+                )
+            )
+            for _ in range(options.connections)
+        ]
+        cluster = await _cluster_told(clients[0])
+        progress = stack.enter_context(RequestProgress(total * max(len(options.policies), 1)))
+        course = Course(
+            plan=plan,
+            seed=options.seed,
+            manner=Manner(concurrency=concurrency, temperature=options.temperature, on_end=progress.ended),
+            policies=options.policies,
+            rounds=options.rounds,
+            warm_up_requests=options.warm_up,
+            flush=options.flush,
+            cache_salt=options.cache_salt,
+        )
+        trials = await run_course(clients, course)
+    setting = {
+        "cluster": cluster,
+        "workload": workload.name,
+        "about": workload.about,
+        "seed": options.seed,
+        "rounds": options.rounds,
+        "concurrency": concurrency,
+        "rate": options.rate,
+        "connections": options.connections,
+        "warm_up_requests": options.warm_up,
+    }
+    return result(trials, options.objectives, setting, own_policy=cluster["policy"])
+
+
+async def _cluster_told(client: AsyncClient) -> dict[str, Any]:
+    """What ran; to a token that may only ask the model, the model alone."""
+    try:
+        info = await client.cluster_info()
+    except AuthenticationError:
+        model = (await client.list_models())[0].id
+        return {"model": model, "version": None, "workers": None, "policy": "of the router"}
+    workers, policy = info.workers_ready, info.policy
+    return {"model": info.model.id, "version": info.version, "workers": workers, "policy": policy}

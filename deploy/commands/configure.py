@@ -1,0 +1,34 @@
+"""`blockyard config show` and `config example`: which settings hold, and a file to begin with."""
+
+from typing import Any
+
+import click
+from blockyard.deploy import effective
+from blockyard.deploy.commands.shown import show
+from blockyard.deploy.config_file import known_settings
+from blockyard.deploy.options import output_option
+from blockyard.deploy.up_options import up_settings
+
+
+@click.group()
+def config() -> None:
+    """The settings of `up`: which ones hold, and where they come from."""
+
+
+@config.command(name="show")
+@up_settings
+@output_option
+def show_config(output: str, **_: Any) -> None:
+    """The settings that `up` would have from these flags, the environment and --config, each with its source.
+
+    Passwords in URLs are masked."""
+    context = click.get_current_context()
+    settings = effective.effective(context)
+    show(output, effective.as_document(settings, context), effective.effective_table(settings))
+
+
+@config.command(name="example")
+def example_config() -> None:
+    """A commented file with every setting by its default."""
+    known = known_settings(click.get_current_context().find_root().command)
+    click.echo(effective.example(known.values()), nl=False)

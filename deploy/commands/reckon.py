@@ -1,0 +1,96 @@
+"""`blockyard size`, `figures` and `doctor`: answers that need no cluster."""
+
+import itertools
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from blockyard.deploy import doctor as doctors
+from blockyard.deploy import figures, figures_plots, findings, size, views
+from blockyard.deploy.commands.shown import console, show
+from blockyard.deploy.options import model_path, output_option, ray_address
+from blockyard.deploy.settings import checked_by
+
+
+@click.command(name="size")
+@click.argument("model", callback=checked_by(model_path))
+@click.option(
+    "--memory",
+    callback=checked_by(size.parse_bytes),
+    default="60GB",
+    metavar="SIZE",
+    show_default=True,
+    help="Budget of the KV cache.",
+)
+@click.option("--block-size", type=click.Choice(["16", "32", "64", "128"]), default="16", show_default=True)
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="What the workers are. Where no dtype is named a GPU caches the checkpoint's, a CPU float32.",
+)
+@click.option("--max-model-len", type=int, help="Default: what the model's config says.")
+@output_option
+def size_command(
+    model: str, memory: int, block_size: str, dtype: str, device: str, max_model_len: int | None, output: str
+) -> None:
+    """How many blocks, tokens and requests of MODEL a memory budget holds."""
+    sized = size.size_model(
+        model,
+        budget_bytes=memory,
+        block_size=int(block_size),
+        dtype=dtype,
+        on_cpu=device == "cpu",
+        max_model_len=max_model_len,
+    )
+    show(output, sized.as_dict(), views.size_view(sized))
+
+
+@click.command(name="figures")
+@click.option("--output", type=click.Choice(["text", "json", "png"]), default="text", show_default=True)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    show_default="figures",
+    help="Where `--output png` puts one picture a figure.",
+)
+def figures_command(output: str, folder: Path | None) -> None:
+    """The textbook figures of paged attention, computed now by the real scheduler and pool; a few seconds."""
+    if folder is not None and output != "png":
+        raise click.UsageError("--folder is for pictures: add --output png")
+    computed = figures.compute_figures()
+    if output == "png":
+        for path in figures_plots.draw_figures(computed, folder or Path("figures")):
+            click.echo(path)
+    else:
+        show(output, computed.as_dict(), figures.figures_table(computed))
+
+
+@click.command()
+@click.option("--model", callback=checked_by(model_path), help="Also check this model's folder.")
+@click.option(
+    "--redis-url", envvar="BLOCKYARD_REDIS_URL", help="Look at this Redis instead of a private one."
+)
+@click.option(
+    "--address",
+    callback=checked_by(ray_address),
+    help="Also look at each node of the Ray cluster at host:port: versions, code, model, Redis, ports.",
+)
+@output_option
+def doctor(model: str | None, redis_url: str | None, address: str | None, output: str) -> None:
+    """What would keep a cluster from serving: here, and on the nodes of a Ray cluster. Exit code 1 if anything
+    would."""
+    looks = [doctors.examine(model, redis_url)]
+    if address is not None:
+        looks.append(doctors.examine_nodes(address, model, redis_url))
+    told = []
+    for finding in itertools.chain.from_iterable(looks):
+        told.append(finding)
+        if output == "text":  # as each is made: some take a second
+            console().print(views.finding_line(finding))
+    if output == "json":
+        show(output, [asdict(finding) for finding in told], "")
+    sys.exit(findings.exit_code(told))

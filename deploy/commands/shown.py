@@ -1,0 +1,68 @@
+"""What the commands share: the client of their cluster, and how they print.
+
+Prints no secret.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from blockyard.deploy import state
+from blockyard.deploy.security import client_connection
+from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.router.client import Client, NotFoundError
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Console, RenderableType
+
+ASK_SECONDS = 10.0
+"""For the commands that only look."""
+
+
+def connected(
+    cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None = None
+) -> Client:
+    """Raises click's UsageError for what cannot be an address, a tenant, a token or a certificate."""
+    addresses = list(routers or state.load(cluster).routers)
+    with wrong_values_are_usage():
+        return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant, **client_connection())
+
+
+@contextmanager
+def naming_workers(client: Client, worker: str | None) -> Iterator[None]:
+    """Inside, a worker that the router does not know is a ValueError with its name and the names that there are."""
+    try:
+        yield
+    except NotFoundError as error:
+        if worker is None:
+            raise
+        known = ", ".join(known.worker_id for known in client.list_workers()) or "none"
+        raise ValueError(f"no worker is called {worker!r} (known: {known})") from error
+
+
+def which_cluster(cluster: str, routers: tuple[str, ...]) -> str:
+    """What another command would have to be given to find the same one, with a blank before it."""
+    named = "" if cluster == "default" else f" --cluster {cluster}"
+    return "".join(f" --router {router}" for router in routers) or named
+
+
+def show(output: str, document: Any, view: RenderableType) -> None:
+    if output == "json":
+        click.echo(json.dumps(document, indent=2))
+    else:
+        console().print(view)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def console() -> Console:
+    """Made for each use: it looks at stdout, which tests and pipes replace. Never folds a row off a
+    terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    return console

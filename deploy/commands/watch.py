@@ -1,0 +1,143 @@
+"""`blockyard top`: the workers, live.
+
+Owns the asking, the terminal and the keys; what is shown is top.py's. Everything comes through the public client.
+"""
+
+import json
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import click
+from blockyard.deploy import top as tops
+from blockyard.deploy.commands.shown import connected, console
+from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked
+from blockyard.deploy.options import cluster_option, output_option, router_option
+from blockyard.deploy.security import connection_options
+from blockyard.router.client import BlockyardError, Client
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+ASK_SECONDS = 3.0
+"""A router that does not answer within them is said to be away."""
+QUIT_KEYS = frozenset("qQ\x03\x04\x1b")
+
+
+@click.command()
+@click.option(
+    "--interval",
+    "interval_seconds",
+    type=click.FloatRange(0.1, 3600),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two looks.",
+)
+@click.option(
+    "--once", is_flag=True, help="Look twice, an interval apart, show what happened between, and end."
+)
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def top(interval_seconds: float, once: bool, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """The workers live: what runs and waits, memory, hits, tokens a second. `q` or Ctrl-C ends it.
+
+    `--output json` prints one document a line."""
+    with connected(cluster, routers, ASK_SECONDS) as client:
+        if once:
+            _show_once(client, interval_seconds, output)
+            return
+        end_like_ctrl_c()
+        with suppress(KeyboardInterrupt):
+            if output == "json":
+                _print_documents(client, interval_seconds)
+            else:
+                _show_live(client, interval_seconds, console())
+
+
+def look(client: Client) -> tops.Look:
+    info, workers = client.cluster_info(), client.list_workers()
+    return tops.Look(at_seconds=time.monotonic(), info=info, workers=tuple(workers))
+
+
+def _show_once(client: Client, interval_seconds: float, output: str) -> None:
+    before = look(client)
+    time.sleep(interval_seconds)
+    now = look(client)
+    rows = tops.rows_of(now, before)
+    if output == "json":
+        click.echo(json.dumps(tops.as_document(now, rows)))
+    else:
+        shown = console()
+        shown.print(tops.screen(now, rows, [tops.total_rate(rows)], columns=shown.width))
+
+
+def _print_documents(client: Client, interval_seconds: float) -> None:
+    before = None
+    while True:
+        raise_if_asked()
+        try:
+            now = look(client)
+        except BlockyardError as error:
+            click.echo(json.dumps({"error": str(error)}))
+        else:
+            click.echo(json.dumps(tops.as_document(now, tops.rows_of(now, before))))
+            before = now
+        time.sleep(interval_seconds)
+
+
+def _show_live(client: Client, interval_seconds: float, shown: Console) -> None:
+    """A router that goes away is said below what was seen last, and its return takes that off again."""
+    rates: deque[float] = deque(maxlen=tops.MAX_HISTORY)
+    now = before = None
+    trouble = ""
+    with _keys(), Live(console=shown, screen=shown.is_terminal, auto_refresh=False) as live:
+        while True:
+            raise_if_asked()
+            try:
+                now, before, trouble = look(client), now, ""
+            except BlockyardError as error:
+                trouble = f"{error}; asked again each {interval_seconds:g} s"
+            if now is None:
+                live.update(Text(trouble, "red"), refresh=True)
+            else:
+                rows = tops.rows_of(now, before)
+                if not trouble:
+                    rates.append(tops.total_rate(rows))
+                live.update(
+                    tops.screen(now, rows, list(rates), columns=shown.width, trouble=trouble), refresh=True
+                )
+            if _asked_to_quit(interval_seconds):
+                return
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Single keys without Enter, where stdin is a terminal; as it was afterwards."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _asked_to_quit(seconds: float) -> bool:
+    """Waits for so long, or for such a key."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in QUIT_KEYS:
+            return True
+    return False

@@ -1,0 +1,83 @@
+"""Keeps a cluster's announcement in Ray's key-value store, where the dashboard finds it.
+
+Runs in the supervisor. A store that does not answer costs the page its news and nothing else.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import ray
+from blockyard.deploy.dashboard.announcement import (
+    KV_NAMESPACE,
+    AnnouncedPlace,
+    Announcement,
+    encode,
+    key_of,
+)
+from ray.exceptions import RayError
+
+if TYPE_CHECKING:
+    from blockyard.deploy.places import Place
+    from blockyard.router.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+REPEAT_LOOKS = 20
+"""It is told anew after so many, in case the store has lost it."""
+KV_SECONDS = 2.0
+
+
+def announcement_of(router: "RouterConfig", places: Iterable["Place"]) -> Announcement:
+    return Announcement(
+        cluster=router.cluster,
+        model=router.model_name or router.model.rstrip("/").rpartition("/")[2],
+        uses_tls=router.tls is not None,
+        wants_certificate=router.tls is not None and router.tls.client_ca is not None,
+        wants_token=router.auth_file is not None,
+        places=tuple(
+            AnnouncedPlace(
+                name=place.name,
+                kind=place.kind,
+                phase=place.phase,
+                address=place.address,
+                incarnation=place.incarnation,
+                num_starts=place.num_starts,
+            )
+            for place in places
+        ),
+    )
+
+
+async def keep_announced(describe: Callable[[], Announcement]) -> None:
+    """Until cancelled. Looks rather than listens: a change of a place has many causes."""
+    told, looks = b"", 0
+    while True:
+        announcement = describe()
+        now, looks = encode(announcement), looks + 1
+        if now != told or looks % REPEAT_LOOKS == 0:
+            told = now if await _put(key_of(announcement.cluster), now) else b""
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def withdraw(cluster: str) -> None:
+    with contextlib.suppress(RayError, OSError, TimeoutError):
+        async with asyncio.timeout(KV_SECONDS):
+            await _store().async_internal_kv_del(key_of(cluster), False, namespace=KV_NAMESPACE)
+
+
+async def _put(key: bytes, value: bytes) -> bool:
+    try:
+        async with asyncio.timeout(KV_SECONDS):
+            await _store().async_internal_kv_put(key, value, True, namespace=KV_NAMESPACE)
+    except (RayError, OSError, TimeoutError) as error:
+        logger.debug("the live page was not told: %s", type(error).__name__)
+        return False
+    return True
+
+
+def _store() -> Any:
+    return ray.experimental.internal_kv.internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]

@@ -1,0 +1,135 @@
+"""One cluster as the live page sees it: any of its routers, asked with a deadline, and its last picture for all.
+
+Owns connections, which router is asked, and how often. A router that is frozen or gone costs one deadline, once: then
+another one is asked first. Many open pages share one picture.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from blockyard.deploy.dashboard import picture
+from blockyard.deploy.dashboard.announcement import Announcement
+from blockyard.deploy.dashboard.reach import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+ALL_SECONDS = 4.0
+"""For a question to all routers, one after the other."""
+FRESH_SECONDS = 0.8
+"""A younger picture is shown again."""
+PATIENCE_SECONDS = 2.0
+"""Nobody waits longer for a picture while there is an older one."""
+BUSY_SHARE = 0.25
+"""Drawing large pools takes no more of the dashboard's node than this share of a core."""
+NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_BlockyardHead.log says why"
+
+
+class ClusterWatch:
+    """Belongs to the event loop that made it."""
+
+    def __init__(self, announcement: Announcement) -> None:
+        self.announcement = announcement
+        self._clients: dict[str, AsyncClient] = {}
+        self._answered: str | None = None
+        self._picture: dict[str, Any] | None = None
+        self._drawn_at = float("-inf")
+        self._drawing_seconds = 0.0
+        self._drawing: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        if self._drawing is not None:
+            self._drawing.cancel()
+        await self._forget(*self._clients)
+
+    async def heard(self, announcement: Announcement) -> None:
+        """What its supervisor says now. Connections to routers that have gone are closed."""
+        self.announcement = announcement
+        await self._forget(*(self._clients.keys() - set(announcement.routers)))
+
+    async def _forget(self, *addresses: str) -> None:
+        for address in addresses:
+            await self._clients.pop(address).close()
+
+    # Asking
+
+    async def ask(self, question: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
+        """Of the first router that answers. Raises CannotReach, BlockyardError."""
+        failure: BlockyardError | None = None
+        try:
+            async with asyncio.timeout(ALL_SECONDS):
+                for address in ordered(self.announcement.routers, self._answered):
+                    try:
+                        answer = await question(self._client(address))
+                    except (UnavailableError, TimedOutError) as error:
+                        failure = error
+                    else:
+                        self._answered = address
+                        return answer
+        except TimeoutError:
+            pass
+        raise failure or CannotReach("no router serves")
+
+    def _client(self, address: str) -> AsyncClient:
+        if address not in self._clients:
+            self._clients[address] = client_of(address, self.announcement, os.environ)
+        return self._clients[address]
+
+    def told(self, error: Exception) -> str:
+        """What an error of `ask` is told as."""
+        return failure_text(error, self.announcement) if isinstance(error, BlockyardError) else str(error)
+
+    # Drawing
+
+    async def latest(self) -> dict[str, Any]:
+        """A picture of the last second, or, while routers are slow to answer, the last there was."""
+        pause_seconds = max(FRESH_SECONDS, self._drawing_seconds / BUSY_SHARE)
+        if self._drawing is None and time.monotonic() - self._drawn_at > pause_seconds:
+            self._drawing = asyncio.create_task(self._draw())
+        if self._drawing is not None:
+            patience_seconds = PATIENCE_SECONDS if self._picture else ALL_SECONDS + 2 * ASK_SECONDS
+            await asyncio.wait((self._drawing,), timeout=patience_seconds)
+        age_seconds = time.monotonic() - self._drawn_at
+        return {
+            **(self._picture or picture.of_nothing(self.announcement)),
+            "age_seconds": min(age_seconds, 1e6),
+        }
+
+    async def _draw(self) -> None:
+        try:
+            self._picture = await self._seen()
+        except Exception:
+            logger.exception("the picture of cluster %s cannot be drawn", self.announcement.cluster)
+            self._picture = picture.of_nothing(self.announcement, trouble=NO_PICTURE)
+        finally:
+            self._drawing = None
+        self._drawn_at = time.monotonic()
+
+    async def _seen(self) -> dict[str, Any]:
+        try:
+            info, workers = await asyncio.gather(
+                self.ask(lambda client: client.cluster_info()), self.ask(lambda client: client.list_workers())
+            )
+        except (BlockyardError, CannotReach) as error:
+            return picture.of_nothing(self.announcement, trouble=self.told(error))
+        answers = await asyncio.gather(*(self._pool(worker) for worker in workers))
+        started = time.process_time()
+        pools = {pool.worker_id: pool for pool in answers if pool is not None}
+        drawn = await asyncio.to_thread(picture.drawn, self.announcement, info, workers, pools)
+        self._drawing_seconds = time.process_time() - started
+        return drawn | {"router": self._answered}
+
+    async def _pool(self, worker: cluster_pb2.Worker) -> cluster_pb2.BlockPool | None:
+        """None of a worker that does not answer: its card says what it is."""
+        if worker.state not in picture.ANSWERING:
+            return None
+        try:
+            return await self.ask(lambda client: client.block_pool(worker.worker_id))
+        except (BlockyardError, CannotReach):
+            return None

@@ -1,0 +1,202 @@
+// The page's loop: one picture a second, drawn into cards that stay where they are.
+
+import { startAsking } from "./ask.js";
+import { Details } from "./details.js";
+import { ask, bytes, count, el, percent, setText } from "./dom.js";
+import { PoolMap } from "./map.js";
+
+const TICK_MS = 1000;
+const STALE_SECONDS = 3;
+const AWAY = new Set(["dead", "stopped", "starting", "connecting", "refused"]);
+
+const byId = (id) => document.getElementById(id);
+const cards = new Map();
+let paused = false;
+let lastPicture = 0;
+
+const chosen = () => byId("cluster").value || new URLSearchParams(location.search).get("cluster") || "";
+const parameters = () => ({ cluster: chosen() });
+
+function mark(worker, blocks) {
+  for (const [name, card] of cards) card.map.mark(name === worker ? blocks : []);
+}
+
+const details = new Details(parameters, mark);
+
+// Cards
+
+function makeCard(name) {
+  const fields = {};
+  const field = (key, tag = "span") => (fields[key] = el(tag, { "data-field": key }));
+  const figure = (key, label) => el("div", {}, el("dt", {}, label), field(key, "dd"));
+  const counted = (key, chip, label) => el("span", {}, el("i", { className: `chip ${chip}` }), field(key), ` ${label}`);
+  const map = new PoolMap(name, (first, number) => details.blocks(name, first, number));
+  const hostFill = el("div");
+  const host = el("div", {}, el("p", { className: "quiet" }, field("host")), el("div", { className: "hostbar" }, hostFill));
+  const number = el("input", { type: "number", min: "0", className: "goto", ariaLabel: `block number on ${name}`, placeholder: "block" });
+  const go = (event) => {
+    event.preventDefault();
+    if (number.value !== "") details.blocks(name, Number(number.value), 1);
+  };
+  const form = el("form", { className: "row" },
+    el("button", { type: "button", "data-action": "sequences", onclick: () => details.sequences(name) }, "Sequences"),
+    el("span", { className: "spring" }), number, el("button", { type: "submit" }, "Show block"));
+  form.addEventListener("submit", go);
+  const pool = el("div", { hidden: true },
+    map.element,
+    el("div", { className: "counts" }, counted("used", "used", "used"), counted("cached", "cached", "cached"),
+      counted("free", "free", "free"), el("span", { className: "quiet" }, "of ", field("total"), " ", field("size"))),
+    host,
+    el("dl", { className: "figures" }, figure("running", "running"), figure("waiting", "waiting"), figure("hit_rate", "hit rate"),
+      figure("evictions", "evictions"), figure("preemptions", "preempted"), figure("generated", "tokens out")),
+    form);
+  pool.className = "content";
+  const element = el("article", { className: "card", "data-worker": name, ariaLabel: `Worker ${name}` },
+    el("div", { className: "row" }, el("h2", {}, name), field("state"), el("span", { className: "spring" }),
+      el("span", { className: "quiet" }, field("device"))),
+    el("p", { className: "quiet" }, field("address"), " · life ", field("incarnation", "code"), field("starts")),
+    field("reason", "p"), pool);
+  return { element, fields, map, pool, host, hostFill };
+}
+
+function showCard(card, worker) {
+  const { fields } = card;
+  setText(fields.state, worker.state);
+  fields.state.className = `state ${worker.state}`;
+  const silence = worker.pool || AWAY.has(worker.state) ? "" : "it does not tell its pool in time";
+  const past = worker.pool || card.pool.hidden ? "" : "the numbers below are the last that it told";
+  setText(fields.reason, [worker.reason || silence, past].filter(Boolean).join("; "));
+  fields.reason.hidden = !fields.reason.textContent;
+  setText(fields.device, worker.device);
+  setText(fields.address, worker.address || "no address yet");
+  setText(fields.incarnation, worker.incarnation || "-");
+  setText(fields.starts, worker.starts > 1 ? ` · started ${worker.starts} times` : "");
+  card.element.classList.toggle("away", !worker.pool);
+  if (worker.pool) showPool(card, worker.pool);
+}
+
+function showPool(card, pool) {
+  const { fields } = card;
+  card.pool.hidden = false;
+  for (const key of ["used", "cached", "free", "total", "running", "waiting", "evictions", "preemptions"]) setText(fields[key], pool[key]);
+  const cell = pool.scale > 1 ? `; a cell is ${pool.scale} blocks` : "";
+  setText(fields.size, `blocks of ${pool.block_size} tokens (${bytes(pool.total * pool.bytes_per_block)})${cell}`);
+  setText(fields.hit_rate, percent(pool.cached_tokens, pool.prompt_tokens));
+  setText(fields.generated, count(pool.generated_tokens));
+  card.host.hidden = !pool.host_total;
+  setText(fields.host, `host memory: ${count(pool.host_cached)} of ${count(pool.host_total)} blocks keep what was evicted`);
+  card.hostFill.style.width = `${pool.host_total ? (100 * pool.host_cached) / pool.host_total : 0}%`;
+  card.map.show(pool);
+}
+
+function showCards(workers) {
+  const names = new Set(workers.map((worker) => worker.name));
+  for (const [name, card] of cards)
+    if (!names.has(name)) {
+      card.element.remove();
+      cards.delete(name);
+    }
+  for (const worker of workers) {
+    if (!cards.has(worker.name)) {
+      cards.set(worker.name, makeCard(worker.name));
+      byId("workers").append(cards.get(worker.name).element);
+    }
+    showCard(cards.get(worker.name), worker);
+  }
+}
+
+// What is above the cards
+
+function showTiles(picture) {
+  const pools = picture.workers.map((worker) => worker.pool).filter(Boolean);
+  const sum = (key) => pools.reduce((total, pool) => total + pool[key], 0);
+  const info = picture.info;
+  const ready = picture.workers.filter((worker) => worker.state === "ready").length;
+  const tiles = [
+    ["workers_ready", "workers ready", `${ready} of ${picture.workers.length}`],
+    ["running", "sequences running", count(sum("running"))],
+    ["waiting", "sequences waiting", count(sum("waiting"))],
+    ["requests", "requests run + wait", info ? `${info.requests_running} + ${info.requests_waiting}` : "-"],
+    ["usage", "of all blocks used", percent(sum("used"), sum("total"))],
+    ["hits", "prefix hit rate", percent(sum("cached_tokens"), sum("prompt_tokens"))],
+    ["index", "prefix index", info ? info.index : "-"],
+    ["migrations", "migrations", info ? count(info.migrations) : "-"],
+  ];
+  for (const [key, label, value] of tiles) {
+    let tile = byId("tiles").querySelector(`[data-tile="${key}"]`);
+    if (!tile) {
+      tile = el("div", { className: "tile", "data-tile": key }, el("b"), el("span", {}, label));
+      byId("tiles").append(tile);
+    }
+    setText(tile.querySelector("b"), value);
+  }
+}
+
+function showHead(state) {
+  const select = byId("cluster");
+  if ([...select.options].map((option) => option.value).join() !== state.clusters.join()) {
+    const before = chosen();
+    select.replaceChildren(...state.clusters.map((name) => el("option", { value: name }, name)));
+    if (state.clusters.includes(before)) select.value = before;
+  }
+  const picture = state.picture;
+  const info = picture?.info;
+  const routers = picture?.routers.map((router) => (router.phase === "serving" ? router.address : `${router.name} is ${router.phase}`)) ?? [];
+  setText(byId("facts"), picture ? `${info?.model ?? picture.model}${info ? ` · policy ${info.policy}` : ""} · routers ${[...new Set(routers)].join(", ") || "none"}` : "");
+}
+
+function complain(...sentences) {
+  const told = sentences.filter(Boolean).join(" · ");
+  setText(byId("trouble"), told);
+  byId("trouble").hidden = !told;
+}
+
+function showPulse(age) {
+  const stale = age > STALE_SECONDS;
+  byId("pulse").classList.toggle("stale", stale || paused);
+  setText(byId("pulse"), paused ? "paused" : stale ? `last picture ${Math.round(age)} s ago` : "live");
+}
+
+// The loop
+
+async function look() {
+  try {
+    const state = await ask("state", parameters());
+    showHead(state);
+    const picture = state.picture;
+    const none = picture ? "" : "No cluster of Blockyard runs on this Ray. `blockyard up` starts one.";
+    complain(state.trouble, picture?.trouble, none);
+    if (picture) {
+      showTiles(picture);
+      showCards(picture.workers);
+      lastPicture = performance.now() - 1000 * Math.min(picture.age_seconds, 3600);
+    } else showCards([]);
+    await details.refresh();
+  } catch (error) {
+    complain(error.message);
+  }
+}
+
+async function tick() {
+  const began = performance.now();
+  if (!paused && !document.hidden) await look();
+  showPulse((performance.now() - lastPicture) / 1000);
+  setTimeout(tick, Math.max(100, TICK_MS - (performance.now() - began)));
+}
+
+byId("pause").addEventListener("click", () => {
+  paused = !paused;
+  byId("pause").setAttribute("aria-pressed", String(paused));
+  setText(byId("pause"), paused ? "Go on" : "Pause");
+  showPulse(0);
+});
+byId("cluster").addEventListener("change", () => {
+  details.close();
+  showCards([]);
+  look();
+});
+startAsking(parameters, (worker, blocks) => {
+  mark(worker, blocks);
+  document.querySelector(`[data-worker="${CSS.escape(worker)}"]`)?.scrollIntoView({ block: "nearest" });
+});
+tick();

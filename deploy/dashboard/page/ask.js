@@ -1,0 +1,77 @@
+// Questions about a prompt: who caches it, and where it would go. The prompt travels in headers, never in an address.
+
+import { ask, count, el, percent } from "./dom.js";
+import { table } from "./details.js";
+
+const HEADER_CHARS = 7000;
+const MOST_HEADERS = 24;
+const TERMS = [
+  ["queue", "queue_ms"], ["prefill", "prefill_ms"], ["from host", "host_load_ms"], ["decode", "decode_ms"],
+  ["memory", "memory_ms"], ["to others", "others_ms"], ["total ms", "total_ms"], ["cost", "cost"],
+];
+
+export function startAsking(parameters, mark) {
+  const form = document.getElementById("ask");
+  const answer = document.getElementById("answer");
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const question = event.submitter?.value ?? "prefix";
+    answer.replaceChildren(el("p", { className: "quiet" }, "asking ..."));
+    try {
+      const found = await ask(question, parameters(), headers(form));
+      answer.replaceChildren(...(question === "prefix" ? prefix(found, mark) : placement(found)));
+    } catch (error) {
+      answer.replaceChildren(el("p", { className: "trouble" }, error.message));
+    }
+  });
+}
+
+// Throws an Error with a sentence.
+function headers(form) {
+  const text = form.querySelector("#prompt").value;
+  const question = { public: form.querySelector("#public").checked };
+  if (form.elements.kind.value === "prompt") question.prompt = text;
+  else question.token_ids = text.split(/[\s,]+/).filter(Boolean).map(tokenId);
+  let packed = "";
+  for (const byte of new TextEncoder().encode(JSON.stringify(question))) packed += String.fromCharCode(byte);
+  const encoded = btoa(packed);
+  const parts = encoded.match(new RegExp(`.{1,${HEADER_CHARS}}`, "g"));
+  if (parts.length > MOST_HEADERS)
+    throw new Error(`the prompt is too long for this page (about ${Math.floor((HEADER_CHARS * MOST_HEADERS * 3) / 4000)} kB at most)`);
+  return Object.fromEntries(parts.map((part, number) => [`x-blockyard-question-${number}`, part]));
+}
+
+function tokenId(text) {
+  if (!/^\d{1,9}$/.test(text)) throw new Error(`'${text.slice(0, 20)}' is no token id`);
+  return Number(text);
+}
+
+function prefix(found, mark) {
+  const head = el("p", { "data-field": "prefix" }, `${count(found.prompt_tokens)} tokens, ${count(found.prompt_blocks)} full blocks. ` +
+    (found.index_available ? "" : "The prefix index does not answer."));
+  if (!found.holders.length) return [head, el("p", {}, "No worker caches its beginning.")];
+  const rows = found.holders.map((holder) =>
+    el("tr", { "data-holder": holder.worker },
+      el("td", {}, holder.worker),
+      el("td", { "data-field": "blocks" }, String(holder.blocks)),
+      el("td", {}, String(holder.host_blocks)),
+      el("td", {}, percent(holder.blocks + holder.host_blocks, found.prompt_blocks)),
+      el("td", {}, holder.block_ids?.length
+        ? el("button", { type: "button", onclick: () => mark(holder.worker, holder.block_ids) }, "Mark on its map") : "")));
+  return [head, table(["worker", "blocks on the GPU", "then in host memory", "of the prompt", ""], rows)];
+}
+
+function placement(found) {
+  const cached = (candidate) => `${count(candidate.cached_tokens)} + ${count(candidate.host_cached_tokens)}`;
+  const rows = found.candidates.map((candidate) => {
+    const chosen = candidate.worker_id === found.chosen;
+    return el("tr", { className: chosen ? "chosen" : "", "data-candidate": candidate.worker_id },
+      el("td", {}, candidate.worker_id + (chosen ? " (chosen)" : "")),
+      el("td", {}, cached(candidate)),
+      el("td", {}, count(candidate.uncached_tokens)),
+      ...TERMS.map(([, name]) => el("td", { "data-term": name }, candidate[name].toFixed(1))));
+  });
+  const head = el("p", { "data-field": "chosen" }, found.chosen
+    ? `Policy ${found.policy}: it would go to ${found.chosen}. The least cost wins; among almost equal ones, chance.` : `Policy ${found.policy}: no worker can take it now.`);
+  return [head, table(["worker", "cached + host tokens", "to compute", ...TERMS.map(([label]) => label)], rows)];
+}

@@ -1,0 +1,170 @@
+"""A cluster as a page draws it: who should run and who does, and each pool as cells. Pure.
+
+A worker is shown by what its supervisor and a router say of it, the worse of the two; one that has died stays on the
+page until its next life serves. Counts are GetBlockPool's own, never added up from what is drawn.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement
+from blockyard.proto.v1 import cluster_pb2
+
+MAX_CELLS = 1024
+"""Of a pool. A larger one has several blocks in each cell."""
+ANSWERING = frozenset(
+    {
+        cluster_pb2.WORKER_STATE_READY,
+        cluster_pb2.WORKER_STATE_DRAINING,
+        cluster_pb2.WORKER_STATE_SUSPECT,
+    }
+)
+STATES = {
+    cluster_pb2.WORKER_STATE_CONNECTING: "connecting",
+    cluster_pb2.WORKER_STATE_READY: "ready",
+    cluster_pb2.WORKER_STATE_SUSPECT: "silent",
+    cluster_pb2.WORKER_STATE_REFUSED: "refused",
+    cluster_pb2.WORKER_STATE_LOST: "dead",
+    cluster_pb2.WORKER_STATE_DRAINING: "draining",
+}
+INDEX_STATES = {
+    cluster_pb2.INDEX_STATE_ABSENT: "absent",
+    cluster_pb2.INDEX_STATE_EXACT: "exact",
+    cluster_pb2.INDEX_STATE_DEGRADED: "degraded",
+}
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+UP = frozenset({"serving", "draining"})
+
+
+def of_nothing(announcement: Announcement, trouble: str = "") -> dict[str, Any]:
+    """While no router has answered: who should run, by the supervisor's word alone."""
+    return {
+        "cluster": announcement.cluster,
+        "model": announcement.model,
+        "trouble": trouble,
+        "router": None,
+        "routers": _routers(announcement),
+        "info": None,
+        "workers": [_card(place, None, None) for place in announcement.workers],
+    }
+
+
+def drawn(
+    announcement: Announcement,
+    info: cluster_pb2.ClusterInfo,
+    workers: Iterable[cluster_pb2.Worker],
+    pools: Mapping[str, cluster_pb2.BlockPool],
+) -> dict[str, Any]:
+    known = {worker.worker_id: worker for worker in workers if worker.worker_id}
+    cards = [
+        _card(place, known.pop(place.name, None), pools.get(place.name)) for place in announcement.workers
+    ]
+    # Of other supervisors, or of none.
+    cards += [_card(None, worker, pools.get(worker_id)) for worker_id, worker in known.items()]
+    return of_nothing(announcement) | {
+        "info": {
+            "model": info.model.id,
+            "version": info.version,
+            "policy": info.policy,
+            "index": INDEX_STATES.get(info.index_state, "unknown"),
+            "workers_ready": info.workers_ready,
+            "requests_running": info.requests_running,
+            "requests_waiting": info.requests_waiting,
+            "migrations": info.migrations,
+        },
+        "workers": cards,
+    }
+
+
+def _routers(announcement: Announcement) -> list[dict[str, Any]]:
+    return [
+        {"name": place.name, "address": place.address, "phase": place.phase}
+        for place in announcement.places
+        if place.kind == "router"
+    ]
+
+
+def _card(
+    place: AnnouncedPlace | None, worker: cluster_pb2.Worker | None, pool: cluster_pb2.BlockPool | None
+) -> dict[str, Any]:
+    state, reason = state_of(place, worker)
+    card: dict[str, Any] = {
+        "name": place.name if place else worker.worker_id if worker else "",
+        "state": state,
+        "reason": reason,
+        "starts": place.num_starts if place else None,
+        "address": place.address if place else "",
+        "incarnation": place.incarnation if place else "",
+        "device": "",
+        "pool": None if pool is None else pool_message(pool),
+    }
+    if worker is not None:
+        card |= {
+            "address": worker.address,
+            "incarnation": worker.incarnation,
+            "device": worker.device,
+            "engine": worker.engine,
+            "silent_seconds": round(worker.seconds_since_heard, 1),
+        }
+    return card
+
+
+def state_of(place: AnnouncedPlace | None, worker: cluster_pb2.Worker | None) -> tuple[str, str]:
+    """A word for the state, and why."""
+    if place is not None and place.phase not in UP:
+        if place.phase == "stopped":
+            return "stopped", "it was drained and has ended; restart it to have it back"
+        if place.num_starts:
+            return "dead", f"its process has ended; start {place.num_starts + 1} is under way"
+        return "starting", "it loads the model"
+    if worker is None:
+        return "connecting", "no router has reached it"
+    return STATES.get(worker.state, "unknown"), worker.state_reason
+
+
+def pool_message(pool: cluster_pb2.BlockPool) -> dict[str, Any]:
+    load = pool.load
+    return {
+        "incarnation": pool.incarnation,
+        "total": pool.total_blocks,
+        "free": pool.free_blocks,
+        "cached": pool.cached_blocks,
+        "used": pool.used_blocks,
+        "block_size": pool.block_size,
+        "bytes_per_block": pool.bytes_per_block,
+        "host_total": pool.host_cache_blocks,
+        "host_cached": load.host_cached_blocks,
+        "running": load.running,
+        "waiting": load.waiting,
+        "prompt_tokens": load.prompt_tokens,
+        "cached_tokens": load.cached_tokens,
+        "generated_tokens": load.generated_tokens,
+        "evictions": pool.evictions,
+        "preemptions": load.preemptions,
+        "swaps": load.swaps,
+        **cells(pool),
+    }
+
+
+def cells(pool: cluster_pb2.BlockPool) -> dict[str, Any]:
+    """`scale` blocks a cell; for each the used, those of them that several hold, the cached, and the most holders."""
+    if not pool.runs:
+        return {"scale": 1, "cell_used": [], "cell_shared": [], "cell_cached": [], "cell_holders": []}
+    lengths = np.array([run.length for run in pool.runs])
+    states = np.repeat(np.array([run.state for run in pool.runs]), lengths)
+    references = np.repeat(np.array([run.references for run in pool.runs]), lengths)
+    scale = -(-len(states) // MAX_CELLS)
+    starts = np.arange(0, len(states), scale)
+
+    def counts(flags: Flags) -> list[int]:
+        found: list[int] = np.add.reduceat(flags.astype(np.int64), starts).tolist()
+        return found
+
+    return {
+        "scale": scale,
+        "cell_used": counts(states == cluster_pb2.BLOCK_STATE_USED),
+        "cell_shared": counts(references > 1),
+        "cell_cached": counts(states == cluster_pb2.BLOCK_STATE_CACHED),
+        "cell_holders": np.maximum.reduceat(references, starts).tolist(),
+    }

@@ -1,0 +1,112 @@
+"""What a page asks about a prompt, and blocks, sequences and placements as it shows them. Pure.
+
+A prompt comes in request headers, x-blockyard-question-0 and following: base64 of JSON. Ray's dashboard refuses a
+browser's POST, and writes the address of every GET into its log, where no prompt belongs.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from blockyard.proto.v1 import cluster_pb2
+
+HEADER = "x-blockyard-question-"
+MAX_HEADERS = 24
+"""Of 7,000 characters each: the dashboard takes 8,190 in one."""
+MAX_TOKEN_IDS = 32_768
+BLOCK_STATES = {
+    cluster_pb2.BLOCK_STATE_FREE: "free",
+    cluster_pb2.BLOCK_STATE_CACHED: "cached",
+    cluster_pb2.BLOCK_STATE_USED: "used",
+}
+SEQUENCE_STATES = {
+    cluster_pb2.SEQUENCE_STATE_RUNNING: "running",
+    cluster_pb2.SEQUENCE_STATE_WAITING: "waiting",
+}
+
+
+def prompt_arguments(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of Client.lookup_prefix. Raises ValueError that says nothing of the prompt."""
+    parts = [headers[name] for name in map(f"{HEADER}{{}}".format, range(MAX_HEADERS)) if name in headers]
+    try:
+        asked = json.loads(base64.b64decode("".join(parts), validate=True))
+        is_public, prompt, token_ids = asked["public"], asked.get("prompt"), asked.get("token_ids")
+    except (
+        binascii.Error,
+        UnicodeDecodeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ):
+        raise ValueError("the question cannot be read") from None
+    public = {"public_prefix": True} if is_public is True else {}
+    if isinstance(prompt, str) and prompt and token_ids is None:
+        return {"prompt": prompt, **public}
+    if prompt is None and _are_tokens(token_ids):
+        return {"prompt_token_ids": token_ids, **public}
+    raise ValueError(f"give a prompt, or 1 to {MAX_TOKEN_IDS} token ids")
+
+
+def _are_tokens(token_ids: Any) -> bool:
+    return (
+        isinstance(token_ids, list)
+        and 0 < len(token_ids) <= MAX_TOKEN_IDS
+        and all(type(token) is int and 0 <= token < 2**31 for token in token_ids)
+    )
+
+
+def block_dict(block: cluster_pb2.Block) -> dict[str, Any]:
+    return {
+        "id": block.block_id,
+        "state": BLOCK_STATES.get(block.state, "unknown"),
+        "references": block.references,
+        "name": block.name.hex(),
+        "parent": block.parent.hex(),
+        "age_seconds": round(block.age_seconds, 1) if block.HasField("age_seconds") else None,
+        "request_ids": list(block.request_ids),
+    }
+
+
+def sequence_dict(sequence: cluster_pb2.SequenceInfo) -> dict[str, Any]:
+    names = (
+        *("request_id", "index", "prompt_tokens", "generated_tokens", "computed_tokens", "cached_tokens"),
+        *("preemptions", "priority", "num_blocks"),
+    )
+    return {
+        "id": sequence.sequence_id,
+        "state": SEQUENCE_STATES.get(sequence.state, "unknown"),
+        **{name: getattr(sequence, name) for name in names},
+        "block_table": list(sequence.block_table),
+    }
+
+
+def prefix_dict(found: cluster_pb2.LookupPrefixResponse) -> dict[str, Any]:
+    return {
+        "prompt_tokens": found.prompt_tokens,
+        "prompt_blocks": found.prompt_blocks,
+        "index_available": found.index_available,
+        "holders": [
+            {
+                "worker": holder.worker_id,
+                "blocks": holder.cached_blocks,
+                "host_blocks": holder.host_cached_blocks,
+            }
+            for holder in found.holders
+        ],
+    }
+
+
+def placement_dict(explained: cluster_pb2.ExplainPlacementResponse) -> dict[str, Any]:
+    terms = [field.name for field in cluster_pb2.PlacementCandidate.DESCRIPTOR.fields]
+    return {
+        "policy": explained.policy,
+        "chosen": explained.chosen_worker_id,
+        "index_available": explained.index_available,
+        "candidates": [
+            {name: getattr(candidate, name) for name in terms} for candidate in explained.candidates
+        ],
+    }

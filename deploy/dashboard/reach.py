@@ -1,0 +1,106 @@
+"""How the live page reaches routers: by the environment of the head, in the same variables as each command.
+
+BLOCKYARD_TLS, BLOCKYARD_TLS_CA, BLOCKYARD_TLS_CERT, BLOCKYARD_TLS_KEY, BLOCKYARD_TOKEN_FILE, BLOCKYARD_PLAINTEXT_TOKEN.
+Owns what is said where they do not suffice. A token is read from its file for each new connection and shown to nobody.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from blockyard.deploy.dashboard.announcement import Announcement
+from blockyard.deploy.dashboard.start_hook import TOKEN_FILE_VARIABLE
+from blockyard.proto.secret_files import read_secret_file
+from blockyard.router.client import (
+    AsyncClient,
+    AuthenticationError,
+    BlockyardError,
+    TlsOptions,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 1.5
+"""Deadline of each call."""
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_TOKEN_HELP = (
+    f"this cluster's routers ask for a token: start Ray's head with {TOKEN_FILE_VARIABLE} naming a file of mode 0600 "
+    "that holds a viewer's token (blockyard token new --role viewer)"
+)
+_TLS_HELP = (
+    "this cluster's routers speak TLS: start Ray's head with BLOCKYARD_TLS_CA naming the CA's file, or BLOCKYARD_TLS=1 "
+    "for a CA that this machine trusts"
+)
+_CERTIFICATE_HELP = (
+    "this cluster's routers ask for a client's certificate: start Ray's head with BLOCKYARD_TLS_CERT and "
+    "BLOCKYARD_TLS_KEY"
+)
+
+
+class CannotReach(Exception):
+    """What is missing in the head's environment, in a sentence for operators."""
+
+
+def client_of(address: str, announcement: Announcement, environment: Mapping[str, str]) -> AsyncClient:
+    """Raises CannotReach."""
+    tls = _tls(environment)
+    if announcement.uses_tls and tls is None:
+        raise CannotReach(_TLS_HELP)
+    if announcement.wants_certificate and (tls is None or tls.cert is None):
+        raise CannotReach(_CERTIFICATE_HELP)
+    # A head that serves a guarded cluster may serve an open one too.
+    token = _token(environment) if announcement.wants_token else None
+    try:
+        return AsyncClient(
+            [address],
+            timeout_seconds=ASK_SECONDS,
+            retries=0,
+            token=token or "",
+            tls=tls if announcement.uses_tls else None,
+            allow_plaintext_token=_is_on(environment, "BLOCKYARD_PLAINTEXT_TOKEN"),
+        )
+    except ValueError as error:
+        # Its text may name files; the page may be seen by others than who owns them.
+        logger.warning("the routers cannot be reached as the environment says: %s", error)
+        raise CannotReach(
+            "the routers cannot be reached as the head's environment says (a TLS file that cannot be used, or a "
+            "token that would go over the network in plaintext): the log dashboard_BlockyardHead.log says more"
+        ) from None
+
+
+def failure_text(error: BlockyardError, announcement: Announcement) -> str:
+    """What a failed call is told as."""
+    if isinstance(error, AuthenticationError) and announcement.wants_token:
+        return f"the token was refused: {error}. {_TOKEN_HELP[0].upper()}{_TOKEN_HELP[1:]}"
+    if isinstance(error, UnavailableError) and announcement.uses_tls:
+        return f"{error} (over TLS: see BLOCKYARD_TLS_CA in the head's environment)"
+    return str(error)
+
+
+def _tls(environment: Mapping[str, str]) -> TlsOptions | None:
+    files = {name: environment.get(f"BLOCKYARD_TLS_{name.upper()}") or None for name in ("ca", "cert", "key")}
+    if not any(files.values()) and not _is_on(environment, "BLOCKYARD_TLS"):
+        return None
+    return TlsOptions(**files)
+
+
+def _token(environment: Mapping[str, str]) -> str:
+    path = environment.get(TOKEN_FILE_VARIABLE)
+    if not path:
+        raise CannotReach(_TOKEN_HELP)
+    try:
+        return read_secret_file(path, "token file")[0].decode("ascii").strip()
+    except (ValueError, UnicodeDecodeError):
+        # Not which file, nor why: the page may be seen by others than who owns it.
+        raise CannotReach(
+            f"the file that {TOKEN_FILE_VARIABLE} names cannot be used. {_TOKEN_HELP}"
+        ) from None
+
+
+def _is_on(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").lower() in _TRUE
+
+
+def ordered(addresses: Sequence[str], first: str | None) -> list[str]:
+    """All of them, the one that answered last before the others."""
+    return sorted(addresses, key=lambda address: address != first)

@@ -1,0 +1,19 @@
+"""One line of what `doctor` says: ok, warn (serves, but not as it could), fail (does not serve)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    verdict: Verdict
+    subject: str
+    detail: str
+
+
+def exit_code(findings: list[Finding]) -> int:
+    return 1 if any(finding.verdict == "fail" for finding in findings) else 0

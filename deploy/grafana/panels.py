@@ -1,0 +1,220 @@
+"""What the Grafana dashboard shows, as a table: rows of panels, each with its questions to Prometheus.
+
+Pure data. Does not own how it becomes Grafana's JSON (dashboard.py). Names are those of proto/metric_table.py, by test.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    title: str
+    description: str
+    unit: str
+    """One of Grafana's own."""
+    queries: tuple[tuple[str, str], ...]
+    """(expression, legend)"""
+    is_stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket[$__rate_interval])))", legend)
+        for share, legend in ((0.5, "half"), (0.95, "95 %"), (0.99, "99 %"))
+    )
+
+
+def _rate(metric: str, by: str) -> str:
+    return f"sum by ({by}) (rate({metric}_total[$__rate_interval]))"
+
+
+def _whole_rate(metric: str) -> str:
+    return f"sum(rate({metric}_total[$__rate_interval]))"
+
+
+CLIENTS = Row(
+    title="What clients feel",
+    panels=(
+        Panel(
+            title="Requests by outcome",
+            description="Requests that end each second. Everything but OK, CANCELLED and ABORTED is worth a look.",
+            unit="reqps",
+            queries=((f"{_rate('blockyard_requests', 'outcome')} > 0", "{{outcome}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Time to the first token",
+            description="From a request's arrival at its router.",
+            unit="s",
+            queries=_quantiles("blockyard_time_to_first_token_seconds"),
+        ),
+        Panel(
+            title="Between two tokens",
+            description="Of one output, pauses of a replay included.",
+            unit="s",
+            queries=_quantiles("blockyard_inter_token_latency_seconds"),
+        ),
+        Panel(
+            title="Whole requests",
+            description="From arrival to the end of the answer, of those that ended OK.",
+            unit="s",
+            queries=_quantiles("blockyard_request_seconds"),
+        ),
+        Panel(
+            title="In the queue",
+            description="From arrival until a worker was sent the request.",
+            unit="s",
+            queries=_quantiles("blockyard_queue_seconds"),
+        ),
+        Panel(
+            title="Tokens a second",
+            description="What went to clients, and prompts with what of them was reused.",
+            unit="short",
+            queries=(
+                (_whole_rate("blockyard_router_generated_tokens"), "generated"),
+                (_whole_rate("blockyard_router_prompt_tokens"), "prompt"),
+                (_whole_rate("blockyard_router_cached_tokens"), "prompt, reused"),
+            ),
+        ),
+    ),
+)
+
+WORKERS = Row(
+    title="Workers",
+    panels=(
+        Panel(
+            title="KV blocks in use",
+            description="Share of each worker's pool that running sequences hold.",
+            unit="percentunit",
+            queries=(("blockyard_kv_usage_ratio", "{{worker}}"),),
+        ),
+        Panel(
+            title="Blocks of all pools",
+            description="Cached blocks are given away as soon as somebody needs one.",
+            unit="short",
+            queries=(
+                ("sum(blockyard_blocks_used)", "used"),
+                ("sum(blockyard_blocks_cached)", "cached"),
+                ("sum(blockyard_blocks_free)", "free"),
+            ),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Sequences",
+            description="Running, and waiting in the workers' own short queues.",
+            unit="short",
+            queries=(
+                ("blockyard_running", "{{worker}} running"),
+                ("blockyard_waiting", "{{worker}} waiting"),
+            ),
+        ),
+        Panel(
+            title="Preemptions and evictions",
+            description="Sequences that gave up their blocks, and cached blocks that were given away, each second.",
+            unit="short",
+            queries=(
+                (_rate("blockyard_preemptions", "worker"), "{{worker}} preempted"),
+                (_rate("blockyard_evictions", "worker"), "{{worker}} evicted"),
+            ),
+        ),
+        Panel(
+            title="Generated tokens a second",
+            description="By worker; what a replay computes again counts again.",
+            unit="short",
+            queries=((_rate("blockyard_generated_tokens", "worker"), "{{worker}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Step under way",
+            description="How long it has run: a worker that hangs shows as a line that climbs.",
+            unit="s",
+            queries=(("blockyard_stalled_seconds", "{{worker}}"),),
+        ),
+    ),
+)
+
+CACHE = Row(
+    title="Prefix cache and index",
+    panels=(
+        Panel(
+            title="Hit rate",
+            description="Share of prompt tokens that were reused: as clients were told, and on each worker.",
+            unit="percentunit",
+            queries=(
+                (
+                    f"{_whole_rate('blockyard_router_cached_tokens')} / "
+                    f"{_whole_rate('blockyard_router_prompt_tokens')}",
+                    "all",
+                ),
+                (
+                    f"{_rate('blockyard_cached_tokens', 'worker')} / {_rate('blockyard_prompt_tokens', 'worker')}",
+                    "{{worker}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Predicted and actual hits",
+            description="Blocks each second that the index promised, that were reused, and that were promised in vain.",
+            unit="short",
+            queries=(
+                (_whole_rate("blockyard_promised_blocks"), "promised"),
+                (_whole_rate("blockyard_reused_blocks"), "reused"),
+                (_whole_rate("blockyard_stale_blocks"), "promised in vain"),
+            ),
+        ),
+        Panel(
+            title="Index: lag and state",
+            description="Seconds that each worker's part is behind; 3 means degraded, 2 exact, 1 that there is none.",
+            unit="short",
+            queries=(
+                ("blockyard_index_lag_seconds", "{{worker}} lag"),
+                ("blockyard_router_index_state", "{{router}} state"),
+            ),
+        ),
+    ),
+)
+
+ROUTERS = Row(
+    title="Routers",
+    panels=(
+        Panel(
+            title="Requests held",
+            description="By a worker or waiting for one, and the limit that admission keeps.",
+            unit="short",
+            queries=(
+                ("blockyard_router_running", "{{router}} running"),
+                ("blockyard_router_waiting", "{{router}} waiting"),
+                ("blockyard_requests_limit", "{{router}} limit"),
+            ),
+        ),
+        Panel(
+            title="Event loop lag",
+            description="99 of 100 ticks are less late than this. Every token waits for it.",
+            unit="s",
+            queries=(
+                (
+                    "histogram_quantile(0.99, sum by (router, le) "
+                    "(rate(blockyard_loop_lag_seconds_bucket[$__rate_interval])))",
+                    "{{router}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Workers by state",
+            description="As the routers see them, and how many requests lost their worker each second.",
+            unit="short",
+            queries=(
+                ("max by (state) (blockyard_workers) > 0", "{{state}}"),
+                (_whole_rate("blockyard_migrations"), "migrations"),
+            ),
+        ),
+    ),
+)
+
+ROWS = (CLIENTS, WORKERS, CACHE, ROUTERS)

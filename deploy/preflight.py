@@ -1,0 +1,162 @@
+"""What can be known to be wrong with an `up` before anything is started.
+
+Owns the checks, each with the value that is wrong. Changes nothing: a port is bound for a moment and given back. What
+only Ray knows is checked once it answers (shape.py, `check_reachable`).
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE
+from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
+from blockyard.deploy.serving import ClusterStartError
+from blockyard.deploy.shape import shape_of
+from blockyard.deploy.shared_port import reserved_port
+from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block
+from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
+
+if TYPE_CHECKING:
+    from blockyard.deploy.wanted_cluster import UpOptions
+
+CPU_KV_CACHE_BYTES = 2**30
+"""What a worker on a CPU takes unless it is told."""
+
+
+def check(options: "UpOptions") -> None:
+    """Raises ValueError for the first thing that is wrong."""
+    for _, detail in problems(options):
+        raise ValueError(detail)
+
+
+def problems(options: "UpOptions") -> Iterator[tuple[str, str]]:
+    """Each with its subject."""
+    checks: tuple[tuple[str, Callable[[UpOptions], object]], ...] = (
+        ("security", lambda options: options.security.check()),
+        ("model", _check_model),
+        ("workers", _check_workers),
+        ("router port", _check_ports),
+        ("metrics tab", _check_metrics_tab),
+    )
+    for subject, look in checks:
+        try:
+            look(options)
+        except (ValueError, ClusterStartError, OSError) as error:
+            yield subject, str(error)
+
+
+def local_hardware(options: "UpOptions") -> tuple[tuple[float, ...], float]:
+    """CPUs of the one node that a local cluster has, and its GPUs."""
+    cpus = (float(len(os.sched_getaffinity(0))),)
+    if options.engine.device == "cpu":
+        return cpus, 0.0
+    import torch
+
+    return cpus, float(torch.cuda.device_count())
+
+
+def model_config(model: str) -> ModelConfig:
+    """Without its weights. Raises ValueError for a model that is nowhere, or that the engine cannot run."""
+    return load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
+
+
+def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSize | None:
+    """Each worker's; None where only the worker knows what its GPU has left."""
+    engine = options.engine
+    if engine.kv_cache_memory is None and has_gpu:
+        return None
+    usual = config.dtype if has_gpu and not engine.deterministic else "float32"
+    dtype = usual if engine.dtype == "auto" else engine.dtype
+    block_bytes = bytes_per_block(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=engine.block_size,
+        dtype_bytes=DTYPE_BYTES[dtype],
+    )
+    budget_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
+    return KVSize(
+        num_blocks=blocks_in_budget(budget_bytes, block_bytes),
+        block_size=engine.block_size,
+        block_bytes=block_bytes,
+    )
+
+
+def check_reachable(other_hosts: int, *, has_private_redis: bool) -> None:
+    """Raises ClusterStartError where workers would be on machines that cannot reach the index."""
+    if has_private_redis and other_hosts:
+        raise ClusterStartError(
+            f"the Ray cluster has nodes on {other_hosts} other machine{'s' if other_hosts > 1 else ''}, which cannot "
+            "reach a private Redis on this one's loopback: give --redis-url (BLOCKYARD_REDIS_URL)"
+        )
+
+
+def other_hosts() -> int:
+    """Machines of the Ray cluster that this process, a driver, is not on."""
+    import ray
+
+    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return len({node["NodeManagerAddress"] for node in nodes if node["Alive"]} - {here, "127.0.0.1"})
+
+
+def _check_model(options: "UpOptions") -> None:
+    engine = options.engine
+    if options.address is not None and not Path(engine.model).is_dir():
+        return  # the nodes may have what this machine has not
+    config = model_config(engine.model)
+    context = engine.max_model_len or config.max_position_embeddings
+    if context > config.max_position_embeddings:
+        raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    pool = pool_of(options, config, has_gpu=engine.device != "cpu")
+    if pool is not None and pool.num_tokens < context:
+        raise ValueError(
+            f"the KV cache holds {pool.num_tokens} tokens, fewer than max_model_len {context}: give it more memory "
+            "(--kv-cache-memory) or lower --max-model-len"
+        )
+
+
+def _check_workers(options: "UpOptions") -> None:
+    if options.address is None:
+        shape_of(options, *local_hardware(options))
+
+
+def _check_ports(options: "UpOptions") -> None:
+    """Of this machine: where the routers of a joined cluster will be, Ray decides."""
+    if options.address is not None:
+        return
+    num_ports = options.num_routers if options.separate_ports else 1
+    with ExitStack() as stack:
+        for option, first in (("--router-port", options.router_port), ("--http-port", options.http_port)):
+            for port in range(first, first + num_ports) if first else ():
+                try:
+                    stack.enter_context(reserved_port("127.0.0.1", port))
+                except ValueError:
+                    raise ValueError(f"{option}: {_taken(port)}") from None
+
+
+def _check_metrics_tab(options: "UpOptions") -> None:
+    if not options.live_page_in_metrics_tab:
+        return
+    if options.address is not None:
+        raise ValueError(
+            "--live-page-in-metrics-tab is for a Ray that `up` starts, and --address names one that runs"
+        )
+    if GRAFANA_VARIABLE in os.environ:
+        raise ValueError(
+            f"--live-page-in-metrics-tab is for a Ray without Grafana, and {GRAFANA_VARIABLE} names one "
+            f"({os.environ[GRAFANA_VARIABLE]}), which has that tab"
+        )
+    if os.environ.get(HOOK_VARIABLE, HOOK) != HOOK:
+        raise ValueError(
+            f"--live-page-in-metrics-tab needs the live page, and your own {HOOK_VARIABLE} keeps it away"
+        )
+
+
+def _taken(port: int) -> str:
+    with socket.socket() as probe:
+        is_used = probe.connect_ex(("127.0.0.1", port)) == 0
+    return f"port {port} is taken" if is_used else f"port {port} cannot be had"

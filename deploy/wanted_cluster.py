@@ -1,0 +1,86 @@
+"""What to bring up: the one value that `up`, its dry run and the demo are given.
+
+Owns its defaults, and the refusal of values that cannot be whatever the machine is like. Does not own the options that
+make it (up_options.py), nor what only the machine or Ray knows (preflight.py, shape.py).
+"""
+
+from dataclasses import dataclass, field
+
+from blockyard.deploy import state
+from blockyard.deploy.limits import RouterLimits, WorkerLimits
+from blockyard.deploy.ray_head import host_and_port
+from blockyard.deploy.redis_server import configured_redis_url
+from blockyard.deploy.security import SecurityOptions
+from blockyard.deploy.shared_port import MAX_PORT
+from blockyard.proto.logs import LogConfig
+from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
+from blockyard.router.placement_config import PlacementConfig, PolicyName
+from blockyard.worker.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """What to bring up."""
+
+    engine: EngineConfig
+    model_name: str | None = None
+    """What clients call the model; None: its folder's or hub name's last part."""
+    cluster: str = "default"
+    num_workers: int | None = None
+    """None: one for each GPU of the Ray cluster, or one on a machine without any."""
+    num_routers: int = 1
+    policy: PolicyName = "prefix"
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    max_outputs: int = DEFAULT_MAX_OUTPUTS
+    """Of one request (`n`)."""
+    max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
+    limits: RouterLimits = field(default_factory=RouterLimits)
+    worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
+    log: LogConfig = field(default_factory=LogConfig)
+    security: SecurityOptions = field(default_factory=SecurityOptions)
+    cpus_per_worker: float | None = None
+    """None: the cluster's CPUs in equal shares."""
+    router_port: int = 0
+    """0 takes a free one."""
+    http_port: int | None = None
+    """Of the routers' gateways (OpenAI's API); 0 takes a free one, None opens none."""
+    separate_ports: bool = False
+    """Each router has a port of its own, from that of the first on; else they share it and the kernel deals
+    connections out."""
+    address: str | None = None
+    """An existing Ray cluster to join; None starts a local one."""
+    redis_url: str | None = None
+    """The workers', who write; None starts a private Redis."""
+    router_redis_url: str | None = None
+    """The routers', who only read; None: the workers'."""
+    ships_code: bool = False
+    """Nodes take the package from here, whatever they have."""
+    router_resource: str | None = None
+    """A Ray resource: routers run only where there is some of it."""
+    live_page_in_metrics_tab: bool = False
+    """Of the Ray that is started here; in place of Ray's own charts."""
+
+    def __post_init__(self) -> None:
+        state.checked_name(self.cluster)
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
+        if self.num_routers < 1:
+            raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
+        if self.address is not None:
+            host_and_port(self.address)
+        for first_port in (self.router_port, self.http_port or 0):
+            last_port = first_port + self.num_routers - 1
+            if self.separate_ports and first_port and last_port > MAX_PORT:
+                raise ValueError(
+                    f"{self.num_routers} routers with a port each from {first_port} on would need ports up to "
+                    f"{last_port}: {MAX_PORT} is the last"
+                )
+        for name in ("max_outputs", "max_beam_width"):
+            # The routers refuse it too, but only once Ray runs.
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def given_redis_url(self) -> str | None:
+        """None: there is to be a private one."""
+        return self.redis_url or configured_redis_url()

@@ -1,0 +1,262 @@
+"""The fast backend for CPUs: attention, rotary embedding with the KV write, norms and SiLU-mul in C++ (`native/`).
+
+Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): packed linears, block
+copies, and all of it for what the C++ does not do, which is fp16, head sizes that are no multiple of 16 or beyond
+MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is one vector: `to_native` says
+how. Copies and swaps move whole blocks and need not know. Linears may be in int8 instead. Must never import triton.
+
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
+size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles of a block.
+"""
+
+import torch
+from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.backend import HeadNorms, LinearsName, split_heads
+from blockyard.kernels.cpu_checks import (
+    PlanChecks,
+    check_heads,
+    check_norms,
+    check_pool,
+    check_rotary_table,
+    need,
+)
+from blockyard.kernels.cpu_library import Attention, CpuLibrary, Norm, Placement, SiluMul
+from blockyard.kernels.int8_linear import can_quantise, int8_linear, quantise
+from blockyard.kernels.torch_backend import TorchBackend
+
+LANES = 16
+MAX_HEAD_DIM = 256
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class CpuBackend(TorchBackend):
+    """Not thread-safe, as the torch backend. The library is `cpu_extension`'s."""
+
+    name = "cpu"
+
+    def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:
+        super().__init__()
+        self._library = library
+        self._plans = PlanChecks()
+        self._linears = linears
+
+    def write_kv(
+        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+    ) -> None:
+        if not has_native_layout(kv_pool_B2KPD):
+            return super().write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
+        self._place(k_TKD[:, :0], k_TKD, v_TKD, None, None, kv_pool_B2KPD, plan)
+
+    def place_heads(
+        self,
+        heads_TXD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        if not has_native_layout(kv_pool_B2KPD):
+            return super().place_heads(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        q_TND, k_TKD, v_TKD = split_heads(heads_TXD, kv_pool_B2KPD.shape[2])
+        self._place(q_TND, k_TKD, v_TKD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        return q_TND
+
+    def _place(
+        self,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor | None,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> None:
+        num_tokens, num_kv_heads, head_dim = k_TKD.shape
+        check_pool(kv_pool_B2KPD, k_TKD, plan)
+        check_heads(kv_pool_B2KPD, q_TND, k_TKD, v_TKD)
+        num_positions = self._plans.check(plan, len(kv_pool_B2KPD))
+        need(len(q_TND) == len(v_TKD) == num_tokens <= len(plan.slot_mapping_T), "tokens without a slot")
+        need(v_TKD.shape[1] == num_kv_heads, "more keys than values")
+        if cos_sin_SD is not None:
+            check_rotary_table(cos_sin_SD, head_dim, num_positions)
+        if norms is not None:
+            check_norms(norms, k_TKD)
+        placement = Placement(
+            q=q_TND.data_ptr(),
+            k=k_TKD.data_ptr(),
+            v=v_TKD.data_ptr(),
+            pool=kv_pool_B2KPD.data_ptr(),
+            cos_sin=None if cos_sin_SD is None else cos_sin_SD.data_ptr(),
+            positions=plan.positions_T.data_ptr(),
+            slots=plan.slot_mapping_T.data_ptr(),
+            q_norm=None if norms is None else norms.q_weight_D.data_ptr(),
+            k_norm=None if norms is None else norms.k_weight_D.data_ptr(),
+            q_stride=q_TND.stride(0),
+            k_stride=k_TKD.stride(0),
+            v_stride=v_TKD.stride(0),
+            num_tokens=num_tokens,
+            num_heads=q_TND.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=plan.block_size,
+            eps=0.0 if norms is None else norms.eps,
+        )
+        self._library.place(k_TKD.dtype == torch.bfloat16, torch.get_num_threads(), placement)
+
+    def attention(
+        self,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        out_TND: torch.Tensor,
+    ) -> None:
+        if not has_native_layout(kv_pool_B2KPD):
+            return super().attention(q_TND, kv_pool_B2KPD, plan, scale=scale, out_TND=out_TND)
+        _, num_heads, head_dim = q_TND.shape
+        num_kv_heads = kv_pool_B2KPD.shape[2]
+        check_pool(kv_pool_B2KPD, q_TND[:, :num_kv_heads], plan)
+        check_heads(kv_pool_B2KPD, q_TND, out_TND)
+        self._plans.check(plan, len(kv_pool_B2KPD))
+        need(
+            num_heads % num_kv_heads == 0,
+            f"{num_heads} query heads do not divide among {num_kv_heads} kv heads",
+        )
+        need(out_TND.shape[1] == num_heads, "an output of other heads")
+        need(plan.num_query_tokens <= min(len(q_TND), len(out_TND)), "fewer queries than the plan has")
+        work = Attention(
+            q=q_TND.data_ptr(),
+            out=out_TND.data_ptr(),
+            pool=kv_pool_B2KPD.data_ptr(),
+            query_starts=plan.query_starts_R1.data_ptr(),
+            context_lens=plan.context_lens_R.data_ptr(),
+            table=plan.block_table_RB.data_ptr(),
+            q_stride=q_TND.stride(0),
+            out_stride=out_TND.stride(0),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=plan.block_size,
+            num_rows=plan.num_rows,
+            table_stride=plan.block_table_RB.stride(0),
+            window=plan.window or 0,
+            scale=scale,
+        )
+        self._library.attend(q_TND.dtype == torch.bfloat16, torch.get_num_threads(), work)
+
+    def rms_norm(
+        self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
+    ) -> None:
+        if not _is_native(x_TH, weight_H, out_TH):
+            return super().rms_norm(x_TH, weight_H, eps, out_TH=out_TH)
+        self._normalise(x_TH, None, weight_H, eps, out_TH)
+
+    def add_rms_norm(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        *,
+        out_TH: torch.Tensor,
+    ) -> None:
+        if not _is_native(x_TH, residual_TH, weight_H, out_TH):
+            return super().add_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH=out_TH)
+        self._normalise(x_TH, residual_TH, weight_H, eps, out_TH)
+
+    def _normalise(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor | None,
+        weight_H: torch.Tensor,
+        eps: float,
+        out_TH: torch.Tensor,
+    ) -> None:
+        num_rows, hidden = x_TH.shape
+        need(weight_H.shape == (hidden,), f"a norm of {tuple(weight_H.shape)} for {hidden}")
+        need(out_TH.shape == x_TH.shape, "an output of another shape")
+        need(residual_TH is None or residual_TH.shape == x_TH.shape, "a residual of another shape")
+        work = Norm(
+            x=x_TH.data_ptr(),
+            residual=None if residual_TH is None else residual_TH.data_ptr(),
+            weight=weight_H.data_ptr(),
+            out=out_TH.data_ptr(),
+            x_stride=x_TH.stride(0),
+            residual_stride=0 if residual_TH is None else residual_TH.stride(0),
+            out_stride=out_TH.stride(0),
+            num_rows=num_rows,
+            hidden=hidden,
+            eps=eps,
+        )
+        self._library.normalise(x_TH.dtype == torch.bfloat16, torch.get_num_threads(), work)
+
+    def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        if not _is_native(gate_up_T2I, out_TI):
+            return super().silu_mul(gate_up_T2I, out_TI=out_TI)
+        num_rows, width = out_TI.shape
+        need(
+            gate_up_T2I.shape == (num_rows, 2 * width), f"gate and up {tuple(gate_up_T2I.shape)} for {width}"
+        )
+        work = SiluMul(
+            gate_up=gate_up_T2I.data_ptr(),
+            out=out_TI.data_ptr(),
+            gate_up_stride=gate_up_T2I.stride(0),
+            out_stride=out_TI.stride(0),
+            num_rows=num_rows,
+            width=width,
+        )
+        self._library.silu_mul(gate_up_T2I.dtype == torch.bfloat16, torch.get_num_threads(), work)
+
+    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        if self._linears == "int8" and can_quantise(weight_OI):
+            return quantise(weight_OI)
+        return super().pack_linear(weight_OI)
+
+    def linear(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if weight_OI.dtype == torch.int8:
+            return int8_linear(self._library, x_TI, weight_OI, bias_O)
+        return super().linear(x_TI, weight_OI, bias_O)
+
+
+def has_native_layout(kv_pool_B2KPD: torch.Tensor) -> bool:
+    """Whether the C++ kernels serve such a pool: then keys lie in it as `to_native` lays them out."""
+    block_size, head_dim = kv_pool_B2KPD.shape[3:]
+    return (
+        kv_pool_B2KPD.dtype in _NATIVE_DTYPES
+        and head_dim % LANES == 0
+        and head_dim <= MAX_HEAD_DIM
+        and block_size % LANES == 0
+    )
+
+
+def to_native(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
+    """A copy of a pool [B, 2, K, P, D] with each head's keys as [J, D, 16], where the C++ kernels serve it; values
+    stay."""
+    native = kv_pool_B2KPD.clone()
+    if not has_native_layout(kv_pool_B2KPD):
+        return native
+    keys_BKJ16D = kv_pool_B2KPD[:, 0].unflatten(2, (-1, LANES))
+    native[:, 0] = keys_BKJ16D.transpose(-1, -2).reshape(native[:, 0].shape)
+    return native
+
+
+def from_native(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
+    """What `to_native` made it from."""
+    plain = kv_pool_B2KPD.clone()
+    if not has_native_layout(kv_pool_B2KPD):
+        return plain
+    num_blocks, _, num_kv_heads, _, head_dim = kv_pool_B2KPD.shape
+    keys_BKJD16 = kv_pool_B2KPD[:, 0].reshape(num_blocks, num_kv_heads, -1, head_dim, LANES)
+    plain[:, 0] = keys_BKJD16.transpose(-1, -2).flatten(2, 3)
+    return plain
+
+
+def _is_native(*tensors: torch.Tensor) -> bool:
+    """fp32 or bf16 on the CPU, all of one type, rows dense."""
+    dtype = tensors[0].dtype
+    return dtype in _NATIVE_DTYPES and all(
+        tensor.dtype == dtype and tensor.stride(-1) == 1 and tensor.device.type == "cpu" for tensor in tensors
+    )

@@ -1,0 +1,110 @@
+"""What must hold before an address leaves Python for the C++ kernels: they would read and write wherever it points.
+
+Owns the checks of types, sizes, strides and of every index of a plan. All raise ValueError, because an assertion
+may be switched off. What is the same for all layers is looked at once a plan.
+
+Shapes: as in `cpu_backend`.
+"""
+
+import torch
+from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.backend import HeadNorms
+
+
+class PlanChecks:
+    """Remembers the last sound plan of each window, so that one step's layers look at its indices once."""
+
+    def __init__(self) -> None:
+        self._sound: dict[int | None, tuple[AttentionPlan, int, int]] = {}
+
+    def check(self, plan: AttentionPlan, num_blocks: int) -> int:
+        """How many positions a rotary table must have for it."""
+        known = self._sound.get(plan.window)
+        if known is not None and known[0] is plan and known[1] == num_blocks:
+            return known[2]
+        _check_indices(plan, num_blocks)
+        num_positions = int(plan.positions_T.max()) + 1 if len(plan.positions_T) else 0
+        self._sound[plan.window] = (plan, num_blocks, num_positions)
+        return num_positions
+
+
+def need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def check_pool(kv_pool_B2KPD: torch.Tensor, heads_TKD: torch.Tensor, plan: AttentionPlan) -> None:
+    _, num_kv_heads, head_dim = heads_TKD.shape
+    need(
+        kv_pool_B2KPD.shape[1:] == (2, num_kv_heads, plan.block_size, head_dim),
+        f"a pool of shape {tuple(kv_pool_B2KPD.shape)} does not hold {num_kv_heads} kv heads "
+        f"of size {head_dim} in blocks of {plan.block_size}",
+    )
+    need(_on_cpu(kv_pool_B2KPD) and kv_pool_B2KPD.is_contiguous(), "the pool is not one piece of this memory")
+
+
+def check_heads(kv_pool_B2KPD: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Of the pool's type, and each token's heads side by side."""
+    dtype, head_dim = kv_pool_B2KPD.dtype, kv_pool_B2KPD.shape[4]
+    for tensor in tensors:
+        need(
+            tensor.dtype == dtype and tensor.shape[2] == head_dim and tensor.stride()[1:] == (head_dim, 1),
+            f"heads {tuple(tensor.shape)} {tensor.dtype} strided {tensor.stride()} beside a pool of {dtype}",
+        )
+        need(_on_cpu(tensor), "heads in another memory")
+
+
+def check_norms(norms: HeadNorms, heads_TKD: torch.Tensor) -> None:
+    for weight_D in (norms.q_weight_D, norms.k_weight_D):
+        need(
+            weight_D.dtype == heads_TKD.dtype
+            and weight_D.shape == heads_TKD.shape[2:]
+            and _is_dense(weight_D),
+            f"a norm of {tuple(weight_D.shape)} {weight_D.dtype} for heads of {heads_TKD.shape[2]} {heads_TKD.dtype}",
+        )
+
+
+def check_rotary_table(cos_sin_SD: torch.Tensor, head_dim: int, num_positions: int) -> None:
+    need(
+        cos_sin_SD.dtype == torch.float32 and _is_dense(cos_sin_SD) and cos_sin_SD.shape[1:] == (head_dim,),
+        f"a rotary table {tuple(cos_sin_SD.shape)} {cos_sin_SD.dtype} for heads of {head_dim}",
+    )
+    need(
+        len(cos_sin_SD) >= num_positions,
+        f"{num_positions} positions, and a rotary table of {len(cos_sin_SD)}",
+    )
+
+
+def _check_indices(plan: AttentionPlan, num_blocks: int) -> None:
+    slots_T, table_RB = plan.slot_mapping_T, plan.block_table_RB
+    for tensor, dtype in (
+        (plan.query_starts_R1, torch.int32),
+        (plan.context_lens_R, torch.int32),
+        (table_RB, torch.int32),
+        (slots_T, torch.int64),
+        (plan.positions_T, torch.int64),
+    ):
+        need(tensor.dtype == dtype and _is_dense(tensor), "a plan's tensor is of another type or memory")
+    need(
+        len(plan.query_starts_R1) == plan.num_rows + 1
+        and len(plan.context_lens_R) == len(table_RB) == plan.num_rows
+        and len(plan.positions_T) == len(slots_T) >= plan.num_query_tokens,
+        "a plan's tensors are of different steps",
+    )
+    if len(slots_T):
+        need(int(slots_T.max()) < num_blocks * plan.block_size, f"a slot beyond {num_blocks} blocks")
+        need(int(plan.positions_T.min()) >= 0, "a position before the first")
+    # What lies beyond a row's own blocks means nothing and is not read.
+    num_blocks_R1 = (plan.context_lens_R[:, None] + plan.block_size - 1) // plan.block_size
+    need(bool((num_blocks_R1 <= table_RB.shape[1]).all()), "a table shorter than its context")
+    strays_RB = (table_RB < 0) | (table_RB >= num_blocks)
+    strays_RB &= torch.arange(table_RB.shape[1]) < num_blocks_R1
+    need(not bool(strays_RB.any()), f"a block beyond the pool's {num_blocks}")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and _on_cpu(tensor)
+
+
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -1,0 +1,81 @@
+"""The C interface of the CPU kernels: the structs and functions of `native/` as Python sees them.
+
+Owns that fields and arguments agree with the C++ sources. Addresses are the caller's to have checked.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+_Address, _Int = ctypes.c_void_p, ctypes.c_int64
+
+
+class Attention(ctypes.Structure):
+    """`Attention` of native/attention.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("q", "out", "pool", "query_starts", "context_lens", "table")),
+        *((name, _Int) for name in ("q_stride", "out_stride")),
+        *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *((name, _Int) for name in ("num_rows", "table_stride", "window")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class Placement(ctypes.Structure):
+    """`Placement` of native/rows.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("q", "k", "v", "pool", "cos_sin", "positions", "slots")),
+        *((name, _Address) for name in ("q_norm", "k_norm")),
+        *((name, _Int) for name in ("q_stride", "k_stride", "v_stride", "num_tokens")),
+        *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """`Norm` of native/rows.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("x", "residual", "weight", "out")),
+        *((name, _Int) for name in ("x_stride", "residual_stride", "out_stride", "num_rows", "hidden")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class SiluMul(ctypes.Structure):
+    """`SiluMul` of native/rows.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("gate_up", "out")),
+        *((name, _Int) for name in ("gate_up_stride", "out_stride", "num_rows", "width")),
+    ]
+
+
+class Int8Linear(ctypes.Structure):
+    """`Int8Linear` of native/int8.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("x", "weight", "bias", "out")),
+        *((name, _Int) for name in ("x_stride", "out_stride", "num_rows", "num_inputs", "num_outputs")),
+    ]
+
+
+class CpuLibrary:
+    """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its work."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.attend = _function(library, "by_attend", ctypes.POINTER(Attention))
+        self.place = _function(library, "by_place", ctypes.POINTER(Placement))
+        self.normalise = _function(library, "by_norm", ctypes.POINTER(Norm))
+        self.silu_mul = _function(library, "by_silu_mul", ctypes.POINTER(SiluMul))
+        self.int8_linear = _function(library, "by_int8_linear", ctypes.POINTER(Int8Linear))
+        self.has_int8 = bool(library.by_has_int8())
+
+
+def _function(library: ctypes.CDLL, name: str, work: Any) -> Callable[..., None]:
+    function = library[name]
+    function.restype = None
+    function.argtypes = [ctypes.c_int, ctypes.c_int, work]
+    return function

@@ -1,0 +1,68 @@
+"""Linear layers in 8 bits on a CPU: how a weight is quantised and laid out, and the call into `native/int8.cpp`.
+
+Each output of a weight and each token of an activation has a scale of its own, the greatest of it over 127, so that a
+token's result does not depend on the others in the step. Must never import triton.
+
+Shapes: T tokens, I input size, O output size, U = O / 16 groups, Q = I / 4.
+"""
+
+import torch
+from blockyard.kernels.cpu_checks import need
+from blockyard.kernels.cpu_library import CpuLibrary, Int8Linear
+from blockyard.kernels.huge_pages import advise_empty
+
+LANES = 16
+LINE_BYTES = 64
+_TAIL_LINES = 2  # 16 scales, 16 corrections
+
+
+def can_quantise(weight_OI: torch.Tensor) -> bool:
+    outputs, inputs = weight_OI.shape
+    return weight_OI.dtype in (torch.float32, torch.bfloat16) and outputs % LANES == 0 and inputs % 4 == 0
+
+
+def quantise(weight_OI: torch.Tensor) -> torch.Tensor:
+    """[U, Q + 2, 64] in int8, as int8.cpp reads it. Only where `can_quantise`."""
+    outputs, inputs = weight_OI.shape
+    packed = torch.empty(outputs // LANES, inputs // 4 + _TAIL_LINES, LINE_BYTES, dtype=torch.int8)
+    advise_empty(packed)
+    for group, weight_16I in zip(packed, weight_OI.split(LANES), strict=True):
+        scale_161 = weight_16I.float().abs().amax(dim=1, keepdim=True) / 127
+        rounded = (weight_16I.float() / scale_161.clamp(min=torch.finfo(torch.float32).tiny)).round()
+        values_16I = rounded.to(torch.int8)
+        group[:-_TAIL_LINES] = values_16I.view(LANES, -1, 4).transpose(0, 1).flatten(1)
+        group[-2] = scale_161.flatten().view(torch.int8)
+        group[-1] = (values_16I.int().sum(dim=1, dtype=torch.int32) * 128).view(torch.int8)
+    return packed
+
+
+def int8_linear(
+    library: CpuLibrary, x_TI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    """x @ weight^T + bias, for a weight from `quantise`."""
+    num_rows, num_inputs = x_TI.shape
+    num_outputs = weight.shape[0] * LANES
+    need(
+        weight.shape[1:] == (num_inputs // 4 + _TAIL_LINES, LINE_BYTES) and weight.is_contiguous(),
+        f"a weight {tuple(weight.shape)} in int8 for {num_inputs} inputs",
+    )
+    need(x_TI.dtype in (torch.float32, torch.bfloat16) and x_TI.stride(1) == 1, f"inputs of {x_TI.dtype}")
+    need(
+        bias_O is None
+        or (bias_O.dtype == x_TI.dtype and bias_O.shape == (num_outputs,) and bias_O.is_contiguous()),
+        f"a bias that is not {num_outputs} of {x_TI.dtype}",
+    )
+    out_TO = x_TI.new_empty(num_rows, num_outputs)
+    work = Int8Linear(
+        x=x_TI.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias_O is None else bias_O.data_ptr(),
+        out=out_TO.data_ptr(),
+        x_stride=x_TI.stride(0),
+        out_stride=num_outputs,
+        num_rows=num_rows,
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+    )
+    library.int8_linear(x_TI.dtype == torch.bfloat16, torch.get_num_threads(), work)
+    return out_TO

@@ -1,0 +1,183 @@
+// Paged attention of one mixed step, fp32 and bf16, over blocks where they lie: nothing is gathered.
+//
+// A block holds its keys as [kv head, P / 16, D, 16], so that one dimension of 16 keys is one vector, and its values as
+// [kv head, P, D]. Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one
+// kv head, in tiles of 64 keys with an online softmax in fp32. A decode is an item of one token. Hidden keys are masked by
+// selection, so what lies in slots that no query sees, NaN too, weighs nothing.
+//
+// T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, M packed rows of an item.
+
+#include <vector>
+
+#include "lanes.h"
+
+constexpr int TILE_KEYS = 64;
+constexpr int TILE_PARTS = TILE_KEYS / LANES;
+// Packed rows of a prefill item: accumulators and queries stay in the first two caches.
+constexpr int ITEM_ROWS = 32;
+// Rows and vectors of one register tile.
+constexpr int ROWS = 4;
+#ifdef __AVX512F__
+constexpr int VECTORS = 4;
+#else
+constexpr int VECTORS = 1;
+#endif
+constexpr float LOWEST = -3e38f;
+
+// Fields as in kernels/cpu_library.py. `is_bf16` says what every void pointer points to.
+struct Attention {
+    const void* q;
+    void* out;
+    const void* pool;
+    const int32_t *query_starts, *context_lens, *table;
+    int64_t q_stride, out_stride;  // elements from token to token; heads lie side by side
+    int64_t num_heads, num_kv_heads, head_dim, block_size;
+    int64_t num_rows, table_stride;
+    int64_t window;  // 0: none
+    float scale;
+};
+
+struct Item {
+    int row, first, count, head;  // tokens count from the row's first query
+};
+
+// Where 16 keys of one kv head and their values lie.
+template <class T>
+struct Part {
+    const T *keys, *values;
+};
+
+template <class T, int R, int J>
+static inline void score(const float* q, int64_t dim, const Part<T>* parts, float* scores) {
+    f32x16 sums[R][J] = {};
+    for (int64_t d = 0; d < dim; d++)
+        for (int j = 0; j < J; j++) {
+            f32x16 keys = load(parts[j].keys + d * LANES);
+            for (int r = 0; r < R; r++) sums[r][j] += q[r * dim + d] * keys;
+        }
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < J; j++) store(scores + r * TILE_KEYS + j * LANES, sums[r][j]);
+}
+
+template <class T, int R, int J>
+static inline void weigh(const float* weights, const float* rescale, const Part<T>* parts, int first, int end, int64_t dim,
+                         int64_t column, float* acc) {
+    f32x16 sums[R][J];
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < J; j++) sums[r][j] = load(acc + r * dim + column + j * LANES) * rescale[r];
+    for (int key = first; key < end; key++) {
+        const T* value = parts[key / LANES].values + key % LANES * dim + column;
+        for (int j = 0; j < J; j++) {
+            f32x16 part = load(value + j * LANES);
+            for (int r = 0; r < R; r++) sums[r][j] += weights[r * TILE_KEYS + key] * part;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < J; j++) store(acc + r * dim + column + j * LANES, sums[r][j]);
+}
+
+// Scores of one row become weights: 2^(score - peak), 0 for keys outside first .. last. Returns what older sums shrink by.
+static inline float soften(float* scores, int num_parts, int first, int last, float& peak, float& total) {
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 masked[TILE_PARTS], highest = f32x16{} + LOWEST;
+    for (int j = 0; j < num_parts; j++) {
+        i32x16 key = lane + j * LANES;
+        masked[j] = ((key >= first) & (key <= last)) ? load(scores + j * LANES) : f32x16{} - INFINITY;
+        highest = larger(masked[j], highest);
+    }
+    float old_peak = peak;
+    peak = std::max(peak, reduced(highest, larger));
+    f32x16 sum = {};
+    for (int j = 0; j < num_parts; j++) {
+        f32x16 weight = exp2_of(masked[j] - peak);
+        sum += weight;
+        store(scores + j * LANES, weight);
+    }
+    float rescale = peak > old_peak ? exp2_of(f32x16{} + (old_peak - peak))[0] : 1.0f;
+    total = total * rescale + sum_of(sum);
+    return rescale;
+}
+
+template <class T>
+static void attend_item(const Attention& a, Item item, std::vector<float>& scratch) {
+    const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.count * group;
+    scratch.assign(num_packed * (2 * dim + TILE_KEYS + 3), 0.0f);
+    float *q = scratch.data(), *acc = q + num_packed * dim, *scores = acc + num_packed * dim;
+    float *peak = scores + num_packed * TILE_KEYS, *total = peak + num_packed, *rescale = total + num_packed;
+    const int64_t token = a.query_starts[item.row] + item.first;
+    const T* queries = (const T*)a.q + token * a.q_stride + item.head * group * dim;
+    for (int64_t m = 0; m < num_packed; m++) {
+        peak[m] = LOWEST;
+        for (int64_t d = 0; d < dim; d += LANES)
+            store(q + m * dim + d, load(queries + m / group * a.q_stride + m % group * dim + d) * (a.scale * LOG2_E));
+    }
+    const int32_t* table = a.table + item.row * a.table_stride;
+    const int64_t query_len = a.query_starts[item.row + 1] - a.query_starts[item.row];
+    const int64_t position = a.context_lens[item.row] - query_len + item.first;  // of the item's first token
+    const int64_t end = position + item.count, half_block = a.num_kv_heads * a.block_size * dim;
+    const int64_t first_key = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+    Part<T> parts[TILE_PARTS], next[TILE_PARTS];
+    auto locate = [&](int64_t base) {
+        for (int64_t j = 0, key = base; j < TILE_PARTS && key < end; j++, key += LANES) {
+            int64_t head_row = (int64_t)table[key / a.block_size] * 2 * a.num_kv_heads + item.head;
+            next[j].keys = (const T*)a.pool + (head_row * a.block_size + key % a.block_size) * dim;
+            next[j].values = next[j].keys + half_block;
+            // Blocks lie scattered: no prefetcher of the hardware guesses the next.
+            for (int64_t i = 0; i < LANES * dim; i += 64 / (int64_t)sizeof(T)) {
+                __builtin_prefetch(next[j].keys + i);
+                __builtin_prefetch(next[j].values + i);
+            }
+        }
+    };
+    const int64_t first_base = first_key / LANES * LANES;
+    locate(first_base);
+    for (int64_t base = first_base; base < end; base += TILE_KEYS) {
+        std::copy(next, next + TILE_PARTS, parts);
+        locate(base + TILE_KEYS);
+        const int num_keys = std::min<int64_t>(TILE_KEYS, end - base), num_parts = (num_keys + LANES - 1) / LANES;
+        in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
+            in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
+                score<T, rows, vectors>(q + m * dim, dim, parts + j, scores + m * TILE_KEYS + j * LANES);
+            });
+        });
+        for (int64_t m = 0; m < num_packed; m++) {
+            const int64_t last = position + m / group - base, first = a.window ? last - a.window + 1 : -base;
+            rescale[m] = soften(scores + m * TILE_KEYS, num_parts, std::max<int64_t>(first, -1),
+                                std::min<int64_t>(last, TILE_KEYS), peak[m], total[m]);
+        }
+        const int first = std::max<int64_t>(0, first_key - base);
+        in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
+            in_tiles<VECTORS>(dim / LANES, [&](int j, auto vectors) {
+                weigh<T, rows, vectors>(scores + m * TILE_KEYS, rescale + m, parts, first, num_keys, dim, j * LANES,
+                                        acc + m * dim);
+            });
+        });
+    }
+    T* out = (T*)a.out + token * a.out_stride + item.head * group * dim;
+    for (int64_t m = 0; m < num_packed; m++)
+        for (int64_t d = 0; d < dim; d += LANES)
+            store(out + m / group * a.out_stride + m % group * dim + d, load(acc + m * dim + d) * (1.0f / total[m]));
+}
+
+template <class T>
+static void attend(const Attention& a, int threads) {
+    const int tokens = std::max<int64_t>(1, ITEM_ROWS / (a.num_heads / a.num_kv_heads));
+    std::vector<Item> items;
+    // Prefill rows come last and take longest: they are begun first.
+    for (int row = a.num_rows - 1; row >= 0; row--) {
+        const int query_len = a.query_starts[row + 1] - a.query_starts[row];
+        for (int head = 0; head < a.num_kv_heads; head++)
+            for (int first = (query_len - 1) / tokens * tokens; first >= 0; first -= tokens)
+                items.push_back({row, first, std::min(tokens, query_len - first), head});
+    }
+#pragma omp parallel num_threads(threads) if (items.size() > 1)
+    {
+        std::vector<float> scratch;
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < items.size(); i++) attend_item<T>(a, items[i], scratch);
+    }
+}
+
+extern "C" void by_attend(int is_bf16, int threads, const Attention* a) {
+    is_bf16 ? attend<bf16>(*a, threads) : attend<float>(*a, threads);
+}

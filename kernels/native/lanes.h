@@ -1,0 +1,103 @@
+// Vectors of 16 floats: loaded from fp32 or bf16, computed in fp32, stored rounded to the nearest even.
+//
+// One AVX-512 register, two of AVX2, four of NEON: gcc's vector types leave that to the compiler. Compiled without
+// -ffast-math, so NaN stays NaN and reaches the sampler, which fails the row.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+using f32x16 = float __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+struct bf16 {
+    uint16_t bits;
+};
+
+constexpr int LANES = 16;
+constexpr float LOG2_E = 1.44269504f;
+
+static inline f32x16 load(const float* p) {
+    f32x16 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline f32x16 load(const bf16* p) {
+    u16x16 half;
+    memcpy(&half, p, sizeof half);
+    return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+}
+static inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
+static inline void store(bf16* p, f32x16 v) {
+#ifdef __AVX512BF16__
+    __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+#else
+    u32x16 bits = (u32x16)v;
+    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    rounded = v != v ? u32x16{} + 0x7fc0u : rounded;
+    u16x16 half = __builtin_convertvector(rounded, u16x16);
+#endif
+    memcpy(p, &half, sizeof half);
+}
+// The first `count` lanes; the others are 0, and are not stored.
+template <class T>
+static inline f32x16 load_some(const T* p, int64_t count) {
+    if (count >= LANES) return load(p);
+    T part[LANES] = {};
+    memcpy(part, p, count * sizeof(T));
+    return load(part);
+}
+template <class T>
+static inline void store_some(T* p, f32x16 v, int64_t count) {
+    if (count >= LANES) return store(p, v);
+    T part[LANES];
+    store(part, v);
+    memcpy(p, part, count * sizeof(T));
+}
+template <class T>
+static inline f32x16 rounded_to(f32x16 v) {
+    T part[LANES];
+    store(part, v);
+    return load(part);
+}
+
+static inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+template <class F>
+static inline float reduced(f32x16 v, F join) {
+    v = join(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    v = join(v, __builtin_shuffle(v, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+    v = join(v, __builtin_shuffle(v, i32x16{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+    return join(v, __builtin_shuffle(v, i32x16{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}))[0];
+}
+static inline float sum_of(f32x16 v) {
+    return reduced(v, [](f32x16 a, f32x16 b) { return a + b; });
+}
+
+// 2^x up to x = 126, 0 below -126; relative error 2e-7 (the polynomial of Cephes' exp2f).
+static inline f32x16 exp2_of(f32x16 x) {
+    i32x16 whole = __builtin_convertvector(x + (x < 0.0f ? f32x16{} - 0.5f : f32x16{} + 0.5f), i32x16);
+    f32x16 rest = x - __builtin_convertvector(whole, f32x16);
+    f32x16 y = rest * 1.535336188e-4f + 1.339887440e-3f;
+    y = y * rest + 9.618437358e-3f;
+    y = y * rest + 5.550332471e-2f;
+    y = y * rest + 2.402264791e-1f;
+    y = y * rest + 6.931472029e-1f;
+    y = y * rest + 1.0f;
+    y = (f32x16)((i32x16)y + (whole << 23));
+    return x < -126.0f ? f32x16{} : y;
+}
+
+// Calls f(first, n) over 0 .. count in tiles of MOST and smaller ones, n being a constant of the compiler.
+template <int MOST, class F>
+static inline void in_tiles(int count, F f, int first = 0) {
+    for (; count - first >= MOST; first += MOST) f(first, std::integral_constant<int, MOST>());
+    if constexpr (MOST > 1) in_tiles<MOST / 2>(count, f, first);
+}

@@ -1,0 +1,152 @@
+// What is done token by token beside attention: rotary embedding with the KV write, norms, SiLU-mul; fp32 and bf16.
+//
+// Computed in fp32 and rounded where Hugging Face's Llama rounds. How keys lie in a block is attention.cpp's.
+//
+// T tokens, N query heads, K kv heads, D head size, P tokens a block, H hidden size, I intermediate size.
+
+#include "lanes.h"
+
+// Elements below which waking other threads costs more than they save.
+constexpr int64_t PARALLEL_ELEMENTS = 32768;
+
+template <class F>
+static void over_rows(int64_t rows, int64_t width, int threads, F f) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) f(row);
+}
+
+// Fields of the structs as in kernels/cpu_library.py. `is_bf16` says what every void pointer points to.
+struct Placement {
+    void* q;
+    const void *k, *v;
+    void* pool;
+    const float* cos_sin;  // null: nothing is rotated
+    const int64_t *positions, *slots;
+    const void *q_norm, *k_norm;           // null: heads are not normalised
+    int64_t q_stride, k_stride, v_stride;  // elements from token to token; heads lie side by side
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+    float eps;
+};
+
+template <class T>
+static inline float inverse_norm(const T* x, int64_t width, float eps) {
+    f32x16 squares = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+        f32x16 y = load_some(x + i, width - i);
+        squares += y * y;
+    }
+    return 1.0f / std::sqrt(sum_of(squares) / width + eps);
+}
+
+// The head at x, normalised and rotated where asked, given to put(dimension, lanes, count) in pieces.
+template <class T, class F>
+static inline void turned(const T* x, const void* norm, float eps, const float* cos_sin, int64_t dim, F put) {
+    const int64_t half = dim / 2;
+    const float inverse = norm ? inverse_norm(x, dim, eps) : 1.0f;
+    for (int64_t d = 0; d < half; d += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, half - d);
+        f32x16 first = load_some(x + d, count), second = load_some(x + half + d, count);
+        if (norm) {
+            const T* weight = (const T*)norm + d;
+            first = rounded_to<T>(rounded_to<T>(first * inverse) * load_some(weight, count));
+            second = rounded_to<T>(rounded_to<T>(second * inverse) * load_some(weight + half, count));
+        }
+        if (cos_sin) {
+            f32x16 cosine = load_some(cos_sin + d, count), sine = load_some(cos_sin + half + d, count);
+            f32x16 rotated = first * cosine - second * sine;
+            second = second * cosine + first * sine;
+            first = rotated;
+        }
+        put(d, first, count);
+        put(half + d, second, count);
+    }
+}
+
+template <class T>
+static void place_token(const Placement& p, int64_t token) {
+    const int64_t dim = p.head_dim, half_block = p.num_kv_heads * p.block_size * dim;
+    const float* cos_sin = p.cos_sin ? p.cos_sin + p.positions[token] * dim : nullptr;
+    for (int64_t head = 0; head < p.num_heads; head++) {
+        T* q = (T*)p.q + token * p.q_stride + head * dim;
+        // In place: each piece is read before it is written, the norm before all.
+        turned(q, p.q_norm, p.eps, cos_sin, dim,
+               [&](int64_t d, f32x16 lanes, int64_t count) { store_some(q + d, lanes, count); });
+    }
+    const int64_t slot = p.slots[token];
+    if (slot < 0) return;  // padding
+    const int64_t offset = slot % p.block_size;
+    for (int64_t head = 0; head < p.num_kv_heads; head++) {
+        const T *k = (const T*)p.k + token * p.k_stride + head * dim, *v = (const T*)p.v + token * p.v_stride + head * dim;
+        T* block = (T*)p.pool + slot / p.block_size * 2 * half_block + head * p.block_size * dim;
+        T* keys = block + offset / LANES * LANES * dim + offset % LANES;
+        turned(k, p.k_norm, p.eps, cos_sin, dim, [&](int64_t d, f32x16 lanes, int64_t count) {
+            T part[LANES];
+            store(part, lanes);
+            for (int64_t i = 0; i < count; i++) keys[(d + i) * LANES] = part[i];
+        });
+        memcpy(block + half_block + offset * dim, v, dim * sizeof(T));
+    }
+}
+
+struct Norm {
+    const void* x;
+    void* residual;  // null: there is none
+    const void* weight;
+    void* out;
+    int64_t x_stride, residual_stride, out_stride, num_rows, hidden;
+    float eps;
+};
+
+template <class T>
+static void norm_row(const Norm& n, int64_t row) {
+    const T *x = (const T*)n.x + row * n.x_stride, *weight = (const T*)n.weight;
+    T *residual = n.residual ? (T*)n.residual + row * n.residual_stride : nullptr, *out = (T*)n.out + row * n.out_stride;
+    f32x16 squares = {};
+    for (int64_t h = 0; h < n.hidden; h += LANES) {
+        f32x16 y = load_some(x + h, n.hidden - h);
+        if (residual) {
+            y = rounded_to<T>(y + load_some(residual + h, n.hidden - h));
+            store_some(residual + h, y, n.hidden - h);
+        }
+        squares += y * y;
+    }
+    const float inverse = 1.0f / std::sqrt(sum_of(squares) / n.hidden + n.eps);
+    const T* y = residual ? residual : x;
+    for (int64_t h = 0; h < n.hidden; h += LANES) {
+        f32x16 normed = rounded_to<T>(load_some(y + h, n.hidden - h) * inverse);
+        store_some(out + h, normed * load_some(weight + h, n.hidden - h), n.hidden - h);
+    }
+}
+
+struct SiluMul {
+    const void* gate_up;
+    void* out;
+    int64_t gate_up_stride, out_stride, num_rows, width;
+};
+
+template <class T>
+static void silu_mul_row(const SiluMul& s, int64_t row) {
+    const T *gate = (const T*)s.gate_up + row * s.gate_up_stride, *up = gate + s.width;
+    T* out = (T*)s.out + row * s.out_stride;
+    for (int64_t i = 0; i < s.width; i += LANES) {
+        const int64_t count = s.width - i;
+        f32x16 x = load_some(gate + i, count), power = x * -LOG2_E;
+        power = power > 126.0f ? f32x16{} + 126.0f : power;
+        store_some(out + i, x / (exp2_of(power) + 1.0f) * load_some(up + i, count), count);
+    }
+}
+
+extern "C" {
+void by_place(int is_bf16, int threads, const Placement* p) {
+    over_rows(p->num_tokens, (p->num_heads + 2 * p->num_kv_heads) * p->head_dim, threads,
+              [&](int64_t token) { is_bf16 ? place_token<bf16>(*p, token) : place_token<float>(*p, token); });
+}
+void by_norm(int is_bf16, int threads, const Norm* n) {
+    over_rows(n->num_rows, n->hidden, threads,
+              [&](int64_t row) { is_bf16 ? norm_row<bf16>(*n, row) : norm_row<float>(*n, row); });
+}
+void by_silu_mul(int is_bf16, int threads, const SiluMul* s) {
+    over_rows(s->num_rows, s->width, threads,
+              [&](int64_t row) { is_bf16 ? silu_mul_row<bf16>(*s, row) : silu_mul_row<float>(*s, row); });
+}
+}

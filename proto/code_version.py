@@ -1,0 +1,44 @@
+"""Which code runs here: the package's version and a hash of its sources, alike for a wheel and an editable install.
+
+Owns what counts as a source. Everybody who serves says his; who starts them compares (deploy/), and so does a router
+with its workers.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = ("proto", "kernels", "worker", "router", "deploy")
+_HASH_DIGITS = 12
+_SUFFIXES = (".py", ".cpp", ".h")
+
+
+def package_folders() -> dict[str, Path]:
+    """Where each package lies here, by its name."""
+    folders = {}
+    for name in PACKAGES:
+        spec = find_spec(f"blockyard.{name}")
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError(f"blockyard.{name} is not installed")
+        folders[name] = Path(spec.submodule_search_locations[0])
+    return folders
+
+
+def code_version() -> str:
+    """Such as "0.1.0+3fa9c1d2e0ab"."""
+    digest = hashlib.sha256()
+    for name, path in _sources():
+        text = path.read_bytes()
+        digest.update(f"{name}\0{len(text)}\0".encode())
+        digest.update(text)
+    # One that was shipped has the hash in its version already.
+    released = version("blockyard").partition("+")[0]
+    return f"{released}+{digest.hexdigest()[:_HASH_DIGITS]}"
+
+
+def _sources() -> Iterator[tuple[str, Path]]:
+    for package, folder in package_folders().items():
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES):
+            yield f"{package}/{path.relative_to(folder).as_posix()}", path

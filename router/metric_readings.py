@@ -1,0 +1,59 @@
+"""All of a router's readings at one moment, under the names of the table (proto/metric_table.py).
+
+Owns where each is found. Does not own what becomes of requests (metrics.py) nor how readings leave the process
+(actor.py, __main__.py). To be taken on the event loop, once a second: it looks at each request that is held.
+"""
+
+from collections import Counter
+
+from blockyard.proto.metrics import Histogram, Readings
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.config import RouterConfig
+from blockyard.router.generation import RouterParts
+from blockyard.router.index_report import current_condition
+from blockyard.router.prefix_index import PrefixLookup
+
+
+async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Histogram) -> Readings:
+    """Asks the index how it is, unless somebody just did."""
+    condition = await current_condition(parts.placer.prefix_lookup, parts.fleet.view)
+    return {
+        **parts.metrics.readings(),
+        **_requests(parts, config),
+        **_fleet(parts),
+        **_index(parts.placer.prefix_lookup, condition.state),
+        "loop_lag_seconds": loop_lag.read(),
+    }
+
+
+def _requests(parts: RouterParts, config: RouterConfig) -> Readings:
+    num_waiting = parts.registry.num_waiting()
+    return {
+        "router_running": len(parts.registry.records()) - num_waiting,
+        "router_waiting": num_waiting,
+        "requests_admitted": parts.ledger.requests,
+        "requests_limit": config.max_requests,
+        "prompt_tokens_admitted": parts.ledger.tokens,
+        "prompt_tokens_limit": config.max_tokens_admitted,
+        "migrations": parts.relay.num_migrations,
+        "router_draining": int(parts.registry.is_draining),
+    }
+
+
+def _fleet(parts: RouterParts) -> Readings:
+    view = parts.fleet.view
+    return {
+        "workers": Counter(view.state(worker).name.lower() for worker in view.workers()),
+        "promised_blocks": view.promised_blocks,
+        "stale_blocks": view.stale_blocks,
+        "reused_blocks": view.reused_blocks,
+    }
+
+
+def _index(lookup: PrefixLookup | None, state: cluster_pb2.IndexState) -> Readings:
+    return {
+        "router_index_state": state,
+        "index_lookups": lookup.num_lookups if lookup else 0,
+        "index_failed_lookups": lookup.errors.total() if lookup else 0,
+        "index_skipped_lookups": lookup.num_skipped if lookup else 0,
+    }

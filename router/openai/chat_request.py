@@ -1,0 +1,98 @@
+"""The body of /v1/chat/completions as a GenerateRequest. Text alone: parts of any other kind are refused by name."""
+
+from typing import Any
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.fields import (
+    UINT32,
+    Body,
+    boolean,
+    given,
+    integer,
+    items,
+    mapping,
+    refuse_others,
+    text,
+)
+from blockyard.router.openai.sampling_fields import KNOWN, generate_request
+from blockyard.router.openai.unsupported import HARMLESS, refuse_unsupported, unsupported
+from blockyard.router.openai.wanted import Wanted, stream_wishes
+from blockyard.router.validation import MAX_MESSAGES
+
+FIELDS = KNOWN | HARMLESS.keys() | {"messages", "max_completion_tokens", "top_logprobs"}
+ROLES = {"developer": "system"}
+"""Of those that are called otherwise in the contract."""
+NO_ROLES = ("tool", "function")
+
+
+def chat_wanted(body: Body) -> Wanted:
+    """Raises InvalidRequest, Unsupported."""
+    refuse_others(body, FIELDS)
+    refuse_unsupported(body)
+    streams, includes_usage = stream_wishes(body)
+    request = generate_request(body)
+    _set_max_tokens(request.sampling, body)
+    _set_logprobs(request.sampling, body)
+    request.chat.messages.extend(_messages(body))
+    return Wanted(route="chat", requests=(request,), streams=streams, includes_usage=includes_usage)
+
+
+def _set_max_tokens(sampling: inference_pb2.SamplingParams, body: Body) -> None:
+    newer = given(body, "max_completion_tokens", integer(UINT32))
+    if newer is None:
+        return
+    if sampling.HasField("max_tokens") and sampling.max_tokens != newer:
+        raise InvalidRequest.of("max_tokens", "excludes max_completion_tokens")
+    sampling.max_tokens = newer
+
+
+def _set_logprobs(sampling: inference_pb2.SamplingParams, body: Body) -> None:
+    num_top = given(body, "top_logprobs", integer(UINT32))
+    if given(body, "logprobs", boolean):
+        sampling.logprobs = num_top or 0
+    elif num_top is not None:
+        raise InvalidRequest.of("top_logprobs", "needs logprobs to be true")
+
+
+def _messages(body: Body) -> list[inference_pb2.ChatMessage]:
+    messages = given(body, "messages", items)
+    if not messages:
+        raise InvalidRequest.of("messages", "must be a list with at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest.of("messages", f"at most {MAX_MESSAGES} are allowed")
+    return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
+
+
+def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
+    message = mapping(path, value)
+    for name in sorted(message.keys() - {"role", "content"}):
+        # Calls of tools, names, audio. None stands for nothing, and clients send back what they were given.
+        if message[name] not in (None, [], {}):
+            raise (
+                unsupported(f"{path}.{name}")
+                if name in _NO_PARTS
+                else InvalidRequest.of(path, "has unknown fields")
+            )
+    role = text(f"{path}.role", message.get("role"))
+    if role in NO_ROLES:
+        raise unsupported(f"{path}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(f"{path}.content[{number}]", part) for number, part in enumerate(content))
+    return inference_pb2.ChatMessage(role=ROLES.get(role, role), content=text(f"{path}.content", content))
+
+
+_NO_PARTS = frozenset(
+    {"name", "tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations"}
+)
+
+
+def _part(path: str, value: Any) -> str:
+    part = mapping(path, value)
+    kind = text(f"{path}.type", part.get("type"))
+    if kind == "text":
+        return text(f"{path}.text", part.get("text"))
+    if kind in ("image_url", "input_audio", "file", "refusal"):
+        raise unsupported(f"{path}.{kind}")
+    raise InvalidRequest.of(f"{path}.type", "must be text")

@@ -1,0 +1,65 @@
+"""The body of /v1/completions as GenerateRequests, one for each of its prompts: texts or lists of token ids."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.fields import UINT32, Body, given, integer, refuse_others, text, token_ids
+from blockyard.router.openai.sampling_fields import KNOWN, generate_request
+from blockyard.router.openai.unsupported import HARMLESS, refuse_unsupported
+from blockyard.router.openai.wanted import Wanted, stream_wishes
+
+FIELDS = KNOWN | HARMLESS.keys() | {"prompt"}
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, of this route."""
+MAX_PROMPTS = 64
+"""Of one call. Each is charged, placed and counted like a call of its own."""
+MAX_FANOUT_BYTES = 5 * 1024 * 1024
+"""Of all other fields, copied for each prompt before anything is admitted: 64 of the largest schemas, and some room."""
+
+
+def completion_wanted(body: Body) -> Wanted:
+    """Raises InvalidRequest, Unsupported."""
+    refuse_others(body, FIELDS)
+    refuse_unsupported(body)
+    streams, includes_usage = stream_wishes(body)
+    template = generate_request(body)
+    if not template.sampling.HasField("max_tokens"):
+        template.sampling.max_tokens = DEFAULT_MAX_TOKENS
+    num_top = given(body, "logprobs", integer(UINT32))
+    if num_top is not None:
+        template.sampling.logprobs = num_top
+    prompts = tuple(_prompts(body))
+    if len(prompts) * template.ByteSize() > MAX_FANOUT_BYTES:
+        raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
+    requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
+    return Wanted(route="completions", requests=requests, streams=streams, includes_usage=includes_usage)
+
+
+def _with_prompt(
+    template: inference_pb2.GenerateRequest, prompt: str | list[int]
+) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
+    request.CopyFrom(template)
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    else:
+        request.prompt_token_ids.ids.extend(prompt)
+    return request
+
+
+def _prompts(body: Body) -> Iterator[str | list[int]]:
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list):
+        yield text("prompt", prompt)
+    elif prompt and type(prompt[0]) is int:
+        yield token_ids("prompt", prompt)
+    elif not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise InvalidRequest.of("prompt", f"must have 1 to {MAX_PROMPTS} prompts")
+    else:
+        yield from (_one(f"prompt[{number}]", item) for number, item in enumerate(prompt))
+
+
+def _one(path: str, value: Any) -> str | list[int]:
+    return token_ids(path, value) if isinstance(value, list) else text(path, value)

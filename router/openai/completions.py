@@ -1,0 +1,95 @@
+"""A call of either route, from its JSON to its answer: the same requests, events and rules as gRPC's."""
+
+import time
+from typing import Any
+
+from aiohttp.web import StreamResponse
+from blockyard.proto.logs import REQUEST_ID
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.answers import gathered
+from blockyard.router.call_gate import answer_to
+from blockyard.router.calls import Calls
+from blockyard.router.errors import SlowReader, is_gone
+from blockyard.router.openai.answers import Envelope, usage_of
+from blockyard.router.openai.choices import Choices, choices_of
+from blockyard.router.openai.http_call import HttpCall
+from blockyard.router.openai.http_errors import error_body
+from blockyard.router.openai.json_response import json_response
+from blockyard.router.openai.outputs import outputs
+from blockyard.router.openai.sse import EventStream
+from blockyard.router.openai.token_texts import TokenTexts
+from blockyard.router.openai.wanted import Wanted
+from blockyard.router.output import Delta
+
+
+class Completions:
+    """One for each gateway."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._texts = TokenTexts(calls.parts.tokenizing.tokenizer)
+
+    async def answer(
+        self, wanted: Wanted, call: HttpCall, request_id: str, events: EventStream
+    ) -> StreamResponse:
+        """`events` is for one that streams. Raises RouterErrors, in groups too, before anything has been sent."""
+        wanted.named(request_id)
+        # Several prompts are tasks of their own, with ids of their own: the call's is for what ends all of them.
+        REQUEST_ID.set(request_id)
+        envelope = Envelope(
+            wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
+        )
+        shows_logprobs = wanted.requests[0].sampling.HasField("logprobs")
+        choices = choices_of(wanted.route, self._texts, shows_logprobs=shows_logprobs)
+        if wanted.streams:
+            return await self._stream(events, call, envelope, choices)
+        async with outputs(self._calls, wanted, call) as deltas:
+            whole = await gathered(request_id, deltas)
+        finishes = [(output.index, output.finish) for output in whole.outputs]
+        usage = usage_of(finishes, wanted.outputs_a_prompt)
+        return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], usage))
+
+    async def _stream(
+        self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
+    ) -> StreamResponse:
+        try:
+            last = await self._events(events, call, envelope, choices)
+            await events.end(*last, is_whole=True)
+        except TimeoutError:
+            events.cut_off()
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            await self._broken(events, error)
+        return events.response
+
+    async def _events(
+        self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
+    ) -> list[dict[str, Any]]:
+        """Sends all but the last ones, which are returned."""
+        wanted = envelope.wanted
+        finishes: dict[int, inference_pb2.Finish] = {}
+
+        async def write(delta: Delta) -> None:
+            if delta.finish is not None:
+                finishes[delta.index] = delta.finish
+            await events.send(envelope.chunk(choices.piece(delta)))
+
+        async with outputs(self._calls, wanted, call) as deltas:
+            await self._calls.deliver(deltas, write)
+        if not wanted.includes_usage:
+            return []
+        return [envelope.usage_chunk(usage_of(finishes.items(), wanted.outputs_a_prompt))]
+
+    async def _broken(self, events: EventStream, error: Exception) -> None:
+        """Ends a stream that has begun: with the reason, unless its client has gone or takes nothing."""
+        if is_gone(error):
+            return
+        answer = answer_to(error, "a stream over HTTP")
+        if isinstance(answer, SlowReader):
+            events.cut_off()
+            return
+        try:
+            await events.end(error_body(answer), is_whole=False)
+        except (TimeoutError, ConnectionError):
+            events.cut_off()

@@ -1,0 +1,69 @@
+"""The port of OpenAI's API: its socket, TLS and lifetime, in the router's process and on its event loop.
+
+Owns what bounds a connection that nobody reads or that has vanished. Does not own requests (routes.py).
+"""
+
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp.web import ServerRunner, SockSite
+from blockyard.proto.tls import https_context
+from blockyard.router.call_gate import CallGate
+from blockyard.router.calls import Calls
+from blockyard.router.config import RouterConfig
+from blockyard.router.openai.protocol import Connections
+from blockyard.router.openai.routes import Routes
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 1.0
+"""For requests that are left when the grace is over to hear of it."""
+BACKLOG = 1024
+SEND_BUFFER_BYTES = 256 * 1024
+"""Of each connection, in the kernel: without a bound megabytes would wait there for a client that reads nothing."""
+VANISHED_SECONDS = 15
+"""As gRPC's pings: so long after its last word a client that does not acknowledge is taken for gone."""
+
+
+@asynccontextmanager
+async def gateway(calls: Calls, gate: CallGate, config: RouterConfig) -> AsyncIterator[str]:
+    """Serves for the life of the context: "host:port", or "" where the config wants none. Raises RuntimeError for a
+    port that it cannot have, ValueError for TLS files that cannot be used."""
+    if config.http_port is None:
+        yield ""
+        return
+    tls = https_context(config.tls)
+    listener = _listener(config.host, config.http_port, shares_port=config.reuse_port)
+    runner = ServerRunner(Connections(Routes(calls, gate)), shutdown_timeout=CLOSE_SECONDS)
+    await runner.setup()
+    try:
+        await SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
+        address = f"{config.host}:{listener.getsockname()[1]}"
+        logger.info("OpenAI's API is served on %s://%s/v1", "http" if tls is None else "https", address)
+        yield address
+    finally:
+        await runner.cleanup()
+
+
+def _listener(host: str, port: int, *, shares_port: bool) -> socket.socket:
+    """Those it accepts have its options. An IPv6 address is in brackets, as gRPC takes it."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
+        (socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares_port)),
+        (socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, VANISHED_SECONDS - 5),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, VANISHED_SECONDS * 1000),
+    ):
+        listener.setsockopt(level, option, value)
+    try:
+        listener.bind((host.removeprefix("[").removesuffix("]"), port))
+    except OSError:
+        listener.close()
+        raise RuntimeError(f"cannot listen on {host}:{port} for HTTP: is the port taken?") from None
+    return listener

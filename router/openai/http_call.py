@@ -1,0 +1,73 @@
+"""One HTTP request as a call: what its headers say of caller, deadline and id. A CallContext, as gRPC's are."""
+
+import secrets
+import time
+from dataclasses import dataclass
+
+from aiohttp.web import BaseRequest
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.names import NAME_RULE, is_id
+
+REQUEST_ID_KEY = "x-request-id"
+TIMEOUT_KEY = "blockyard-timeout-seconds"
+"""The client's deadline, from the arrival on. OpenAI's API has none."""
+
+
+def call_id(request: BaseRequest) -> str:
+    """The client's X-Request-Id, or one that is drawn. Raises InvalidRequest."""
+    given = request.headers.get(REQUEST_ID_KEY)
+    if given is None:
+        return drawn_id()
+    if not is_id(given):
+        raise InvalidRequest.of("X-Request-Id", f"must be {NAME_RULE}, not empty")
+    return given
+
+
+def drawn_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+def own_headers(request_id: str) -> dict[str, str]:
+    """Of every answer. aiohttp would name itself and its version."""
+    return {"Server": "blockyard", "X-Request-Id": request_id}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpCall:
+    metadata: tuple[tuple[str, str | bytes], ...]
+    deadline: float | None
+    """On the monotonic clock."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return self.metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+
+def http_call(request: BaseRequest) -> HttpCall:
+    """Raises InvalidRequest."""
+    seconds = request.headers.get(TIMEOUT_KEY)
+    return HttpCall(
+        metadata=call_metadata(request),
+        deadline=None if seconds is None else time.monotonic() + _timeout(seconds),
+    )
+
+
+def call_metadata(request: BaseRequest) -> tuple[tuple[str, str | bytes], ...]:
+    """The headers as gRPC would give them: a value that is no ASCII is bytes, which is no token and no name."""
+    return tuple(
+        (name.lower(), value if value.isascii() else value.encode("utf-8", "surrogateescape"))
+        for name, value in request.headers.items()
+    )
+
+
+def _timeout(written: str) -> float:
+    try:
+        seconds = float(written)
+    except ValueError:
+        seconds = -1.0
+    # NaN is in no range.
+    if not 0 < seconds < float("inf"):
+        raise InvalidRequest.of(TIMEOUT_KEY, "must be a number of seconds above 0")
+    return seconds

@@ -1,0 +1,140 @@
+"""Paths, who may call them, and the end of every request: an answer, an error, or nothing for a client that has gone.
+
+A route stands for a method of gRPC's, so that one table (../auth.py) says who may call it. Does not own what a route
+does (completions.py).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from aiohttp.web import BaseRequest, Response, StreamResponse
+from blockyard.router.call_gate import CallGate, answer_to
+from blockyard.router.calls import Calls
+from blockyard.router.errors import UnknownModel, is_gone
+from blockyard.router.openai.answers import model_object
+from blockyard.router.openai.body import max_body_bytes, read_json
+from blockyard.router.openai.chat_request import chat_wanted
+from blockyard.router.openai.completion_request import completion_wanted
+from blockyard.router.openai.completions import Completions
+from blockyard.router.openai.fields import Body
+from blockyard.router.openai.http_call import call_id, call_metadata, drawn_id, http_call, own_headers
+from blockyard.router.openai.http_errors import MethodNotAllowed, NoSuchRoute
+from blockyard.router.openai.json_response import error_response, json_response
+from blockyard.router.openai.sse import EventStream
+from blockyard.router.openai.wanted import Wanted
+from blockyard.router.service import model_message
+
+MODELS = "/v1/models"
+Handler = Callable[[BaseRequest, str], Awaitable[StreamResponse]]
+"""Takes the request and its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    verb: str
+    method: str
+    """Of gRPC's, whose roles may call it."""
+    handler: Handler
+
+
+class Routes:
+    """One for each gateway: the handler of all its requests."""
+
+    def __init__(self, calls: Calls, gate: CallGate) -> None:
+        self._calls, self._gate = calls, gate
+        self._completions = Completions(calls)
+        generates, lists = (
+            f"/blockyard.v1.InferenceService/{name}" for name in ("GenerateStream", "ListModels")
+        )
+        self._routes: Mapping[str, _Route] = {
+            "/v1/chat/completions": _Route("POST", generates, self._generating(chat_wanted)),
+            "/v1/completions": _Route("POST", generates, self._generating(completion_wanted)),
+            MODELS: _Route("GET", lists, self._models),
+            f"{MODELS}/": _Route("GET", lists, self._model),
+            "/health": _Route("GET", "/grpc.health.v1.Health/Check", self._health),
+        }
+
+    async def __call__(self, request: BaseRequest) -> StreamResponse:
+        request_id = drawn_id()
+        try:
+            route = self._admitted(request)
+            request_id = call_id(request)
+            response = await self._answer(route, request, request_id)
+        except asyncio.CancelledError as error:
+            await self._gate.free(error)
+            raise
+        except Exception as error:
+            if is_gone(error):
+                raise ConnectionError("the client has gone") from None
+            response = error_response(answer_to(error, self._told(request)))
+        await self._finish(request, response, request_id)
+        return response
+
+    def _admitted(self, request: BaseRequest) -> _Route | None:
+        """Before anything else is said of the request. Raises Unauthenticated, Forbidden."""
+        route = self._route(request.path)
+        # A path that nobody knows needs a token too: who has none learns nothing.
+        self._gate.admit((route or self._routes[MODELS]).method, call_metadata(request))
+        return route
+
+    async def _answer(self, route: _Route | None, request: BaseRequest, request_id: str) -> StreamResponse:
+        if route is None:
+            raise NoSuchRoute("there is no such path here; /v1/models and the like are")
+        if request.method != route.verb:
+            raise MethodNotAllowed(f"only {route.verb} is for this path", metadata={"allow": route.verb})
+        return await route.handler(request, request_id)
+
+    def _route(self, path: str) -> _Route | None:
+        return self._routes.get(f"{MODELS}/" if path.startswith(f"{MODELS}/") else path)
+
+    def _told(self, request: BaseRequest) -> str:
+        """A path for the log: another than ours is the client's text."""
+        return request.path if request.path in self._routes else "a path"
+
+    def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
+        async def handle(request: BaseRequest, request_id: str) -> StreamResponse:
+            call = http_call(request)
+            limit_bytes = max_body_bytes(self._calls.parts.max_model_len)
+            wanted = parse(await read_json(request, limit_bytes=limit_bytes))
+            events = EventStream(request, slow_reader_seconds=self._calls.slow_reader_seconds)
+            self._headed(events.response, request_id)
+            return await self._completions.answer(wanted, call, request_id, events)
+
+        return handle
+
+    async def _models(self, request: BaseRequest, request_id: str) -> Response:
+        return json_response({"object": "list", "data": [model_object(model_message(self._calls.parts))]})
+
+    async def _model(self, request: BaseRequest, request_id: str) -> Response:
+        if request.path.removeprefix(f"{MODELS}/") != self._calls.parts.facts.name:
+            raise UnknownModel("model: not served here; /v1/models says what is")
+        return json_response(model_object(model_message(self._calls.parts)))
+
+    async def _health(self, request: BaseRequest, request_id: str) -> Response:
+        parts = self._calls.parts
+        if parts.registry.is_draining:
+            return json_response({"status": "draining"}, status=503)
+        is_ready = bool(parts.fleet.view.ready())
+        return json_response(
+            {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
+        )
+
+    async def _finish(self, request: BaseRequest, response: StreamResponse, request_id: str) -> None:
+        """Sends what has not been sent yet, to a client that takes it."""
+        if response.prepared:
+            return
+        self._headed(response, request_id)
+        try:
+            async with asyncio.timeout(self._calls.slow_reader_seconds):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+
+    def _headed(self, response: StreamResponse, request_id: str) -> None:
+        response.headers.update(own_headers(request_id))
+        if self._calls.parts.registry.is_draining:
+            # The next request of this client finds another router.
+            response.force_close()

@@ -1,0 +1,163 @@
+"""Sampling parameters of both routes, from JSON into SamplingParams, and what else any request may say.
+
+OpenAI's names first, then ours and vLLM's, which its client sends by `extra_body`. Owns types and names; ranges are
+checked where gRPC's are.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai import fields
+from blockyard.router.openai.fields import (
+    INT32,
+    INT64,
+    UINT32,
+    Body,
+    Kind,
+    boolean,
+    given,
+    integer,
+    number,
+    text,
+)
+from blockyard.router.sampling_checks import COUNTS
+
+SCALARS: Mapping[str, Kind] = {
+    "temperature": number,
+    "top_p": number,
+    "presence_penalty": number,
+    "frequency_penalty": number,
+    "seed": integer(INT64),
+    "n": integer(UINT32),
+    "max_tokens": integer(UINT32),
+    "top_k": integer(UINT32),
+    "min_p": number,
+    "repetition_penalty": number,
+    "min_tokens": integer(UINT32),
+    "ignore_eos": boolean,
+    "beam_width": integer(UINT32),
+    "length_penalty": number,
+}
+"""Fields that are called the same in SamplingParams."""
+TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids")
+REQUEST_SCALARS: Mapping[str, Kind] = {
+    "model": text,
+    "priority": integer(INT32),
+    "session_id": text,
+    "cache_salt": text,
+    "public_prefix": boolean,
+}
+"""The same, of GenerateRequest."""
+STRUCTURES = ("response_format", "json_schema", "regex")
+KNOWN = frozenset(
+    {
+        *(*SCALARS, *TOKEN_LISTS, *REQUEST_SCALARS, *STRUCTURES),
+        *("stop", "logit_bias", "include_stop_str_in_output", "stream", "stream_options", "logprobs"),
+        *("user", "safety_identifier"),
+    }
+)
+"""What both routes take. The last two are checked and change nothing: who calls is said by the token."""
+
+
+def generate_request(body: Body) -> inference_pb2.GenerateRequest:
+    """All but the prompt and the log-probabilities. Raises InvalidRequest."""
+    request = inference_pb2.GenerateRequest(sampling=_sampling(body))
+    for name, kind in REQUEST_SCALARS.items():
+        value = given(body, name, kind)
+        if value is not None:
+            setattr(request, name, value)
+    for name in ("user", "safety_identifier"):
+        given(body, name, text)
+    return request
+
+
+def num_outputs(request: inference_pb2.GenerateRequest) -> int:
+    return request.sampling.n if request.sampling.HasField("n") else 1
+
+
+def _sampling(body: Body) -> inference_pb2.SamplingParams:
+    sampling = inference_pb2.SamplingParams()
+    for name, kind in SCALARS.items():
+        value = given(body, name, kind)
+        if value is not None:
+            setattr(sampling, name, value)
+    for name in TOKEN_LISTS:
+        getattr(sampling, name).extend(given(body, name, _counted(fields.token_ids)) or ())
+    sampling.stop.extend(given(body, "stop", _counted(fields.texts)) or ())
+    for token_id, bias in (given(body, "logit_bias", _counted(fields.mapping)) or {}).items():
+        sampling.logit_bias[_token_id(token_id)] = number("logit_bias", bias)
+    if given(body, "include_stop_str_in_output", boolean):
+        sampling.include_stop_in_output = True
+    structure = _structure(body)
+    if structure is not None:
+        sampling.structured_output.CopyFrom(structure)
+    return sampling
+
+
+def _counted(kind: Kind) -> Kind:
+    """Counts what is in a field before anybody looks through it: a body has room for a million."""
+
+    def checked(name: str, value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > COUNTS[name]:
+            raise InvalidRequest.of(name, f"at most {COUNTS[name]} are allowed")
+        return kind(name, value)
+
+    return checked
+
+
+def _token_id(written: str) -> int:
+    """JSON's keys are strings."""
+    if not (written.isascii() and written.isdigit()) or len(written) > 10 or int(written) > UINT32[1]:
+        raise InvalidRequest.of("logit_bias", "each key must be a token id")
+    return int(written)
+
+
+def _structure(body: Body) -> inference_pb2.StructuredOutput | None:
+    found = {
+        name: structure
+        for name in STRUCTURES
+        if body.get(name) is not None and (structure := _one_structure(name, body[name])) is not None
+    }
+    if len(found) > 1:
+        raise InvalidRequest.of(sorted(found)[1], f"excludes {sorted(found)[0]}")
+    return next(iter(found.values()), None)
+
+
+def _one_structure(name: str, value: Any) -> inference_pb2.StructuredOutput | None:
+    match name:
+        case "regex":
+            return inference_pb2.StructuredOutput(regex=text(name, value))
+        case "json_schema":
+            return inference_pb2.StructuredOutput(json_schema=_schema(name, value))
+        case _:
+            return _response_format(fields.mapping(name, value))
+
+
+def _response_format(value: Mapping[str, Any]) -> inference_pb2.StructuredOutput | None:
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return inference_pb2.StructuredOutput(json_object=True)
+        case "json_schema":
+            # Its `name`, `description` and `strict` change nothing: an output always follows the schema.
+            inner = fields.mapping("response_format.json_schema", value.get("json_schema"))
+            name = "response_format.json_schema.schema"
+            return inference_pb2.StructuredOutput(json_schema=_schema(name, inner.get("schema")))
+        case _:
+            raise InvalidRequest.of("response_format.type", "must be text, json_object or json_schema")
+
+
+def _schema(name: str, value: Any) -> str:
+    """As JSON; a string is taken for JSON already."""
+    if isinstance(value, str):
+        return text(name, value)
+    if not isinstance(value, dict | bool):
+        raise InvalidRequest.of(name, "must be a JSON schema")
+    try:
+        return text(name, json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise InvalidRequest.of(name, "is nested too deeply") from None

@@ -1,0 +1,90 @@
+"""The parts of a router, put together by its config.
+
+Owns which part is given what. Does not own how long they live nor what serves them (server.py).
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from functools import partial
+
+from blockyard.proto.code_version import code_version
+from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.prefix_index import PrefixIndex
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.tls import session_channel, session_credentials
+from blockyard.router.admission import AdmissionLedger
+from blockyard.router.config import RouterConfig
+from blockyard.router.engine_link import CHANNEL_OPTIONS
+from blockyard.router.fleet import Fleet
+from blockyard.router.generation import RouterParts
+from blockyard.router.model_facts import model_name, read_facts, resolve_model
+from blockyard.router.placer import Placer
+from blockyard.router.prefix_index import PrefixLookup
+from blockyard.router.relay import Relay
+from blockyard.router.requests import RequestRegistry
+from blockyard.router.sampling_checks import SamplingLimits
+from blockyard.router.tokenizing import TokenizerService
+
+DIRECTORY_SECONDS = 1.0
+"""How often the index is asked which workers live, and how long that may take."""
+
+
+async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
+    """They live as long as the stack; and the index, whose directory lists workers. Raises OSError, ValueError or
+    TokenizingError for a model folder that cannot be used."""
+    folder = await asyncio.to_thread(resolve_model, config.model)
+    tokenizing = await stack.enter_async_context(
+        TokenizerService(folder, num_processes=config.tokenizer_processes)
+    )
+    facts = read_facts(
+        folder,
+        name=model_name(config.model, config.model_name),
+        tokenizer=tokenizing.tokenizer,
+    )
+    fleet = Fleet(
+        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        secret=config.cluster_secret,
+        suspect_seconds=config.suspect_seconds,
+        lost_seconds=config.lost_seconds,
+        stall_seconds=config.stall_seconds,
+        placement=config.placement,
+        open_channel=partial(session_channel, session_credentials(config.session_tls), CHANNEL_OPTIONS),
+        code=code_version(),
+    )
+    lookup_index = _index(config, stack)
+    lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
+    placer = Placer(
+        fleet,
+        lookup,
+        policy=config.policy,
+        config=config.placement,
+        no_worker_seconds=config.no_worker_seconds,
+        priority_ageing_seconds=config.priority_ageing_seconds,
+        max_queue_seconds=config.max_queue_seconds,
+        tenant_weights=config.tenant_weights,
+    )
+    parts = RouterParts(
+        facts=facts,
+        cluster_secret=config.cluster_secret,
+        tokenizing=tokenizing,
+        fleet=fleet,
+        placer=placer,
+        relay=Relay(fleet, placer, max_migrations=config.max_migrations),
+        ledger=AdmissionLedger(
+            max_requests=config.max_requests,
+            max_tokens=config.max_tokens_admitted,
+            tenant_weights=config.tenant_weights,
+        ),
+        registry=RequestRegistry(),
+        limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
+    )
+    return parts, _index(config, stack)
+
+
+def _index(config: RouterConfig, stack: AsyncExitStack) -> PrefixIndex | None:
+    """A connection of its own for each who asks: placement gives up far sooner than the directory."""
+    if config.redis_url is None:
+        return None
+    client = connect(config.redis_url, timeout_seconds=DIRECTORY_SECONDS)
+    stack.push_async_callback(client.aclose)
+    return RedisPrefixIndex(client, config.cluster)

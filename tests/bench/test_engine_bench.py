@@ -1,0 +1,268 @@
+"""The engine bench: its workloads are what they are said to be, its clock counts rightly, its figures are right, its
+systems hold together as real processes, and it keeps no report on a red test."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from bench.engine.figures import GOALS, Results, figures_of, floors_of, not_judged, tokens_per_second
+from bench.engine.peers.protocol import Course, Request, drive
+from bench.engine.report import write
+from bench.engine.shapes import model_folder
+from bench.engine.systems import ROOT, Running, System, SystemEnded, Trial, our_systems, peers, running
+from bench.engine.workloads import WORKLOADS, requests_of
+from bench.proof import RedTests, prove
+
+GIB = 2**30
+SETTINGS = {
+    "model": str(model_folder("demo", "float32", Path(), with_weights=True)),
+    "dtype": "float32",
+    "device": "cpu",
+    "kv_bytes": 2**25,
+    "max_model_len": 512,
+    "max_num_seqs": 256,
+    "threads": 1,
+}
+
+
+def workload(name: str, repeat: int = 0) -> list[Request]:
+    return requests_of(name, vocab_size=4096, rate=2.0, repeat=repeat)
+
+
+def test_mixed_is_32_requests_at_once_with_outputs_that_cycle() -> None:
+    requests = workload("mixed")
+    assert [request.max_tokens for request in requests] == [32, 128, 64, 256] * 8
+    assert all(20 <= len(request.token_ids) <= 200 for request in requests)
+    assert not any(request.arrival_seconds for request in requests)
+
+
+def test_prefix_shares_512_tokens_and_no_more() -> None:
+    requests = workload("prefix")
+    assert len({tuple(request.token_ids[:512]) for request in requests}) == 1
+    assert len({tuple(request.token_ids[:513]) for request in requests}) > 16
+
+
+def test_serve_arrives_one_after_another_at_the_rate_asked_for() -> None:
+    arrivals = [
+        request.arrival_seconds for request in requests_of("serve", vocab_size=99, rate=50.0, repeat=0)
+    ]
+    assert arrivals == sorted(arrivals)
+    assert 0.3 < arrivals[-1] < 3.0
+
+
+def test_long_has_a_prompt_of_8k_among_16_decodes() -> None:
+    lengths = [len(request.token_ids) for request in workload("long")]
+    assert lengths == [64] * 16 + [8192]
+
+
+def test_nano_is_what_nano_vllm_measures() -> None:
+    requests = workload("nano")
+    assert len(requests) == 256
+    assert all(100 <= n <= 1024 for r in requests for n in (len(r.token_ids), r.max_tokens))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_the_same_each_time_and_another_in_each_repeat(name: str) -> None:
+    assert workload(name) == workload(name)
+    assert workload(name)[0].token_ids != workload(name, repeat=1)[0].token_ids
+
+
+class OneTokenAStep:
+    """An engine that gives each request it has one token a step."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.most = 0
+
+    def add(self, number: int, token_ids: list[int], max_tokens: int) -> None:
+        self.left[number] = max_tokens
+
+    def step(self) -> Iterable[tuple[int, Sequence[int]]]:
+        self.most = max(self.most, len(self.left))
+        came = [(number, [number]) for number in self.left]
+        self.left = {number: left - 1 for number, left in self.left.items() if left > 1}
+        return came
+
+
+def test_a_driven_engine_is_given_requests_when_they_arrive_and_turned_until_all_are_done() -> None:
+    requests = [Request(0.1, [1], 2), Request(0.0, [2], 3), Request(0.1, [3], 1)]
+    engine = OneTokenAStep()
+    courses = drive(engine, requests)
+    assert [course.num_tokens for course in courses] == [2, 3, 1]
+    assert [course.head for course in courses] == [[0, 0], [1, 1, 1], [2]]
+    assert engine.most == 2  # the second was done before the others came
+    assert courses[1].last < 0.1 <= min(courses[0].first or 0.0, courses[2].first or 0.0)
+
+
+def test_a_course_knows_its_longest_pause() -> None:
+    course = Course(submitted=0.0)
+    for now in (1.0, 1.5, 4.0, 4.2):
+        course.take([7], now)
+    assert (course.first, course.last, course.longest_pause, course.num_tokens) == (1.0, 4.2, 2.5, 4)
+
+
+def trial(seconds: float, head: int = 5) -> Trial:
+    course = Course(submitted=0.0, first=seconds / 2, last=seconds, num_tokens=10, head=[head])
+    return Trial(courses=(course,), foreign_cores=0.1, cores=1.5)
+
+
+def results() -> Results:
+    rows = {
+        "blockyard torch": [trial(1.0), trial(2.0)],
+        "blockyard, nothing shared": [trial(8.0), trial(8.0)],
+        "vllm": [trial(2.0), trial(1.0, head=6)],
+    }
+    about = {"about": "Some.", "requests": 1, "prompt_tokens": 4, "output_tokens": 10}
+    system = {"versions": {"torch": "2"}, "notes": "", "load_seconds": 1.0}
+    return Results(
+        trials={"prefix": rows},
+        about={"prefix": about},
+        systems={**dict.fromkeys(rows, system), "openvino": {"absent": "no Python of it was named"}},
+        ours=("blockyard torch", "blockyard, nothing shared"),
+    )
+
+
+SETTING = {
+    "report": "engine",
+    "model": "m",
+    "device": "cpu",
+    "device_name": "2 CPU cores",
+    "threads": 2,
+    "repeats": 2,
+    "proven": "9 tests passed",
+    "command": "python -m bench.engine",
+}
+
+
+def test_ratios_are_of_pairs_in_the_same_repeat() -> None:
+    figures = figures_of({"float32": results()}, SETTING)["runs"]["float32"]["workloads"]["prefix"]
+    assert figures["ratios"]["blockyard torch"]["vllm"] == {"median": 1.25, "lowest": 0.5, "highest": 2.0}
+    assert figures["equal_first_tokens"]["vllm"] == 0.5
+    assert tokens_per_second(trial(4.0)) == 2.5
+
+
+def test_floors_are_of_what_was_there_to_be_compared_and_the_rest_is_named_as_not_judged() -> None:
+    figures = figures_of({"float32": results()}, SETTING)
+    assert [(floor.value, floor.floor, floor.holds) for floor in floors_of(figures)] == [
+        (6.0, 5.0, True),
+        (1.25, 1.15, True),
+    ]
+    assert "mixed, float32: blockyard torch / openvino-genai, median pair, at least 1" in not_judged(figures)
+    on_cpu = [goal for goal in GOALS if goal[-1] == "cpu"]
+    assert len(not_judged(figures)) + len(floors_of(figures)) == len(on_cpu) < len(GOALS)
+
+
+def test_a_goal_holds_for_each_variant_of_a_peer() -> None:
+    measured = results()
+    seconds = {"blockyard cpu": 1.0, "openvino-genai": 1.0, "openvino-genai, exact KV": 0.5}
+    measured.trials = {"mixed": {name: [trial(its)] for name, its in seconds.items()}}
+    measured.about, measured.ours = {"mixed": measured.about["prefix"]}, ("blockyard cpu",)
+    floors = floors_of(figures_of({"float32": measured}, SETTING))
+    assert [(floor.name, floor.value, floor.holds) for floor in floors] == [
+        ("mixed, float32: blockyard cpu / openvino-genai, median pair", 1.0, True),
+        ("mixed, float32: blockyard cpu / openvino-genai, exact KV, median pair", 0.5, False),
+    ]
+
+
+def test_a_report_names_who_was_absent_and_has_a_json_twin(tmp_path: Path) -> None:
+    path = write(figures_of({"float32": results()}, SETTING), tmp_path)
+    text = path.read_text(encoding="utf-8")
+    assert "openvino: not measured, no Python of it was named." in text
+    assert "blockyard torch / vllm: **1.25** (0.50-2.00)" in text
+    missed = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["figures"]["not_judged"]
+    assert missed
+    assert all(f"\n- {line}\n" in text for line in missed)
+
+
+def test_no_figure_comes_of_a_red_test(tmp_path: Path) -> None:
+    red, green = tmp_path / "test_red.py", tmp_path / "test_green.py"
+    red.write_text("def test_it() -> None:\n    assert False\n")
+    green.write_text("def test_it() -> None:\n    pass\n")
+    assert prove([str(green)]).startswith("1 tests passed")
+    with pytest.raises(RedTests, match="no benchmark on a red test"):
+        prove([str(red)])
+    with pytest.raises(RedTests):  # where nothing ran nothing is proven
+        prove([str(tmp_path / "test_missing.py")])
+
+
+async def run(system: System, folder: Path, requests: list[Request]) -> Trial:
+    async with running(system, folder, 6 * GIB) as started:
+        assert isinstance(started, Running), started
+        return await started.run(requests)
+
+
+async def test_our_engine_and_transformers_make_the_same_tokens_of_a_run(tmp_path: Path) -> None:
+    ours = our_systems(SETTINGS, backends=["torch"], is_served=False, is_unshared=False)
+    transformers = peers(
+        SETTINGS, {"transformers": Path(sys.executable)}, None, batchings=["static", "continuous"]
+    )
+    requests = workload("tiny")
+    heads = []
+    for system in (*ours, *transformers):
+        measured = await run(system, tmp_path, requests)
+        assert [course.num_tokens for course in measured.courses] == [8] * 6
+        assert all(0 < (course.first or 0) <= course.last for course in measured.courses)
+        heads.append([course.head for course in measured.courses])
+    assert heads[0] == heads[1] == heads[2]
+
+
+async def test_the_clusters_own_path_is_a_worker_and_a_router_that_end_with_the_run(tmp_path: Path) -> None:
+    served = our_systems(SETTINGS, backends=["torch"], is_served=True, is_unshared=False)[-1]
+    measured = await run(served, tmp_path, workload("tiny"))
+    assert [course.num_tokens for course in measured.courses] == [8] * 6
+
+
+def script(tmp_path: Path, text: str) -> System:
+    path = tmp_path / "peer.py"
+    path.write_text(text)
+    return System(name="a peer", command=(sys.executable, str(path)), settings={})
+
+
+async def test_a_peer_that_is_not_installed_is_absent_and_says_what_is_missing(tmp_path: Path) -> None:
+    pythons = {"vllm": Path(sys.executable)}
+    (vllm,) = peers(SETTINGS, pythons, None, batchings=[])
+    async with running(vllm, tmp_path, GIB) as started:
+        assert started == "vllm cannot be imported"
+
+
+async def test_a_peer_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
+    greedy = script(tmp_path, "import time\nheld = bytearray(300 << 20)\ntime.sleep(60)\n")
+    async with running(greedy, tmp_path, 200 << 20) as started:
+        assert isinstance(started, str)
+        assert "ended by the benchmark at 0.3 GiB" in started
+
+
+async def test_a_peer_that_ends_amid_a_run_is_told_apart_from_a_slow_one(tmp_path: Path) -> None:
+    hello = '{"versions": {}, "notes": "", "load_seconds": 0.1}'
+    dying = script(tmp_path, f"input(); print('{hello}', flush=True); input(); raise SystemExit('enough')\n")
+    async with running(dying, tmp_path, GIB) as started:
+        assert isinstance(started, Running)
+        with pytest.raises(SystemEnded, match="enough"):
+            await started.run(workload("tiny"))
+
+
+def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "bench.engine",
+        "--model",
+        "demo",
+        "--workloads",
+        "tiny",
+        "--repeats",
+        "1",
+    ]
+    command += ["--kv-gib", "0.1", "--prove", "tests/worker/test_block_pool.py", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = next(tmp_path.glob("*-engine.json"))
+    assert json.loads(report.read_text())["figures"]["runs"]["float32"]["systems"]["vllm"] == {
+        "absent": "no Python of it was named"
+    }
+    assert report.with_suffix(".png").stat().st_size > 10_000
+    assert str(tmp_path) not in report.with_suffix(".md").read_text()

@@ -1,0 +1,140 @@
+"""The kernels' bench: bytes and FLOPs are counted rightly, every kernel runs at a small shape, Triton's interpreter is
+refused, and a report comes of a run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from blockyard.kernels.torch_backend import TorchBackend
+
+from bench.kernels.__main__ import floors_of, make_bench, measure, row_of
+from bench.kernels.cases import FULL, Bench, Case, Sizes, cases
+from bench.kernels.timing import Clock, Machine
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+BENCH = Bench(backend=TorchBackend(), device=CPU, dtype=torch.float32)
+SMALL = Sizes(sequences=(1, 3), contexts=(40,), prefills=(33,), models=("llama-166m",))
+MACHINE = Machine(copy_bytes_per_second=1e9, matmul_flops_per_second=1e12)
+
+
+def case(kernel: str, shape: str, sizes: Sizes = SMALL) -> Case:
+    return next(c for c in cases(BENCH, sizes) if (c.kernel, c.shape) == (kernel, shape))
+
+
+def test_a_decode_reads_all_keys_and_values_once() -> None:
+    decode = case("decode attention", "decode 3 x 40")
+    keys_and_values = 2 * 3 * 40 * 4 * 64 * 4
+    queries_and_outputs = 2 * 3 * 16 * 64 * 4
+    assert decode.num_bytes == keys_and_values + queries_and_outputs
+    assert decode.flops == 4 * 3 * 40 * 16 * 64
+
+
+def test_a_causal_prefill_computes_half_of_its_square() -> None:
+    assert case("prefill attention", "prefill 33").flops == 4 * (33 * 34 // 2) * 16 * 64
+
+
+def test_a_linear_moves_its_weight_and_multiplies_it_with_each_token() -> None:
+    gate_up = case("linear gate-up", "3 tokens")
+    assert gate_up.flops == 2 * 3 * 1024 * 5504
+    assert gate_up.num_bytes == 4 * (1024 * 5504 + 3 * (1024 + 5504))
+
+
+@pytest.mark.parametrize("kernel", sorted({c.kernel for c in cases(BENCH, SMALL)}))
+def test_every_kernel_runs_at_its_shapes(kernel: str) -> None:
+    with torch.inference_mode():
+        for one in cases(BENCH, SMALL):
+            if one.kernel == kernel:
+                one.make()()
+
+
+def test_the_full_shapes_are_the_issues() -> None:
+    assert set(FULL.models) == {"llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b"}
+    assert (min(FULL.sequences), max(FULL.sequences)) == (1, 256)
+    assert (min(FULL.contexts), max(FULL.contexts)) == (128, 32768)
+    assert (min(FULL.prefills), max(FULL.prefills)) == (128, 32768)
+
+
+def test_a_row_is_a_share_of_the_slower_of_two_limits() -> None:
+    row = row_of(
+        Case(
+            kernel="k",
+            model="m",
+            shape="s",
+            num_bytes=10**6,
+            flops=10**6,
+            resident_bytes=1,
+            make=lambda: print,
+        ),
+        0.002,
+        MACHINE,
+    )
+    assert (row["of_copy"], row["of_matmul"], row["of_roofline"]) == (0.5, 0.0005, 0.5)
+
+
+def test_cases_that_do_not_fit_the_memory_are_skipped_and_counted() -> None:
+    rows, skipped = measure(BENCH, MACHINE, memory_bytes=0, only="")
+    assert not rows
+    assert skipped > 50
+
+
+def test_a_clock_gives_the_median_of_calls() -> None:
+    calls = []
+    assert 0 <= Clock(CPU).seconds(lambda: calls.append(1)) < 1e-3
+    assert len(calls) >= 6
+
+
+def decode_row(shape: str, us: float, of_copy: float) -> dict[str, object]:
+    return {
+        "model": "llama-3.1-8b",
+        "kernel": "decode attention",
+        "shape": shape,
+        "bytes": 2**30,
+        "flops": 1,
+        "us": us,
+        "of_copy": of_copy,
+    }
+
+
+def test_goals_are_a_gpus_and_judge_its_worst_row() -> None:
+    rows = [decode_row("decode 8 x 8192", 10, 0.9), decode_row("decode 16 x 8192", 40, 0.8)]
+    floors = {floor.name.partition(",")[0]: floor for floor in floors_of(rows, "cuda")}
+    assert (floors["decode attention"].value, floors["decode attention"].holds) == (0.8, False)
+    assert (floors["decode"].value, floors["decode"].holds) == (2.0, False)
+    assert not floors_of(rows, "cpu")
+
+
+def test_tritons_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit, match="measures nothing"):
+        make_bench("cpu", None, "triton")
+
+
+def test_the_command_prints_each_kernel_beside_the_rates_of_its_own_run() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "bench.kernels",
+        "--device",
+        "cpu",
+        "--backend",
+        "torch",
+        "--threads",
+        "1",
+    ]
+    command += ["--only", "silu", "--memory-gib", "0.01", "--skip-proof"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "GB/s, matmul" in done.stdout
+    assert "## silu_mul, llama-166m" in done.stdout

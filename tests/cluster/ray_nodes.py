@@ -1,0 +1,97 @@
+"""A Ray cluster of two nodes on this machine, of an operator who follows docs/deploying.md."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from blockyard.deploy.dashboard.start_hook import HOOK_VARIABLE
+from blockyard.deploy.processes import ProcessIdentity, end_session, session_members
+from blockyard.deploy.ray_head import RayHead, start_head
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "deploying.md"
+JOIN_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One that has joined: a session of processes."""
+
+    session: int
+    processes: tuple[ProcessIdentity, ...]
+
+    def pids(self) -> frozenset[int]:
+        return frozenset(member.pid for member in session_members(self.session))
+
+    def end(self) -> None:
+        end_session(self.session, self.processes)
+
+
+@contextmanager
+def operators_head(
+    *, num_cpus: int = 2, hook: str | None = None, python_path: Path | None = None
+) -> Iterator[RayHead]:
+    """An operator's Ray; inside, commands of this process have its token. `hook` in place of ours; `python_path` comes
+    before everything else that its Python finds. The folder's path must be short: Ray puts sockets in it."""
+    directory = Path(tempfile.mkdtemp(prefix="by-nodes-", dir="/tmp"))
+    head = None
+    try:
+        with pytest.MonkeyPatch.context() as environment:
+            if hook is not None:
+                environment.setenv(HOOK_VARIABLE, hook)
+            if python_path is not None:
+                environment.setenv("PYTHONPATH", str(python_path), prepend=":")
+            head = start_head(directory, num_cpus=num_cpus)
+        recorded = session_members(head.session)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("RAY_AUTH_MODE", "token")
+            environment.setenv("RAY_AUTH_TOKEN_PATH", str(head.token_path))
+            yield head
+    finally:
+        if head is not None:
+            end_session(head.session, recorded)
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def second_node(head: RayHead, *, num_cpus: int, python_path: Path | None = None) -> Iterator[Node]:
+    """Joins as the document says; what it has of the package is at `python_path`, if given."""
+    environment = dict(os.environ)
+    if python_path is not None:
+        environment["PYTHONPATH"] = str(python_path)
+    program, *arguments = shlex.split(documented_join().replace("HEAD:6379", head.address))
+    assert program == "ray"
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *arguments, f"--num-cpus={num_cpus}"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        code = process.wait(JOIN_SECONDS)
+        log.seek(0)
+        assert code == 0, log.read().decode()
+    node = Node(session=process.pid, processes=tuple(session_members(process.pid)))
+    try:
+        yield node
+    finally:
+        node.end()
+
+
+def documented_join() -> str:
+    """The command by which the document has a second machine join."""
+    (line,) = {
+        line.partition("#")[0].strip()
+        for line in DOCUMENT.read_text(encoding="utf-8").splitlines()
+        if line.startswith("ray start --address")
+    }
+    return line

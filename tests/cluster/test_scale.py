@@ -1,0 +1,104 @@
+"""A cluster grows and shrinks under load, on real Ray processes: nobody fails, prefixes are still found, and nothing
+is left. In order: the last test ends it."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from blockyard.deploy.cluster import leftovers
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.v1 import cluster_pb2
+
+from .harness import UP, Cluster, Command, eventually, remembered_state
+from .test_rolling_restart import QUESTIONS, WAIT_SECONDS, ask, load
+
+pytestmark = pytest.mark.cluster
+
+READY = cluster_pb2.WORKER_STATE_READY
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """With room for four workers."""
+    command = Command(home=tmp_path_factory.mktemp("home"), cluster="elastic")
+    result = command.run(*UP, "--cpus-per-worker", "0.5")
+    assert result.returncode == 0, result.stderr
+    try:
+        yield Cluster(command=command, state=remembered_state(command))
+    finally:
+        if (command.home / "elastic.json").exists():
+            command.run("down", "--drain", "0")
+
+
+def supervised(cluster: Cluster) -> dict[str, str]:
+    places = cluster.command.json("status")["places"]
+    return {place["name"]: place["phase"] for place in places if place["kind"] == "worker"}
+
+
+def test_a_cluster_grows_and_shrinks_under_load_and_fails_nobody(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        expected = {question: ask(client, question).token_ids for question in QUESTIONS}
+    with load(cluster) as running:
+        grown = cluster.command.json("scale", "3")
+        assert (grown["added"], grown["removed"]) == (["worker-2"], [])
+        assert supervised(cluster) == dict.fromkeys(("worker-0", "worker-1", "worker-2"), "serving")
+        assert {worker.worker_id for worker in running.client.list_workers() if worker.state == READY} == {
+            "worker-0",
+            "worker-1",
+            "worker-2",
+        }
+        before = len(running.answers)
+        # A grace so short that some requests are moved, not only finished.
+        shrunk = cluster.command.json("scale", "1", "--grace-seconds", "0.3")
+        assert shrunk["removed"] == ["worker-1", "worker-2"]
+        assert eventually(lambda: len(running.answers) >= before + len(QUESTIONS), seconds=WAIT_SECONDS)
+    assert all(answer.token_ids == expected[question] for question, answer in running.answers)
+    assert sum(answer.finish.migrations for _, answer in running.answers) == 0, "a drain counts as no death"
+
+
+def test_who_left_is_in_no_list_and_not_in_the_index(cluster: Cluster) -> None:
+    assert supervised(cluster) == {"worker-0": "serving"}
+    assert remembered_state(cluster.command).num_workers == 1
+    with cluster.client() as client:
+        assert eventually(
+            lambda: [worker.worker_id for worker in client.list_workers()] == ["worker-0"],
+            seconds=WAIT_SECONDS,
+        )
+    assert asyncio.run(indexed(cluster)) == ["worker-0"]
+
+
+async def indexed(cluster: Cluster) -> list[str]:
+    """The workers that the index takes for alive."""
+    assert cluster.state.router_redis_url is not None
+    async with connect(cluster.state.router_redis_url, timeout_seconds=5.0) as redis:
+        return [str(record.worker_id) for record in await RedisPrefixIndex(redis, "elastic").directory()]
+
+
+def test_prefixes_are_still_found(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        answers = [ask(client, question) for _ in range(2) for question in QUESTIONS][-len(QUESTIONS) :]
+    prompt_tokens = sum(answer.finish.prompt_tokens for answer in answers)
+    cached_tokens = sum(answer.finish.cached_tokens for answer in answers)
+    print(f"{cached_tokens} of {prompt_tokens} prompt tokens were cached")
+    assert cached_tokens >= 0.7 * prompt_tokens
+
+
+def test_more_workers_than_there_is_room_for_are_refused_before_anything_is_changed(cluster: Cluster) -> None:
+    result = cluster.command.run("scale", "9")
+    assert result.returncode == 1
+    assert "8 more workers of 0.5 CPU each will not fit: the Ray cluster has room for" in result.stderr
+    assert supervised(cluster) == {"worker-0": "serving"}
+
+
+def test_a_supervisor_that_dies_keeps_the_number_that_was_asked_for(cluster: Cluster) -> None:
+    os.kill(cluster.command.json("status")["supervisor_pid"], signal.SIGKILL)
+    assert eventually(lambda: supervised(cluster) == {"worker-0": "serving"}, seconds=WAIT_SECONDS)
+    assert cluster.command.json("scale", "2", "--grace-seconds", "0")["added"] == ["worker-1"]
+
+
+def test_down_leaves_nothing(cluster: Cluster) -> None:
+    before = remembered_state(cluster.command)
+    assert cluster.command.run("down").returncode == 0
+    assert leftovers(before) == []

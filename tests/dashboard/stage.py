@@ -1,0 +1,73 @@
+"""The live page before real routers and workers, without Ray: its requests are served here as the dashboard does.
+
+What is Ray's alone, the module's start and the supervisor's word, is test_on_ray.py's.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import aiohttp.web
+from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement, encode
+from blockyard.deploy.dashboard.live_page import LivePage
+
+from ..faults.processes import SIMULATED as SIMULATED  # noqa: TID252
+from ..faults.processes import Process as Process  # noqa: TID252
+from ..faults.processes import Processes as Processes  # noqa: TID252
+from ..faults.processes import processes as processes  # noqa: TID252
+
+ANNOUNCEMENT = Announcement(
+    cluster="default",
+    model="demo",
+    uses_tls=False,
+    wants_certificate=False,
+    wants_token=False,
+    places=(),
+)
+
+
+def place_of(process: Process, kind: str) -> AnnouncedPlace:
+    return AnnouncedPlace(
+        name=process.name, kind=kind, phase="serving", address=process.address, incarnation="", num_starts=1
+    )
+
+
+def announcement_of(cluster: Processes) -> Announcement:
+    workers = [place_of(process, "worker") for process in cluster.workers.values()]
+    routers = [place_of(process, "router") for process in cluster.routers.values()]
+    return replace(ANNOUNCEMENT, places=(*workers, *routers))
+
+
+@dataclass(slots=True)
+class Stage:
+    """A page that is served at `url`. `announcements` are what supervisors say; None: nobody can be asked."""
+
+    announcements: list[Announcement] | None = field(default_factory=list)
+    url: str = ""
+
+    async def announced(self) -> list[bytes]:
+        if self.announcements is None:
+            raise ConnectionError("no control service")
+        return [encode(announcement) for announcement in self.announcements]
+
+
+@asynccontextmanager
+async def staged(*announcements: Announcement) -> AsyncIterator[Stage]:
+    stage = Stage(list(announcements))
+    page = LivePage(stage.announced)
+
+    async def serve(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        path = request.match_info.get("tail", "index.html")
+        return await page.answer(path, request.query, request.headers)
+
+    app = aiohttp.web.Application()
+    app.add_routes([aiohttp.web.get("/blockyard", serve), aiohttp.web.get("/blockyard/{tail:.+}", serve)])
+    runner = aiohttp.web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        stage.url = f"http://127.0.0.1:{runner.addresses[0][1]}/blockyard"
+        yield stage
+    finally:
+        await page.close()
+        await runner.cleanup()

@@ -1,0 +1,204 @@
+"""The live page in a real Chromium, before real routers and workers: what an operator sees, clicks and asks."""
+
+import asyncio
+import os
+
+import pytest
+
+from .browser import Browser
+from .onlooker import (
+    PICTURES_VARIABLE,
+    SYSTEM_PROMPT,
+    busiest,
+    click_cell,
+    client_of,
+    fill,
+    keep_picture,
+    running,
+    shown,
+)
+from .stage import Processes, Stage, announcement_of, processes, staged
+
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+
+
+async def test_the_numbers_on_the_page_are_those_of_get_block_pool(page: Browser, cluster: Processes) -> None:
+    async with client_of(cluster) as client:
+        await client.generate(SYSTEM_PROMPT, max_tokens=4)
+        workers = {worker.worker_id: worker for worker in await client.list_workers()}
+        pools = {name: await client.block_pool(name) for name in workers}
+    assert sum(pool.cached_blocks for pool in pools.values()) > 10
+    for name, pool in pools.items():
+        cached = f"document.querySelector('[data-worker={name}] [data-field=cached]')"
+        await page.until(f"{cached}.textContent === '{pool.cached_blocks}'")
+        fields = await shown(page, name)
+        for key, value in {
+            "free": pool.free_blocks,
+            "used": pool.used_blocks,
+            "total": pool.total_blocks,
+            "evictions": pool.evictions,
+            "preemptions": pool.load.preemptions,
+            "incarnation": pool.incarnation,
+            "address": workers[name].address,
+        }.items():
+            assert fields[key] == str(value), key
+    assert page.complaints == []
+
+
+async def test_in_a_card_of_any_width_no_figures_name_runs_into_the_next(page: Browser) -> None:
+    run_over = """[...document.querySelectorAll('.figures dt')].filter((name) => name.scrollWidth > name.clientWidth
+      || name.parentElement.getBoundingClientRect().right > name.closest('.card').getBoundingClientRect().right)
+      .map((name) => name.textContent)"""
+    for width in range(240, 700, 20):
+        await page.evaluate(f"document.querySelector('.workers').style.width = '{width}px'")
+        assert await page.evaluate(run_over) == [], f"{width} px"
+
+
+async def test_running_sequences_and_shared_blocks_show_each_second(
+    page: Browser, cluster: Processes
+) -> None:
+    async with running(cluster, 7) as client:
+        if PICTURES_VARIABLE in os.environ:
+            await fill(client)
+        fields = "[...document.querySelectorAll('.card [data-field=running]')]"
+        total = f"{fields}.reduce((sum, field) => sum + Number(field.textContent), 0)"
+        await page.until(f"{total} === 7")
+        await keep_picture(page, "light")
+        await page.dark(True)
+        await keep_picture(page, "dark")
+        await page.dark(False)
+    await page.until(f"{total} === 0")
+
+
+async def test_a_click_on_a_block_says_its_name_parent_references_and_age(
+    page: Browser, cluster: Processes
+) -> None:
+    async with running(cluster, 4) as client:
+        worker = await busiest(client)
+        blocks = await client.list_blocks(worker)
+        child = next(block for block in blocks if block.parent and block.references >= 2)
+        parent = next(block for block in blocks if block.name == child.parent)
+        await click_cell(page, worker, child.block_id)
+        assert await page.text("#details [data-field=id]") == str(child.block_id)
+        assert await page.text("#details [data-field=name]") == child.name.hex()
+        assert await page.text("#details [data-field=references]") == str(child.references)
+        assert float((await page.text("#details [data-field=age]")).split()[0]) >= 0
+        assert await page.evaluate("document.querySelectorAll('#details li').length") == child.references
+        await keep_picture(page, "block")
+        await page.click("#details [data-key=parent]")
+        await page.until(
+            f"document.querySelector('#details [data-field=name]')?.textContent === '{parent.name.hex()}'"
+        )
+
+
+async def test_an_answer_that_comes_after_its_panel_was_closed_marks_nothing(page: Browser) -> None:
+    card = "document.querySelector('[data-worker=worker-0]')"
+    marked = f"{card}.querySelector('canvas').dataset.marked"
+    show = f"{card}.querySelector('.goto').value = 1; {card}.querySelector('form').requestSubmit();"
+    close = "document.querySelector('#close').click();"
+    await page.evaluate(show)
+    await page.until(f"{marked} === '1'")
+    await page.evaluate(close)
+    await page.until(f"{marked} === '0'")
+    await page.evaluate(show + close)
+    await asyncio.sleep(2.0)
+    assert await page.evaluate(marked) == "0"
+
+
+async def test_a_click_on_a_sequence_shows_its_block_table(page: Browser, cluster: Processes) -> None:
+    async with running(cluster, 1, request_id="watched-one") as client:
+        worker = await busiest(client)
+        await page.click(f'[data-worker="{worker}"] [data-action=sequences]')
+        await page.click("#details [data-key^=sequence-]")
+        assert await page.text("#details [data-field=request_id]") == "watched-one"
+        (sequence,) = await client.list_sequences(worker)
+        known = await client.sequence(worker, sequence.sequence_id)
+        assert known is not None
+        table = "[...document.querySelectorAll('#details .blocks button')].map((e) => Number(e.textContent))"
+        shown_table = await page.until(table)
+        assert shown_table == list(known.block_table)[: len(shown_table)]
+        assert len(shown_table) >= len(SYSTEM_PROMPT) // 100
+        await keep_picture(page, "sequence")
+    await page.until("document.querySelector('#details-body').textContent.includes('is over')")
+
+
+async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_terms(
+    page: Browser, cluster: Processes
+) -> None:
+    async with client_of(cluster) as client:
+        await client.generate(SYSTEM_PROMPT, max_tokens=2)
+        while not (found := await client.lookup_prefix(SYSTEM_PROMPT)).holders:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)  # the index hears of it in the background
+        explained = await client.explain_placement(SYSTEM_PROMPT)
+        token_ids = await client.tokenize(SYSTEM_PROMPT)
+    holder = found.holders[0]
+    assert holder.cached_blocks > 5
+    await page.type_into("#prompt", SYSTEM_PROMPT)
+    await page.click("#ask button[value=prefix]")
+    cell = f'#answer [data-holder="{holder.worker_id}"] [data-field=blocks]'
+    assert await page.text(cell) == str(holder.cached_blocks)
+    await page.click("#ask button[value=placement]")
+    await page.until("document.querySelectorAll('#answer [data-candidate]').length === 2")
+    terms = await page.evaluate("document.querySelectorAll('#answer [data-candidate] [data-term]').length")
+    assert terms == 2 * 8  # one for each term of a candidate
+    chosen = await page.text("#answer [data-field=chosen]")
+    # Which of two that cost the same is chance, each time that it is asked.
+    least = min(candidate.cost for candidate in explained.candidates)
+    assert any(c.worker_id in chosen for c in explained.candidates if c.cost <= least + 1.0), chosen
+    await keep_picture(page, "placement")
+    await page.click("#ask input[value=token_ids]")
+    await page.type_into("#prompt", " ".join(map(str, token_ids)))
+    await page.click("#ask button[value=prefix]")
+    assert await page.text(cell) == str(holder.cached_blocks)
+    await page.type_into("#prompt", "one two")
+    await page.click("#ask button[value=prefix]")
+    assert "is no token id" in await page.text("#answer .trouble")
+
+
+async def test_all_of_it_works_by_keys_and_says_itself_to_a_screen_reader(
+    page: Browser, cluster: Processes
+) -> None:
+    canvas = "document.querySelector('[data-worker=worker-0] canvas')"
+    await page.evaluate(f"{canvas}.focus()")
+    for key in ("ArrowRight", "ArrowRight"):
+        await page.press(key)
+    assert "block 1:" in await page.text("[data-worker=worker-0] .pointed")
+    await page.press("Enter")
+    assert await page.text("#details [data-field=id]") == "1"
+    assert await page.evaluate("document.activeElement.id") == "details-title"
+    await page.press("Escape")
+    assert await page.evaluate("document.querySelector('#details').hidden")
+    assert "blocks used" in await page.evaluate(f"{canvas}.getAttribute('aria-label')")
+    controls = "[...document.querySelectorAll('button, input, select, textarea')]"
+    is_nameless = "(e) => !e.textContent.trim() && !e.ariaLabel && !e.labels?.length"
+    assert await page.evaluate(f"{controls}.filter({is_nameless}).length") == 0
+
+
+async def test_the_page_asks_no_other_host_and_breaks_no_rule_of_its_own_policy(
+    page: Browser, stage: Stage
+) -> None:
+    assert page.hosts == {stage.url.split("/")[2]}
+    assert page.complaints == []
+
+
+async def test_a_pool_of_a_hundred_thousand_blocks_is_drawn_each_second_and_every_block_can_be_reached(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    large = ("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", str(100_000 * 49_152))
+    with processes(tmp_path_factory.mktemp("large")) as cluster:
+        worker = cluster.add_worker("vast", *large)
+        router = cluster.add_router("router-0", workers=[worker.address])
+        await asyncio.to_thread(cluster.start, worker, router)
+        async with staged(announcement_of(cluster)) as stage, running(cluster, 2):
+            await browser.open(stage.url)
+            card = "document.querySelector('[data-worker=vast]')"
+            await browser.until(f"{card}?.querySelector('[data-field=total]').textContent === '100000'")
+            await browser.until("document.querySelector('#pulse').textContent === 'live'")
+            assert "a cell is 98 blocks" in await browser.text("[data-worker=vast] [data-field=size]")
+            await click_cell(browser, "vast", 1020)
+            assert await browser.text("#details-title") == "vast: blocks 99960 to 99999"
+            await browser.click("#details [data-key=block-99999]")
+            assert await browser.text("#details [data-field=id]") == "99999"
+            assert await browser.text("#details [data-field=state]") == "free"
+            await browser.click("#close")
+            await keep_picture(browser, "vast")

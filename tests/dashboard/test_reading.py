@@ -1,0 +1,236 @@
+"""What the live page makes of messages, announcements, headers and commands. No process, no browser."""
+
+import base64
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement, decode, encode
+from blockyard.deploy.dashboard.live_page import LivePage
+from blockyard.deploy.dashboard.picture import MAX_CELLS, cells, drawn, of_nothing
+from blockyard.deploy.dashboard.questions import HEADER, prompt_arguments
+from blockyard.deploy.dashboard.reach import CannotReach, client_of
+from blockyard.deploy.dashboard.start_hook import led_through, start_hook
+from blockyard.proto.v1 import cluster_pb2
+
+WORKER = AnnouncedPlace(
+    name="worker-0", kind="worker", phase="serving", address="h:1", incarnation="one", num_starts=1
+)
+ROUTER = replace(WORKER, name="router-0", kind="router", address="h:2", incarnation="")
+ANNOUNCEMENT = Announcement(
+    cluster="c",
+    model="demo",
+    uses_tls=False,
+    wants_certificate=False,
+    wants_token=False,
+    places=(WORKER, ROUTER),
+)
+USED, CACHED, FREE = (
+    cluster_pb2.BLOCK_STATE_USED,
+    cluster_pb2.BLOCK_STATE_CACHED,
+    cluster_pb2.BLOCK_STATE_FREE,
+)
+
+
+def pool_of(*runs: tuple[cluster_pb2.BlockState, int, int]) -> cluster_pb2.BlockPool:
+    return cluster_pb2.BlockPool(
+        total_blocks=sum(length for _, length, _ in runs),
+        runs=[
+            cluster_pb2.BlockRun(state=state, length=length, references=held) for state, length, held in runs
+        ],
+    )
+
+
+def test_each_block_of_a_small_pool_is_a_cell() -> None:
+    assert cells(pool_of((USED, 1, 1), (USED, 2, 5), (CACHED, 1, 0), (FREE, 1, 0))) == {
+        "scale": 1,
+        "cell_used": [1, 1, 1, 0, 0],
+        "cell_shared": [0, 1, 1, 0, 0],
+        "cell_cached": [0, 0, 0, 1, 0],
+        "cell_holders": [1, 5, 5, 0, 0],
+    }
+
+
+def test_a_large_pool_is_drawn_in_cells_that_lose_no_block() -> None:
+    pool = pool_of(*[run for _ in range(10_000) for run in ((USED, 3, 2), (CACHED, 4, 0), (FREE, 3, 0))])
+    found = cells(pool)
+    assert (found["scale"], len(found["cell_used"])) == (98, -(-100_000 // 98))
+    assert len(found["cell_used"]) <= MAX_CELLS
+    assert (sum(found["cell_used"]), sum(found["cell_shared"]), sum(found["cell_cached"])) == (
+        30_000,
+        30_000,
+        40_000,
+    )
+
+
+def test_an_announcement_reads_back_and_anything_else_is_refused() -> None:
+    assert decode(encode(ANNOUNCEMENT)) == ANNOUNCEMENT
+    assert ANNOUNCEMENT.routers == ("h:2",)
+    for bad in (b"", b"[]", b"{}", b'{"places": [{}]}', b'{"places": []}', b" " * (1 << 21)):
+        with pytest.raises(ValueError):  # noqa: PT011 - any of them will do
+            decode(bad)
+
+
+async def test_one_cluster_that_speaks_another_version_hides_no_other() -> None:
+    said = [b'{"num_workers": 2}', encode(ANNOUNCEMENT), b'{"cluster": "newer", "places": [], "more": 1}']
+
+    async def announced() -> list[bytes]:
+        return said
+
+    page = LivePage(announced)
+    state = await state_of(page)
+    assert (state["clusters"], state["picture"]["cluster"]) == (["c"], "c")
+    assert "another version" in state["trouble"]
+    said[:] = [encode(ANNOUNCEMENT)]
+    assert (await state_of(page))["trouble"] == ""
+    await page.close()
+
+
+async def test_a_defect_while_a_picture_is_drawn_is_told_on_the_page_and_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("CANARY")
+
+    monkeypatch.setattr("blockyard.deploy.dashboard.cluster_watch.client_of", broken)
+
+    async def announced() -> list[bytes]:
+        return [encode(ANNOUNCEMENT)]
+
+    page = LivePage(announced)
+    picture = (await state_of(page))["picture"]
+    assert "dashboard_BlockyardHead.log says why" in picture["trouble"]
+    assert "CANARY" not in str(picture)
+    assert [card["name"] for card in picture["workers"]] == ["worker-0"]
+    assert "CANARY" in caplog.text
+    await page.close()
+
+
+async def state_of(page: LivePage) -> Any:
+    body = (await page.answer("api/state", {}, {})).body
+    assert isinstance(body, bytes)
+    return json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("phase", "starts", "seen", "state"),
+    [
+        ("serving", 1, cluster_pb2.WORKER_STATE_READY, "ready"),
+        ("draining", 1, cluster_pb2.WORKER_STATE_DRAINING, "draining"),
+        ("serving", 1, cluster_pb2.WORKER_STATE_LOST, "dead"),
+        ("serving", 1, cluster_pb2.WORKER_STATE_SUSPECT, "silent"),
+        ("serving", 1, None, "connecting"),
+        ("starting", 0, None, "starting"),
+        ("waiting", 1, cluster_pb2.WORKER_STATE_READY, "dead"),
+        ("starting", 2, None, "dead"),
+        ("stopped", 1, None, "stopped"),
+    ],
+)
+def test_a_worker_is_shown_by_the_worse_of_what_supervisor_and_router_say(
+    phase: str, starts: int, seen: int | None, state: str
+) -> None:
+    place = replace(WORKER, phase=phase, num_starts=starts)
+    workers = [cluster_pb2.Worker(worker_id="worker-0", state=seen)] if seen is not None else []
+    picture = drawn(replace(ANNOUNCEMENT, places=(place,)), cluster_pb2.ClusterInfo(), workers, {})
+    assert [(card["name"], card["state"]) for card in picture["workers"]] == [("worker-0", state)]
+
+
+def test_a_worker_that_no_supervisor_names_is_shown_too() -> None:
+    stray = cluster_pb2.Worker(worker_id="stray", state=cluster_pb2.WORKER_STATE_READY)
+    picture = drawn(ANNOUNCEMENT, cluster_pb2.ClusterInfo(), [stray], {})
+    assert [card["name"] for card in picture["workers"]] == ["worker-0", "stray"]
+    assert [card["state"] for card in of_nothing(ANNOUNCEMENT)["workers"]] == ["connecting"]
+
+
+def headers_of(document: Any, size: int = 7000) -> dict[str, str]:
+    text = base64.b64encode(json.dumps(document).encode()).decode()
+    return {f"{HEADER}{place // size}": text[place : place + size] for place in range(0, len(text), size)}
+
+
+def test_a_prompt_comes_in_as_many_headers_as_it_needs() -> None:
+    long = "grün " * 4000
+    assert prompt_arguments(headers_of({"prompt": long, "public": False})) == {"prompt": long}
+    asked = {"token_ids": [1, 2], "public": True}
+    assert prompt_arguments(headers_of(asked)) == {"prompt_token_ids": [1, 2], "public_prefix": True}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        [],
+        {"prompt": "CANARY"},
+        {"prompt": "", "public": False},
+        {"prompt": 7, "public": False},
+        {"prompt": "CANARY", "token_ids": [1], "public": False},
+        {"token_ids": [], "public": False},
+        {"token_ids": [-1], "public": False},
+        {"token_ids": [True], "public": False},
+        {"token_ids": ["CANARY"], "public": False},
+        {"token_ids": [1] * 40_000, "public": False},
+    ],
+)
+def test_what_is_no_question_is_refused_without_a_word_of_it(document: Any) -> None:
+    with pytest.raises(ValueError, match=r"question cannot be read|give a prompt") as caught:
+        prompt_arguments(headers_of(document))
+    assert "CANARY" not in str(caught.value)
+
+
+COMMAND = ["python", "-u", "/x/ray/dashboard/dashboard.py", "--port=8265", "--temp-dir=/t"]
+
+
+def test_only_the_full_dashboards_command_is_led_through_our_launcher() -> None:
+    led = led_through(COMMAND)
+    assert led[:2] == COMMAND[:2]
+    assert led[2].endswith("deploy/dashboard/launch.py")
+    assert led[3:] == COMMAND[2:]
+    for other in ([*COMMAND, "--minimal"], [*COMMAND, "--modules-to-load=UsageStatsHead"], ["raylet"], []):
+        assert led_through(other) == other
+
+
+def test_the_hook_never_raises_and_leaves_other_versions_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray._private import services
+
+    before = services.start_ray_process
+    monkeypatch.setattr("blockyard.deploy.dashboard.start_hook.version", lambda name: "3.0.0")
+    start_hook(None, True)
+    start_hook(None, False)
+    assert services.start_ray_process is before
+    assert "without /blockyard: it is made for Ray 2.60.x" in capsys.readouterr().err
+
+
+def test_what_rays_dashboard_loads_of_us_is_next_to_nothing() -> None:
+    code = (
+        "import sys\n"
+        "import blockyard.deploy.dashboard.start_hook\n"
+        "assert not {'ray', 'grpc', 'aiohttp'} & sys.modules.keys()\n"
+        "import blockyard.deploy.dashboard.head_module\n"
+        "ours = sorted(name for name in sys.modules if name.startswith('blockyard.'))\n"
+        "print(ours, {'torch', 'redis', 'transformers'} & sys.modules.keys())\n"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    ours = ["", ".dashboard", ".dashboard.head_module", ".dashboard.metrics_tab", ".dashboard.start_hook"]
+    assert loaded.strip() == f"{[f'blockyard.deploy{name}' for name in ours]} set()"
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "told"),
+    [
+        ({"wants_token": True}, {}, "ask for a token"),
+        ({"wants_token": True}, {"BLOCKYARD_TOKEN_FILE": "/no/such/CANARY"}, "cannot be used"),
+        ({"uses_tls": True}, {}, "speak TLS"),
+        ({"uses_tls": True}, {"BLOCKYARD_TLS_CA": "/no/such/CANARY"}, "the log"),
+        ({"uses_tls": True, "wants_certificate": True}, {"BLOCKYARD_TLS": "1"}, "client's certificate"),
+    ],
+)
+def test_what_the_heads_environment_lacks_is_said_plainly_and_names_no_file(
+    changes: dict[str, bool], environment: dict[str, str], told: str
+) -> None:
+    with pytest.raises(CannotReach, match=told) as caught:
+        client_of("127.0.0.1:1", replace(ANNOUNCEMENT, **changes), environment)  # type: ignore[arg-type]
+    assert "CANARY" not in str(caught.value)

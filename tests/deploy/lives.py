@@ -1,0 +1,167 @@
+"""A supervisor without Ray: its actors are objects here, which outlive it as detached actors do."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from blockyard.deploy.places import ClusterSpec, Place
+from blockyard.deploy.supervisor import Supervisor
+from blockyard.deploy.wish import Wish, decoded, encoded
+from blockyard.router.config import RouterConfig
+from blockyard.worker.config import EngineConfig, WorkerConfig
+
+SPEC = ClusterSpec(
+    namespace="test",
+    worker=WorkerConfig(engine=EngineConfig(model="m")),
+    num_workers=1,
+    num_cpus_per_worker=1.0,
+    num_gpus_per_worker=0.0,
+    router=RouterConfig(model="m"),
+    num_routers=1,
+)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nothing wakes who waits for a value
+            await asyncio.sleep(0.01)
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker's actor as far as the supervisor calls it."""
+
+    incarnation: str
+    draining: bool = False
+    stopped_with: list[float] = field(default_factory=list)
+    may_stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Until then its drain goes on."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.may_stop.set()
+        self.is_draining = Remote(self._is_draining)
+        self.stop = Remote(self._stop)
+
+    async def _is_draining(self) -> bool:
+        return self.draining
+
+    async def _stop(self, grace_seconds: float) -> None:
+        self.stopped_with.append(grace_seconds)
+        await self.may_stop.wait()
+
+
+@dataclass(eq=False)
+class Router:
+    """A router's actor: it reaches whom it is told of, and gives requests to those whom `ready` names."""
+
+    ready: Callable[[], tuple[str, ...]]
+    told: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.set_workers = Remote(self._set_workers)
+        self.ready_incarnations = Remote(self._ready_incarnations)
+
+    async def _set_workers(self, addresses: list[str]) -> int:
+        self.told.append(addresses)
+        return len(addresses)
+
+    async def _ready_incarnations(self) -> tuple[str, ...]:
+        return self.ready()
+
+
+@dataclass
+class Outlives:
+    """What a supervisor's death leaves: actors by name, and the wish."""
+
+    workers: dict[str, Worker] = field(default_factory=dict)
+    wish: bytes | None = None
+
+    def load(self) -> Wish | None:
+        return None if self.wish is None else decoded(self.wish)
+
+    async def save(self, wish: Wish) -> None:
+        self.wish = encoded(wish)
+
+    async def forget(self) -> None:
+        self.wish = None
+
+
+class WithoutActors(Supervisor):
+    """Nothing of Ray is called; who runs is the subclass's."""
+
+    def __init__(self, left: Outlives | None = None) -> None:
+        self.left = left or Outlives()
+        super().__init__(SPEC, self.left)
+
+    def _living(self) -> frozenset[str]:
+        return frozenset(name for name, worker in self.left.workers.items() if not worker.ended.is_set())
+
+    def _adopt(self, name: str) -> Worker:
+        return self.left.workers[name]
+
+    def _kill(self, actor: Any) -> None:
+        if isinstance(actor, Worker):
+            actor.ended.set()
+
+    async def _announce(self) -> None:
+        """Nobody looks."""
+
+    async def leave(self) -> None:
+        """Its death: actors live on."""
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+
+
+class Lives(WithoutActors):
+    """A worker has one life after the other, the router one that knows them all."""
+
+    def __init__(self, left: Outlives | None = None) -> None:
+        self.lives: list[Worker] = []
+        self.fails_to_start = False
+        self.never_starts = False
+        self.known: tuple[str, ...] | None = None
+        """What the router says of whom it gives requests to; None: whoever lives."""
+        self.router = Router(self._ready)
+        super().__init__(left)
+
+    async def _run_once(self, place: Place) -> None:
+        if place.kind == "router":
+            self._actors[place.name] = self.router
+            place.phase, place.address = "serving", "router:1"
+            await asyncio.Event().wait()
+        if self.never_starts:
+            await asyncio.Event().wait()
+        if self.fails_to_start:
+            raise RuntimeError("no such model")
+        life = self._adopt_or_make(place.name)
+        place.phase, place.address, place.incarnation = "serving", f"{place.name}:1", life.incarnation
+        place.num_starts += 1
+        self._changed.set()
+        await life.ended.wait()
+        raise RuntimeError("it ended")
+
+    def _adopt_or_make(self, name: str) -> Worker:
+        life = self.left.workers.get(name)
+        if life is None or life.ended.is_set():
+            life = self.left.workers[name] = Worker(incarnation=f"life-{len(self.lives)}")
+            self.lives.append(life)
+        self._actors[name] = life
+        return life
+
+    def _ready(self) -> tuple[str, ...]:
+        if self.known is not None:
+            return self.known
+        return tuple(life.incarnation for life in self.left.workers.values() if not life.ended.is_set())
+
+    async def place(self, name: str) -> Place:
+        """By its name or kind: the first."""
+        return next(place for place in (await self.report()).places if name in (place.name, place.kind))

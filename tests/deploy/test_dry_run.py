@@ -1,0 +1,185 @@
+"""`up --dry-run` says what would be, starts nothing, and finds what `up` itself refuses at once."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.deploy import state
+from blockyard.deploy.cli import main
+from blockyard.deploy.preflight import check_reachable
+from blockyard.deploy.processes import identify
+from blockyard.deploy.serving import ClusterStartError
+from blockyard.deploy.shape import shape_of
+from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.worker.config import EngineConfig
+from click.testing import CliRunner, Result
+
+UP = ("up", "--model", "demo", "--device", "cpu", "--kv-cache-memory", "18MiB")
+CPUS = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "home"
+    monkeypatch.setenv(state.HOME_VARIABLE, str(directory))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    for variable in ("BLOCKYARD_REDIS_URL", "BLOCKYARD_CLUSTER", "BLOCKYARD_CONFIG"):
+        monkeypatch.delenv(variable, raising=False)
+    return directory
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, [*UP, *arguments])
+
+
+def plan(*arguments: str) -> tuple[int, dict[str, Any]]:
+    result = run("--dry-run", "--output", "json", *arguments)
+    return result.exit_code, json.loads(result.stdout)
+
+
+def failures(document: dict[str, Any]) -> dict[str, str]:
+    return {found["subject"]: found["detail"] for found in document["findings"] if found["verdict"] == "fail"}
+
+
+def test_it_says_what_would_be_placed_and_starts_nothing(home: Path) -> None:
+    code, document = plan("--workers", "2", "--router-port", "0")
+    assert code == 0, failures(document)
+    assert document["would_work"]
+    assert document["nodes"] == [{"cpus": float(CPUS), "workers": 2}]
+    assert (document["blocks_of_worker"], document["tokens_of_worker"]) == (384, 6144)
+    assert document["configuration"]["settings"]["engine"]["model"] == {"value": "demo", "source": "flag"}
+    assert not home.exists()
+
+
+def test_it_says_where_routers_and_their_gateways_would_serve() -> None:
+    assert plan()[1]["routers"] == ["127.0.0.1, a free port"]
+    assert plan("--http-port", "0")[1]["routers"] == ["127.0.0.1, a free port, HTTP on a free port"]
+    first, second = plan(
+        "--routers", "2", "--separate-ports", "--router-port", "50051", "--http-port", "8000"
+    )[1]["routers"]
+    assert first == "127.0.0.1, port 50051, HTTP on port 8000"
+    assert second == "127.0.0.1, port 50052, HTTP on port 8001"
+
+
+def test_for_people_it_shows_settings_checks_and_a_verdict() -> None:
+    result = run("--dry-run", "--workers", "2", "--placement", "near_equal_ms=2")
+    assert result.exit_code == 0
+    assert "placement.prices.near_equal_ms" in result.stdout
+    assert "placement.prices.loaded_ms" not in result.stdout, "which is what it is by default"
+    for told in ("384 blocks of 16", "cluster.workers", "ok   python", "it would start"):
+        assert told in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "subject", "told"),
+    [
+        (("--cpus-per-worker", "999"), "workers", "1 workers of 999 CPUs each do not fit: the nodes have"),
+        (("--device", "cuda"), "workers", "--device cuda, but the Ray cluster has no GPU"),
+        (("--kv-cache-memory", "1MiB"), "model", "fewer than max_model_len"),
+        (("--max-model-len", "999999"), "model", "max_model_len 999999 is beyond the model's"),
+        (("--auth-file", "/nowhere/tokens.json"), "security", "/nowhere/tokens.json"),
+    ],
+)
+def test_what_could_not_work_is_found_dry_and_refused_at_once_by_up(
+    arguments: tuple[str, ...], subject: str, told: str, home: Path
+) -> None:
+    code, document = plan(*arguments)
+    assert code == 1
+    assert told in failures(document)[subject]
+    refused = run(*arguments)
+    assert refused.exit_code == 1
+    assert told in refused.output
+    assert not home.exists()
+
+
+def test_gpus_that_are_not_there_are_not_told_of_as_cpus() -> None:
+    _, document = plan("--device", "cuda")
+    assert document["blocks_of_worker"] == 768, "named by its memory, in the checkpoint's bfloat16"
+    without_memory = CliRunner().invoke(main, ["up", "--model", "demo", "--device", "cuda", "--dry-run"])
+    assert "pool       what its GPU's memory leaves" in without_memory.stdout
+    assert "workers    none: see the checks" in without_memory.stdout
+    assert "0 workers" not in without_memory.stdout
+
+
+def test_a_model_that_is_nowhere_is_refused_before_anything_starts(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, document = plan("--model", "no-such/model")
+    assert code == 1
+    assert "'no-such/model'" in failures(document)["model"]
+    assert "'no-such/model'" in run("--model", "no-such/model").output
+    assert not home.exists()
+
+
+def test_a_router_port_that_is_taken_is_refused_before_anything_starts(home: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        code, document = plan("--router-port", port)
+        refused = run("--router-port", port)
+    assert code == 1
+    assert failures(document)["router port"] == f"--router-port: port {port} is taken"
+    assert f"port {port} is taken" in refused.output
+    assert not home.exists()
+
+
+def test_a_cluster_that_is_up_is_found() -> None:
+    starter = identify(os.getppid())
+    state.save(state.ClusterState(cluster="default", model="demo", secret="s", starter=starter))
+    code, document = plan()
+    assert code == 1
+    assert "is up already" in failures(document)["cluster"]
+
+
+def test_what_a_crashed_cluster_has_left_stays_for_whoever_looks_into_it(tmp_path: Path) -> None:
+    log = tmp_path / "crashed" / "worker.log"
+    log.parent.mkdir()
+    log.write_text("why it crashed")
+    crashed = state.ClusterState(cluster="default", model="demo", secret="s", directory=str(log.parent))
+    state.save(crashed)
+    code, _ = plan()
+    assert code == 0
+    assert run("--max-model-len", "999999").exit_code == 1, "an up that is refused at once"
+    assert state.load("default") == crashed
+    assert log.exists()
+
+
+def test_a_ray_that_does_not_answer_is_found() -> None:
+    code, document = plan("--address", "127.0.0.1:1")
+    assert code == 1
+    assert "127.0.0.1:1" in failures(document)["ray"]
+
+
+def test_a_private_redis_is_refused_where_workers_would_be_on_other_machines() -> None:
+    with pytest.raises(ClusterStartError, match=r"2 other machines, which cannot reach .* --redis-url"):
+        check_reachable(2, has_private_redis=True)
+    check_reachable(2, has_private_redis=False)
+    check_reachable(0, has_private_redis=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "node_cpus", "num_gpus", "told"),
+    [
+        ({"num_workers": 3, "cpus_per_worker": 2.0}, (4.0, 1.0), 0.0, "the nodes have 4, 1 CPUs, room for 2"),
+        ({"num_workers": 3}, (8.0,), 2.0, "--workers 3 take a GPU each, and the Ray cluster has 2"),
+    ],
+)
+def test_workers_that_no_node_has_room_for_are_refused_with_the_numbers(
+    options: dict[str, Any], node_cpus: tuple[float, ...], num_gpus: float, told: str
+) -> None:
+    with pytest.raises(ClusterStartError, match=told):
+        shape_of(UpOptions(engine=EngineConfig(model="demo"), **options), node_cpus, num_gpus)
+
+
+@pytest.mark.parametrize("num_workers", range(1, 40))
+def test_by_default_any_number_of_workers_fits_on_cpus(num_workers: int) -> None:
+    for node_cpus in ((2.0,), (3.0, 3.0), (1.0, 1.0, 1.0)):
+        shape = shape_of(
+            UpOptions(engine=EngineConfig(model="demo"), num_workers=num_workers), node_cpus, 0.0
+        )
+        assert shape.num_workers == num_workers

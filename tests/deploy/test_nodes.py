@@ -1,0 +1,77 @@
+"""What `doctor --address` makes of what nodes say of themselves; without Ray."""
+
+from dataclasses import replace
+
+import pytest
+from blockyard.deploy.findings import exit_code
+from blockyard.deploy.nodes import NodeFacts, check_code, findings, told_apart
+from blockyard.deploy.views import finding_line
+from blockyard.proto.code_version import code_version
+
+HERE = {"ray": "2.60.0", "torch": "2.13.0"}
+SOUND = NodeFacts(
+    address="10.0.0.7",
+    host="node-7",
+    python="3.11.4",
+    packages=HERE,
+    code=code_version(),
+    model="",
+    redis="",
+    unreachable=(),
+)
+
+
+@pytest.mark.parametrize(
+    ("node", "verdict", "words"),
+    [
+        (SOUND, "ok", ""),
+        (replace(SOUND, python="3.12.1"), "fail", "Python 3.12.1 (here 3.11.2)"),
+        (replace(SOUND, packages={**HERE, "ray": "2.59.0"}), "fail", "ray 2.59.0 (here 2.60.0)"),
+        (replace(SOUND, packages={**HERE, "torch": "2.12.0"}), "warn", "torch 2.12.0 (here 2.13.0)"),
+        (replace(SOUND, packages={**HERE, "torch": None}), "fail", "torch missing (here 2.13.0)"),
+        (replace(SOUND, code="0.1.0+aaaa"), "warn", "code 0.1.0+aaaa, here"),
+        (replace(SOUND, code=None), "warn", "needs --ship-code"),
+        (replace(SOUND, model="the folder is not there"), "fail", "model: the folder is not there"),
+        (replace(SOUND, redis="ConnectionError"), "fail", "redis: ConnectionError"),
+        (replace(SOUND, unreachable=("10.0.0.8",)), "fail", "ports: takes no connection to 10.0.0.8"),
+    ],
+)
+def test_each_thing_that_is_wrong_with_a_node_is_one_finding(
+    node: NodeFacts, verdict: str, words: str
+) -> None:
+    told = list(findings([node], HERE, "3.11.2"))
+    unsound = [finding for finding in told if finding.verdict != "ok"]
+    assert [(finding.verdict, finding.subject) for finding in unsound] == [(verdict, "10.0.0.7")] * (
+        verdict != "ok"
+    )
+    assert all(words in finding.detail for finding in unsound)
+    assert exit_code(told) == (verdict == "fail")
+
+
+def test_what_was_not_asked_is_not_told() -> None:
+    told = findings([replace(SOUND, model=None, redis=None)], HERE, "3.11.2")
+    assert [finding.detail.partition(" ")[0] for finding in told] == ["Python", "code", "ports:"]
+
+
+def test_other_code_is_refused_before_anything_is_placed() -> None:
+    check_code([SOUND])
+    with pytest.raises(ValueError, match=r"node 10\.0\.0\.7 has blockyard 0\.1\.0\+aaaa, this command is"):
+        check_code([SOUND, replace(SOUND, code="0.1.0+aaaa")])
+    with pytest.raises(ValueError, match="has no blockyard that says its version"):
+        check_code([replace(SOUND, code=None)])
+
+
+def test_nodes_of_one_machine_are_told_apart_by_the_beginning_of_their_ids() -> None:
+    addresses = {"3f2a9c1d77": "10.0.0.7", "b81e04aa52": "10.0.0.7", "77aa01c3d9": "10.0.0.8"}
+    names = told_apart(addresses)
+    assert names == {
+        "3f2a9c1d77": "10.0.0.7 (3f2a9c1d)",
+        "b81e04aa52": "10.0.0.7 (b81e04aa)",
+        "77aa01c3d9": "10.0.0.8",
+    }
+    shown = [
+        finding_line(finding).plain
+        for finding in findings([replace(SOUND, address=name) for name in names.values()], HERE, "3.11.2")
+    ]
+    assert any(line.startswith("ok   10.0.0.7 (3f2a9c1d) Python 3.11.4") for line in shown)
+    assert len(set(shown)) == len(shown)

@@ -1,0 +1,74 @@
+"""An installation in few lines: never silent for long, and with its words where it fails."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blockyard.deploy import quietly
+
+TALKS = "import time\nfor n in range(40): print('Collecting package', n, flush=True); time.sleep(0.05)"
+
+
+def test_a_long_command_is_told_of_in_a_few_lines_and_kept_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    assert quietly.run(log, [sys.executable, "-c", TALKS], tell_seconds=0.5) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert 1 <= len(told) < 10
+    assert all(" s] Collecting package " in line for line in told)
+    assert len(log.read_text().splitlines()) == 40
+
+
+def test_a_command_that_fails_is_quoted_and_its_code_is_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = [sys.executable, "-c", "print('no room'); raise SystemExit(3)"]
+    assert quietly.run(tmp_path / "log", fails) == 3
+    told = capsys.readouterr().out
+    assert "no room" in told
+    assert "failed with 3" in told
+
+
+def test_it_runs_with_nothing_installed(tmp_path: Path) -> None:
+    script = [sys.executable, "-I", "-S", quietly.__file__, str(tmp_path / "log"), sys.executable, "-V"]
+    quiet = subprocess.run(script, capture_output=True, text=True, timeout=30, check=False)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+
+
+def test_of_a_progress_bar_the_last_state_is_told(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("Downloading torch\n 10 MB\r 90 MB of 200 MB\r\n\n")
+    assert quietly.what_it_does(tmp_path / "log") == "90 MB of 200 MB"
+
+
+def test_while_pip_installs_it_is_not_told_what_pip_has_removed(tmp_path: Path) -> None:
+    names = [f"package-{number}" for number in range(30)]
+    said = f"""
+      Downloading torch-2.13.0.whl (200.1 MB)
+    Installing collected packages: {", ".join(names)}
+      Attempting uninstall: setuptools
+        Found existing installation: setuptools 66.1.1
+        Uninstalling setuptools-66.1.1:
+          Successfully uninstalled setuptools-66.1.1
+    """
+    (tmp_path / "log").write_text(said)
+    told = quietly.what_it_does(tmp_path / "log")
+    assert told.startswith("Installing 30 packages: package-0, package-1, ")
+    assert told.endswith(" ...")
+    shown = told.removesuffix(" ...").rstrip(",").partition(": ")[2].split(", ")
+    assert shown == names[: len(shown)], "whole names"
+    assert len(told) <= quietly.SHOWN_CHARS
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Downloading torch-2.13.0.whl (200.1 MB)", "Downloading torch-2.13.0.whl (200.1 MB)"),
+        ("Collecting " + "a" * 50 + " " + "b" * 50, "Collecting " + "a" * 50 + " ..."),
+        ("c" * 100 + " rest", "c" * 100 + " ..."),
+    ],
+)
+def test_a_name_is_never_cut_in_its_middle(tmp_path: Path, said: str, told: str) -> None:
+    (tmp_path / "log").write_text(said)
+    assert quietly.what_it_does(tmp_path / "log") == told

@@ -1,0 +1,212 @@
+"""What the supervisor does when a cluster grows and shrinks, and what it still knows after its own death; without
+Ray."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from blockyard.deploy.places import FIRST_BACKOFF_SECONDS, Place, SupervisorReport, places_of
+from blockyard.deploy.scaling import Scaled, check_room, scaled_of, workers_of
+from blockyard.deploy.wish import Wish, decoded, encoded
+
+from .lives import SPEC, Lives, Outlives, until
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Lives]:
+    made = Lives()
+    await until(lambda: len(made.lives) == 1)
+    yield made
+    await made.leave()
+
+
+async def names(supervisor: Lives) -> tuple[str, ...]:
+    return workers_of(await supervisor.report())
+
+
+async def test_growing_waits_until_the_routers_use_the_new_workers(supervisor: Lives) -> None:
+    supervisor.known = ("life-0",)
+    growing = asyncio.create_task(supervisor.scale(3, 0.0))
+    await until(lambda: len(supervisor.lives) == 3)
+    await asyncio.sleep(0.2)
+    assert not growing.done()
+    supervisor.known = None
+    async with asyncio.timeout(10):
+        await growing
+    assert await names(supervisor) == ("worker-0", "worker-1", "worker-2")
+    await until(lambda: supervisor.router.told[-1] == ["worker-0:1", "worker-1:1", "worker-2:1"])
+
+
+async def test_shrinking_drains_the_highest_numbers_and_routers_forget_them(supervisor: Lives) -> None:
+    await supervisor.scale(3, 0.0)
+    await supervisor.scale(1, 7.5)
+    assert [life.stopped_with for life in supervisor.lives] == [[], [7.5], [7.5]]
+    assert [life.ended.is_set() for life in supervisor.lives] == [False, True, True]
+    assert await names(supervisor) == ("worker-0",)
+    await until(lambda: supervisor.router.told[-1] == ["worker-0:1"])
+    await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
+    assert len(supervisor.lives) == 3, "nobody was started in place of those that left"
+
+
+async def test_one_that_drains_to_leave_and_dies_is_not_started_again(supervisor: Lives) -> None:
+    await supervisor.scale(2, 0.0)
+    supervisor.lives[1].may_stop.clear()
+    shrinking = asyncio.create_task(supervisor.scale(1, 60.0))
+    await until(lambda: supervisor.lives[1].stopped_with == [60.0])
+    supervisor.lives[1].ended.set()
+    await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
+    assert len(supervisor.lives) == 2
+    supervisor.lives[1].may_stop.set()
+    async with asyncio.timeout(10):
+        await shrinking
+    assert await names(supervisor) == ("worker-0",)
+
+
+async def test_a_new_worker_that_does_not_start_is_told_and_can_be_given_up(supervisor: Lives) -> None:
+    supervisor.fails_to_start = True
+    with pytest.raises(RuntimeError, match="worker-1 does not start: RuntimeError: no such model"):
+        await supervisor.scale(2, 0.0)
+    await supervisor.scale(1, 0.0)
+    assert await names(supervisor) == ("worker-0",)
+
+
+async def test_the_same_asked_again_after_the_cause_is_mended_waits_for_new_tries(supervisor: Lives) -> None:
+    supervisor.fails_to_start = True
+    with pytest.raises(RuntimeError, match="worker-1 does not start"):
+        await supervisor.scale(2, 0.0)
+    supervisor.fails_to_start = False
+    async with asyncio.timeout(20):
+        await supervisor.scale(2, 0.0)
+    worker = await supervisor.place("worker-1")
+    assert (worker.phase, worker.error) == ("serving", "")
+
+
+async def test_growing_that_waits_for_room_is_taken_back_at_once(supervisor: Lives) -> None:
+    supervisor.never_starts = True
+    growing = asyncio.create_task(supervisor.scale(3, 0.0))
+    await until(lambda: len(supervisor._places) == 4)
+    async with asyncio.timeout(5):
+        await supervisor.scale(1, 0.0)
+        with pytest.raises(RuntimeError, match=r"worker-\d was taken out meanwhile: the cluster shrinks"):
+            await growing
+    assert await names(supervisor) == ("worker-0",)
+
+
+async def test_no_worker_at_all_is_refused(supervisor: Lives) -> None:
+    with pytest.raises(ValueError, match="at least one worker, not 0"):
+        await supervisor.scale(0, 0.0)
+
+
+async def test_a_supervisor_that_is_started_again_keeps_the_number_that_was_asked_for() -> None:
+    left = Outlives()
+    first = Lives(left)
+    await first.scale(3, 0.0)
+    await first.leave()
+    second = Lives(left)
+    await until(lambda: len(second._actors) == 4)
+    assert await names(second) == ("worker-0", "worker-1", "worker-2")
+    assert second.lives == [], "it has adopted them"
+    await second.leave()
+
+
+async def test_those_that_were_leaving_when_the_supervisor_died_go_on_to_leave() -> None:
+    left = Outlives()
+    first = Lives(left)
+    await first.scale(3, 0.0)
+    for life in first.lives[1:]:
+        life.may_stop.clear()
+    shrinking = asyncio.create_task(first.scale(1, 7.5))
+    await until(lambda: all(life.stopped_with for life in first.lives[1:]))
+    shrinking.cancel()
+    await first.leave()
+    for life in first.lives[1:]:
+        life.may_stop.set()
+    second = Lives(left)
+    await until(lambda: all(life.ended.is_set() for life in first.lives[1:]))
+    assert [life.stopped_with for life in first.lives[1:]] == [[7.5, 7.5], [7.5, 7.5]]
+    assert await names(second) == ("worker-0",)
+    assert second.lives == []
+    await second.leave()
+
+
+async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died() -> None:
+    left = Outlives()
+    first = Lives(left)
+    await until(lambda: len(first.lives) == 1)
+    worker = await first.place("worker-0")
+    first.lives[0].draining = True
+    await until(lambda: worker.phase == "draining")
+    await until(lambda: left.load() is not None)
+    await first.leave()
+    first.lives[0].ended.set()
+
+    second = Lives(left)
+    place = await second.place("worker-0")
+    await until(lambda: bool(second.router.told))
+    assert (place.phase, second.lives) == ("stopped", [])
+    await second.restart("worker-0", 0.0)
+    assert (place.phase, len(second.lives)) == ("serving", 1)
+    await until(lambda: left.load() == Wish(num_workers=1))
+    await second.leave()
+
+
+async def test_the_end_of_a_cluster_forgets_what_was_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    withdrawn: list[str] = []
+
+    async def withdraw(cluster: str) -> None:
+        withdrawn.append(cluster)
+
+    monkeypatch.setattr("blockyard.deploy.supervisor.withdraw", withdraw)
+    supervisor = Lives()
+    await supervisor.scale(2, 0.0)
+    assert supervisor.left.load() == Wish(num_workers=2)
+    supervisor._actors.pop("router-0")
+    await supervisor.shut_down(0.0)
+    assert supervisor.left.load() is None
+    assert withdrawn == ["default"]
+
+
+def test_a_wish_comes_back_as_it_was_stored() -> None:
+    wish = Wish(num_workers=3, grace_seconds=1.5, taken_out=frozenset({"worker-2", "worker-0"}))
+    assert decoded(encoded(wish)) == wish
+
+
+@pytest.mark.parametrize(
+    ("free", "gpus", "missing", "fits"),
+    [
+        ([{"CPU": 1.0}, {"CPU": 1.0}], 0.0, 2, True),
+        ([{"CPU": 1.9}], 0.0, 2, False),
+        ([{"CPU": 0.5}, {"CPU": 0.5}], 0.0, 1, False),
+        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], 1.0, 1, True),
+        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], 1.0, 2, False),
+        ([], 0.0, 1, False),
+    ],
+)
+def test_workers_fit_only_whole_on_a_node(
+    free: list[dict[str, float]], gpus: float, missing: int, fits: bool
+) -> None:
+    report = SupervisorReport(
+        pid=1, code="", places=places_of(SPEC, 1), cpus_per_worker=1.0, gpus_per_worker=gpus
+    )
+    if fits:
+        check_room(free, report, missing)
+    else:
+        with pytest.raises(ValueError, match=rf"{missing} more workers? .* room for \d"):
+            check_room(free, report, missing)
+
+
+def test_who_counts_and_is_taken_out_is_said_with_the_way_back() -> None:
+    places = [Place(name="router-0", kind="router", phase="draining"), *places_of(SPEC, 2)]
+    places[2].phase = "stopped"
+    report = SupervisorReport(pid=1, code="", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0)
+    scaled = scaled_of(("worker-0", "worker-1"), report)
+    assert (scaled.workers, scaled.taken_out) == (("worker-0", "worker-1"), ("worker-1",))
+    assert scaled.line() == "nothing to do: 2 workers; worker-1 is taken out (`blockyard restart worker-1`)"
+
+
+def test_what_was_scaled_is_said_in_one_line() -> None:
+    same = Scaled(workers=("worker-0",), added=(), removed=())
+    assert same.line() == "nothing to do: 1 worker"
+    assert replace(same, added=("worker-1",)).line() == "1 worker now; new: worker-1"
+    assert replace(same, removed=("worker-1", "worker-2")).line() == "1 worker now; gone: worker-1, worker-2"

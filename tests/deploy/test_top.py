@@ -1,0 +1,272 @@
+"""`blockyard top`: rates between two looks, a screen that fits, and a real terminal before a real router."""
+
+import fcntl
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.deploy import state
+from blockyard.deploy.cli import main
+from blockyard.deploy.top import Look, as_document, bar, rows_of, screen, sparkline, total_rate
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import Client
+from click.testing import CliRunner
+from rich.console import Console
+
+from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
+
+READY = cluster_pb2.WORKER_STATE_READY
+
+
+def worker(name: str = "worker-0", life: str = "a", **load: int) -> cluster_pb2.Worker:
+    return cluster_pb2.Worker(
+        worker_id=name,
+        incarnation=life,
+        state=READY,
+        total_blocks=100,
+        load=cluster_pb2.WorkerLoad(**load),
+        index=cluster_pb2.WorkerIndex(lag_seconds=0.25),
+    )
+
+
+def look(at_seconds: float, *workers: cluster_pb2.Worker) -> Look:
+    info = cluster_pb2.ClusterInfo(cluster="trial", requests_running=3, requests_waiting=2)
+    return Look(at_seconds=at_seconds, info=info, workers=workers)
+
+
+def lines_of(seen: Look, rates: list[float], columns: int, trouble: str = "") -> list[str]:
+    output = StringIO()
+    rows = rows_of(seen, None)
+    shown = screen(seen, rows, rates, columns=columns, trouble=trouble)
+    Console(file=output, width=columns, highlight=False).print(shown)
+    return output.getvalue().splitlines()
+
+
+def test_rates_are_what_came_between_two_looks() -> None:
+    before = look(10.0, worker(prompt_tokens=100, cached_tokens=100, generated_tokens=50))
+    now = look(12.0, worker(prompt_tokens=300, cached_tokens=150, generated_tokens=70, used_blocks=25))
+    (row,) = rows_of(now, before)
+    assert (row.prompt_tokens_per_second, row.generated_tokens_per_second) == (100.0, 10.0)
+    assert (row.hit_rate, row.kv_usage, row.index_lag_seconds) == (0.25, 0.25, 0.25)
+    assert total_rate([row, row]) == 20.0
+
+
+def test_the_first_look_has_no_rates_and_the_hit_rate_since_the_start() -> None:
+    (row,) = rows_of(look(1.0, worker(prompt_tokens=4, cached_tokens=1, generated_tokens=9)), None)
+    assert (row.prompt_tokens_per_second, row.generated_tokens_per_second, row.hit_rate) == (0.0, 0.0, 0.25)
+
+
+def test_a_worker_that_was_restarted_begins_anew_and_never_has_a_negative_rate() -> None:
+    before = look(1.0, worker(life="a", generated_tokens=900, prompt_tokens=900))
+    (row,) = rows_of(look(2.0, worker(life="b", generated_tokens=5, prompt_tokens=7)), before)
+    assert (row.generated_tokens_per_second, row.prompt_tokens_per_second) == (0.0, 0.0)
+
+
+def test_a_worker_that_served_nothing_has_no_hit_rate() -> None:
+    (row,) = rows_of(look(1.0, worker()), None)
+    assert row.hit_rate is None
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_the_screen_keeps_to_its_columns_and_a_line_a_worker(columns: int) -> None:
+    workers = [
+        worker(name=f"worker-with-a-long-name-{number}", running=256, waiting=64, generated_tokens=10**9)
+        for number in range(5)
+    ]
+    workers[0].state, workers[0].state_reason = cluster_pb2.WORKER_STATE_REFUSED, "another model " * 5
+    lines = lines_of(look(1.0, *workers), [float(number) for number in range(60)], columns)
+    assert max(map(len, lines)) <= columns
+    assert len(lines) == 4 + len(workers)
+
+
+def test_at_80_columns_every_number_of_a_worker_is_whole() -> None:
+    busy = worker(running=256, waiting=64, used_blocks=99, preemptions=1234, prompt_tokens=9, cached_tokens=9)
+    line = lines_of(look(1.0, busy), [0.0], 80)[-1]
+    assert [part for part in line.split() if part.strip("█░")] == [
+        *("worker-0", "READY", "256", "64", "99%", "100%", "0", "0", "1234")
+    ]
+
+
+def test_trouble_is_said_below_what_was_seen_last() -> None:
+    lines = lines_of(look(1.0, worker()), [0.0], 80, trouble="no router answers at 127.0.0.1:1")
+    assert lines[-1] == "no router answers at 127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("rates", "columns", "line"),
+    [([], 9, ""), ([0.0, 0.0], 9, "▁▁"), ([0.0, 7.0, 3.5], 9, "▁█▄"), ([9.0, 0.0, 1.0], 2, "▁█")],
+)
+def test_the_sparkline_is_of_the_last_looks_against_their_largest(
+    rates: list[float], columns: int, line: str
+) -> None:
+    assert sparkline(rates, columns) == line
+
+
+@pytest.mark.parametrize(("share", "cells"), [(-1.0, "░░░░"), (0.0, "░░░░"), (0.5, "██░░"), (2.0, "████")])
+def test_a_bar_is_as_long_as_its_share(share: float, cells: str) -> None:
+    assert bar(share, 4) == cells
+
+
+def test_the_document_of_a_look_is_json() -> None:
+    seen = look(1.0, worker())
+    document = json.loads(json.dumps(as_document(seen, rows_of(seen, None))))
+    assert (document["cluster"], document["requests_running"]) == ("trial", 3)
+    assert document["workers"][0]["worker"] == "worker-0"
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_a_router_that_is_away_is_an_error_and_no_traceback(output: str) -> None:
+    result = CliRunner().invoke(main, ["top", "--once", "--router", "127.0.0.1:1", "--output", output])
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: no router answers at 127.0.0.1:1")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes(tmp_path_factory.mktemp("top")) as running:
+        first = running.add_worker("worker-0", *SIMULATED)
+        running.start(first)
+        running.add_router("router-0", workers=[first.address])
+        running.start(running.routers["router-0"])
+        address = running.routers["router-0"].address
+        with Client(address, timeout_seconds=60) as client:
+            client.generate("def add(a, b):", max_tokens=4)
+        yield running
+
+
+@contextmanager
+def generating(address: str) -> Iterator[None]:
+    """One request runs as long as the context."""
+    ended = threading.Event()
+
+    def work() -> None:
+        with Client(address, timeout_seconds=120) as client:
+            while not ended.is_set():
+                client.generate("def add(a, b):", max_tokens=60, ignore_eos=True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.cluster
+def test_once_shows_what_a_real_worker_did_between_two_looks(cluster: Processes, tmp_path: Path) -> None:
+    address = cluster.routers["router-0"].address
+    with generating(address):
+        result = CliRunner().invoke(
+            main,
+            ["top", "--once", "--output", "json", "--router", address],
+            env={state.HOME_VARIABLE: str(tmp_path)},
+        )
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    (row,) = document["workers"]
+    assert row["state"] == "READY"
+    assert row["generated_tokens_per_second"] > 0
+    assert document["generated_tokens_per_second"] == row["generated_tokens_per_second"]
+
+
+class Terminal:
+    """`blockyard top` on a terminal of 80 columns."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._main, there = pty.openpty()
+        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        command = [sys.executable, "-m", "blockyard.deploy.cli", "top", "--interval", "0.2", *arguments]
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=there,
+            stdout=there,
+            stderr=there,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or Ctrl-C would go to nobody
+        )
+        os.close(there)
+        self.text = ""
+
+    def read_until(self, told: str, seconds: float = 60.0) -> None:
+        until = time.monotonic() + seconds
+        while told not in self.text:
+            assert time.monotonic() < until, f"{told!r} was not shown:\n{self.text[-2000:]}"
+            if select.select([self._main], [], [], 0.2)[0]:
+                self.text += os.read(self._main, 65536).decode(errors="replace")
+
+    def press(self, key: str) -> None:
+        os.write(self._main, key.encode())
+
+    def code(self, seconds: float = 30.0) -> int:
+        """Of its end. What it still writes is read, or it could not end."""
+        until = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < until:
+            if select.select([self._main], [], [], 0.1)[0]:
+                try:
+                    self.text += os.read(self._main, 65536).decode(errors="replace")
+                except OSError:
+                    break  # its side is closed
+        return self.process.wait(max(until - time.monotonic(), 1.0))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        os.close(self._main)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv(state.HOME_VARIABLE, str(tmp_path))
+    opened: list[Terminal] = []
+
+    def open_one(*arguments: str) -> Terminal:
+        opened.append(Terminal(*arguments))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_on_a_terminal_it_lives_until_a_key_ends_it(cluster: Processes, terminal: Any, key: str) -> None:
+    top = terminal("--router", cluster.routers["router-0"].address)
+    top.read_until("worker-0")
+    top.read_until("tokens/s")
+    top.press(key)
+    assert top.code() == 0
+    assert "Traceback" not in top.text
+    assert "\x1b[?1049l" in top.text, "the terminal is given back as it was"
+
+
+@pytest.mark.cluster
+def test_a_router_that_dies_meanwhile_is_said_and_found_again(cluster: Processes, terminal: Any) -> None:
+    router = cluster.routers["router-0"]
+    top = terminal("--router", router.address)
+    top.read_until("worker-0")
+    router.kill()
+    top.read_until("no router answers")
+    cluster.start(router)
+    top.text = ""
+    top.read_until("READY")
+    top.press("q")
+    assert top.code() == 0
+    assert "Traceback" not in top.text

@@ -1,0 +1,29 @@
+"""What the documents point at beside commands and programs: metrics that there are, and a picture that can be read."""
+
+import re
+from xml.etree import ElementTree
+
+from .rig import ROOT
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_every_metric_that_tuning_names_is_one_that_operating_explains() -> None:
+    tables = re.findall(r"^\| `-.*\| ([^|]+) \|$", (ROOT / "docs/tuning.md").read_text(), flags=re.MULTILINE)
+    named = {name for cell in tables for name in re.findall(r"`([a-z_]+)`", cell)}
+    explained = set(
+        re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs/operating.md").read_text(), flags=re.MULTILINE)
+    )
+    assert len(named) > 10
+    assert named <= explained
+
+
+def test_the_picture_of_the_architecture_has_a_title_a_description_and_both_themes() -> None:
+    text = (ROOT / "docs/architecture.svg").read_text(encoding="utf-8")
+    picture = ElementTree.fromstring(text)
+    assert picture.findtext(f"{SVG}title")
+    assert picture.findtext(f"{SVG}desc")
+    assert "prefers-color-scheme: dark" in text
+    width, height = map(float, picture.attrib["viewBox"].split()[2:])
+    places = [(float(word.attrib["x"]), float(word.attrib["y"])) for word in picture.iter(f"{SVG}text")]
+    assert all(0 < x < width and 0 < y < height for x, y in places)

@@ -1,0 +1,16 @@
+"""All mutants of the fault matrix (mutant.py), in order of its rows."""
+
+from . import mutants_index, mutants_processes, mutants_requests, mutants_workers
+
+MUTANTS = (
+    *mutants_requests.MUTANTS,
+    *mutants_workers.MUTANTS,
+    *mutants_index.MUTANTS,
+    *mutants_processes.MUTANTS,
+)
+
+NOT_TRIED = {
+    29: "starts Ray and takes a minute",
+    33: "starts two nodes of Ray and takes a minute",
+}
+"""Rows of which no test has been seen to fail, and why."""

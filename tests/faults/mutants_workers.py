@@ -1,0 +1,154 @@
+"""Mutants of rows 15 to 33: workers that die, fall silent, are slow, or are harmed by a request."""
+
+from .mutant import mutant
+
+SILENT_FOR_EVER = (
+    "router/engine_link.py",
+    "if self._clock() - self._last_heard > self._lost_seconds:",
+    "if self._clock() - self._last_heard > 1000 * self._lost_seconds:",
+)
+
+MUTANTS = (
+    mutant(
+        15,
+        "one death is enough to be a poison",
+        "worker_death.py::test_a_worker_killed_before_its_first_token_costs_latency_alone",
+        ("router/losses.py", "DEADLY = 2", "DEADLY = 1"),
+    ),
+    mutant(
+        16,
+        "nobody strikes out what the dead had in the index",
+        "recovery.py::test_a_worker_that_was_killed_and_started_again_costs_nothing_for_long",
+        ("worker/publisher.py", "        elif now >= self._purge_at:\n", "        elif False:\n"),
+    ),
+    mutant(
+        17,
+        "the budget is one too low",
+        "worker_death.py::test_a_used_budget_ends_a_stream_with_worker_lost_and_what_it_had",
+        (
+            "router/losses.py",
+            "if self.num > self.max_migrations:\n            raise WorkerLost",
+            "if self.num >= self.max_migrations:\n            raise WorkerLost",
+        ),
+    ),
+    mutant(
+        17,
+        "the budget never ends",
+        "worker_death.py::test_a_used_budget_ends_a_stream_with_worker_lost_and_what_it_had",
+        (
+            "router/losses.py",
+            "if self.num > self.max_migrations:\n            raise WorkerLost",
+            "if False:\n            raise WorkerLost",
+        ),
+    ),
+    mutant(
+        18,
+        "a replay takes what was generated for a part of the prompt",
+        "replay.py::test_a_replay_goes_on_where_grammar_draws_and_penalties_were",
+        (
+            "router/relay.py",
+            "            prompt_tokens=generation.prompt_tokens,\n            block",
+            "            prompt_tokens=generation.prompt_tokens + len(outputs.resumed()) // 4,\n            block",
+        ),
+    ),
+    mutant(
+        18,
+        "the other outputs of a request are drawn as its first",
+        "replay.py::test_a_replay_goes_on_where_grammar_draws_and_penalties_were",
+        ("worker/engine.py", "                index=part.index,\n", "                index=0,\n"),
+    ),
+    mutant(
+        20,
+        "silence is fine",
+        "worker_silence.py::test_a_frozen_worker_loses_its_streams_and_changes_nothing_when_it_wakes",
+        SILENT_FOR_EVER,
+    ),
+    mutant(
+        20,
+        "the suspect get new requests",
+        "worker_silence.py::test_a_frozen_worker_loses_its_streams_and_changes_nothing_when_it_wakes",
+        (
+            "router/cluster_view.py",
+            "            and now - worker.last_heard < self._suspect_seconds\n",
+            "",
+        ),
+    ),
+    mutant(
+        22,
+        "silence is fine",
+        "worker_silence.py::test_a_link_that_loses_one_way_brings_each_token_once[downstream]",
+        SILENT_FOR_EVER,
+    ),
+    mutant(
+        22,
+        "a lost worker is called again without a pause",
+        "worker_silence.py::test_a_flapping_link_brings_each_token_once_without_a_storm",
+        (
+            "router/engine_link.py",
+            "await asyncio.sleep(backoff_seconds * self._rng.uniform(0.5, 1.0))",
+            "await asyncio.sleep(0.001)",
+        ),
+    ),
+    mutant(
+        23,
+        "a worker that is late with a token is lost",
+        "worker_silence.py::test_a_slow_link_is_slower_and_nobody_is_taken_for_dead",
+        (
+            "router/engine_link.py",
+            "if self._clock() - self._last_heard > self._lost_seconds:",
+            "if self._clock() - self._last_heard > 0.1 and self._open:",
+        ),
+        (
+            "router/engine_link.py",
+            "await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))",
+            "await asyncio.sleep(0.01)",
+        ),
+    ),
+    mutant(
+        24,
+        "placement does not know how fast a worker is",
+        "worker_silence.py::test_a_straggler_gets_less_and_is_not_taken_for_dead",
+        (
+            "router/cluster_view.py",
+            "decode_tokens_per_second=load.decode_tokens_per_second,",
+            "decode_tokens_per_second=0.0,",
+        ),
+        (
+            "router/cluster_view.py",
+            "prefill_tokens_per_second=load.prefill_tokens_per_second,",
+            "prefill_tokens_per_second=0.0,",
+        ),
+    ),
+    mutant(
+        26,
+        "three deaths make a poison",
+        "worker_death.py::test_a_request_that_kills_workers_is_tried_on_no_third",
+        ("router/losses.py", "DEADLY = 2", "DEADLY = 3"),
+    ),
+    mutant(
+        26,
+        "nobody is quarantined",
+        "worker_death.py::test_a_request_that_kills_workers_is_tried_on_no_third",
+        ("router/losses.py", "if sha256(prompt).digest() in self._until:", "if False:"),
+    ),
+    mutant(
+        27,
+        "what failed is cached",
+        "poison.py::test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_prefix",
+        (
+            "worker/outcome.py",
+            "        if token in (FAILED_TOKEN, NO_CHOICE):\n",
+            "        if token in (FAILED_TOKEN, NO_CHOICE):\n            self._tables.confirm(sequence, row.start)\n",
+        ),
+    ),
+    mutant(
+        27,
+        "nobody looks whether logits are finite",
+        "poison.py::test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_prefix",
+        (
+            "worker/sampler.py",
+            "        usable_S = finite_S\n",
+            "        usable_S = finite_S | True\n",
+        ),
+    ),
+)

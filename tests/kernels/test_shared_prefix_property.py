@@ -1,0 +1,55 @@
+"""Cascade over any tables: every key is read once by every row, and exactly who shares enough is a member."""
+
+import hypothesis
+from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.shared_prefix import MIN_SHARERS, SHARED_ITEM_MEMBERS
+from hypothesis import strategies
+
+from .test_shared_prefix import BLOCK_SIZE, DEEP, plan_of
+
+
+def reads_of(plan: AttentionPlan) -> list[dict[int, list[tuple[int, int]]]]:
+    """For each decode row, the ranges of keys by the partial slot that their result goes to."""
+    rows: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(plan.num_decodes)]
+    for row, _, _, first, end, slot in plan.decode_items_W6.tolist():
+        rows[row].setdefault(slot, []).append((first, end))
+    starts, members = plan.partial_starts_D1.tolist(), plan.shared_members_M.tolist()
+    for first_member, end_member, first, end, split in plan.shared_items_Y5.tolist():
+        assert 0 < end_member - first_member <= SHARED_ITEM_MEMBERS
+        for row in members[first_member:end_member]:
+            rows[row].setdefault(starts[row] + split, []).append((first, end))
+    return rows
+
+
+@hypothesis.given(
+    rows=strategies.lists(
+        strategies.tuples(strategies.integers(0, DEEP + 3), strategies.integers(1, 400)),
+        min_size=1,
+        max_size=50,
+    ),
+    target_programs=strategies.sampled_from([1, 64, 528]),
+)
+def test_every_key_of_every_row_is_read_once_into_a_slot_of_its_own(
+    rows: list[tuple[int, int]], target_programs: int
+) -> None:
+    shared_blocks = [shared for shared, _ in rows]
+    context_lens = [shared * BLOCK_SIZE + own for shared, own in rows]
+    plan = plan_of(shared_blocks, context_lens, target_programs=target_programs)
+    starts = plan.partial_starts_D1.tolist()
+    for row, (reads, context_len) in enumerate(zip(reads_of(plan), context_lens, strict=True)):
+        expected = list(range(starts[row], starts[row + 1])) or [-1]
+        assert sorted(reads) == expected
+        ranges = sorted(keys for each in reads.values() for keys in each)
+        assert len(ranges) == len(reads)
+        assert [first for first, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+        assert ranges[-1][1] == context_len
+    assert plan.num_partials == starts[-1]
+
+
+@hypothesis.given(
+    shared_blocks=strategies.lists(strategies.integers(0, DEEP + 3), min_size=1, max_size=40),
+)
+def test_who_shares_enough_with_enough_others_is_a_member_and_nobody_else(shared_blocks: list[int]) -> None:
+    plan = plan_of(shared_blocks, [shared * BLOCK_SIZE + 7 for shared in shared_blocks])
+    deep = [row for row, shared in enumerate(shared_blocks) if shared >= DEEP]
+    assert sorted(plan.shared_members_M.tolist()) == (deep if len(deep) >= MIN_SHARERS else [])

@@ -1,0 +1,36 @@
+"""The table of docs/operating.md, from the code's: `python -m tests.metrics.document` writes it anew."""
+
+from pathlib import Path
+
+from blockyard.proto.metric_table import METRICS, OUTCOMES
+from blockyard.proto.metrics import Metric
+
+PATH = Path(__file__).parents[2] / "docs" / "operating.md"
+BEGIN, END = (f"<!-- the table of proto/metric_table.py: {word} -->\n" for word in ("begin", "end"))
+HEAD = "| metric | kind | unit | label | meaning | vLLM's |\n|---|---|---|---|---|---|\n"
+
+
+def table() -> str:
+    return HEAD + "".join(map(_row, METRICS))
+
+
+def with_table(document: str) -> str:
+    before, _, rest = document.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+def _row(metric: Metric) -> str:
+    vllm = ", ".join(f"`{name}`" for name in metric.vllm.split(", ")) if metric.vllm else ""
+    cells = (f"`{metric.name}`", metric.kind.value, metric.unit, _label(metric), metric.meaning, vllm)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _label(metric: Metric) -> str:
+    if not metric.label:
+        return ""
+    values = "see below" if metric.values == OUTCOMES else ", ".join(metric.values)
+    return f"`{metric.label}`: {values}"
+
+
+if __name__ == "__main__":
+    PATH.write_text(with_table(PATH.read_text(encoding="utf-8")), encoding="utf-8")

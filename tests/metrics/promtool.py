@@ -1,0 +1,22 @@
+"""Debian's `prometheus` and `promtool`, where the machine has them: the judges of rules, expressions and series."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ..programs import are_required, missing  # noqa: TID252
+
+GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
+ALERTS = GRAFANA / "alerts.yaml"
+SECONDS = 120.0
+MISSING = missing("prometheus", "promtool")
+
+needs_prometheus = pytest.mark.skipif(
+    bool(MISSING) and not are_required(),
+    reason=f"{' and '.join(MISSING)} not on the PATH (Debian: apt-get install prometheus)",
+)
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=SECONDS)

@@ -1,0 +1,122 @@
+"""`--metrics-port`: a router and a worker without Ray serve the same names, and say which port is wrong."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from blockyard.proto.metric_table import ROUTER_METRICS, WORKER_METRICS
+from blockyard.proto.metrics import Kind, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from .borrowed import eventually
+from .prometheus import prometheus
+from .promtool import needs_prometheus
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
+COMMANDS = {
+    "router": ["--model", str(MODEL), "--router-id", "r7", "--metrics-port", "0"],
+    "worker": [
+        "--model",
+        str(MODEL),
+        "--worker-id",
+        "w7",
+        "--engine",
+        "simulated",
+        "--kv-cache-memory",
+        str(8 * 2**20),
+    ],
+}
+TABLES = {"router": ROUTER_METRICS, "worker": WORKER_METRICS}
+
+
+@contextmanager
+def process(kind: str) -> Iterator[str]:
+    """The URL at which it serves its metrics."""
+    command = [sys.executable, "-m", f"blockyard.{kind}", *COMMANDS[kind]]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ}) as running:
+        try:
+            assert running.stderr is not None
+            lines = "".join(_until_serving(running.stderr))
+            url = re.search(r"metrics at (http\S+)", lines)
+            assert url is not None, lines
+            yield url[1]
+        finally:
+            running.send_signal(signal.SIGTERM)
+            running.communicate(timeout=60)
+    assert running.returncode == 0
+
+
+def _until_serving(lines: Iterator[str]) -> Iterator[str]:
+    said = ""
+    for line in lines:
+        said += line
+        yield line
+        if "metrics at" in said and ("serving" in said or "serves at" in said):
+            return
+
+
+def page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return str(reply.read().decode())
+
+
+def labels_of(metric: Metric) -> set[str]:
+    return ({metric.label} if metric.label else set()) | ({"le"} if metric.kind is Kind.HISTOGRAM else set())
+
+
+@pytest.mark.parametrize("kind", ["router", "worker"])
+def test_all_of_the_table_is_served_with_its_kind_and_labels_from_the_start(kind: str) -> None:
+    with process(kind) as url:
+        assert eventually(lambda: TABLES[kind][-1].full_name in page(url), seconds=30.0)
+        families = {family.name: family for family in text_string_to_metric_families(page(url))}
+    assert set(families) == {metric.full_name for metric in TABLES[kind]}
+    for metric in TABLES[kind]:
+        family = families[metric.full_name]
+        assert (family.type, family.documentation) == (metric.kind.value, metric.meaning)
+        assert set().union(*(sample.labels for sample in family.samples)) == {kind} | labels_of(metric)
+        assert {sample.labels[kind] for sample in family.samples} == {kind[0] + "7"}
+
+
+@needs_prometheus
+def test_promtool_finds_nothing_to_lint() -> None:
+    with process("worker") as url:
+        text = page(url)
+    judged = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+    )
+    assert judged.returncode == 0, judged.stderr
+
+
+@needs_prometheus
+def test_prometheus_scrapes_a_process_without_ray_under_the_same_names(tmp_path: Path) -> None:
+    with process("worker") as url, prometheus(tmp_path, plain=[url.split("/")[2]]) as asked:
+        assert eventually(lambda: bool(asked.vector("blockyard_blocks_free")), seconds=30.0)
+        assert [labels["worker"] for labels, _ in asked.vector("blockyard_blocks_free")] == ["w7"]
+
+
+def test_a_port_that_cannot_be_had_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for port in ("65536", str(taken.getsockname()[1])):
+            command = [
+                sys.executable,
+                "-m",
+                "blockyard.router",
+                "--model",
+                str(MODEL),
+                "--metrics-port",
+                port,
+            ]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert ended.returncode == 1
+            assert f"--metrics-port {port}" in ended.stderr
+            assert "Traceback" not in ended.stderr

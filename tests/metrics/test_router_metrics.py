@@ -1,0 +1,139 @@
+"""What a router counts of its requests: each once, by how it ended, with the times and tokens that its client saw."""
+
+import asyncio
+
+import grpc
+import pytest
+from blockyard.proto.metrics import Distribution, Readings
+from blockyard.proto.v1 import inference_pb2, session_pb2
+
+from .borrowed import (
+    FOREVER,
+    Router,
+    Script,
+    is_idle,
+    reason_of,
+    refused,
+    request,
+    running_router,
+    until,
+    worker_of_model,
+)
+
+STEP_SECONDS = 0.05
+TOKENS = 8
+
+
+async def readings_once(router: Router, requests: dict[str, int]) -> Readings:
+    """As soon as they tell of so many requests by outcome."""
+    await until(lambda: router.server.readings.get("requests") == requests, seconds=10.0)
+    return router.server.readings
+
+
+def distribution(readings: Readings, name: str) -> Distribution:
+    found = readings[name]
+    assert isinstance(found, Distribution)
+    return found
+
+
+async def test_tokens_and_times_are_those_that_the_client_was_told() -> None:
+    worker = worker_of_model("w0", script=lambda submit: Script(step_seconds=STEP_SECONDS))
+    async with running_router() as router, router.workers(worker):
+        answer = await router.inference.Generate(
+            request(sampling={"max_tokens": TOKENS, "n": 2, "ignore_eos": True})
+        )
+        readings = await readings_once(router, {"OK": 1})
+    usages = [output.finish.usage for output in answer.outputs]
+    assert (
+        readings["router_generated_tokens"] == sum(usage.completion_tokens for usage in usages) == 2 * TOKENS
+    )
+    assert readings["router_prompt_tokens"] == usages[0].prompt_tokens
+    assert readings["router_cached_tokens"] == usages[0].cached_tokens > 0
+    assert readings["outputs"] == {"length": 2}
+    timing = answer.outputs[0].finish.timing
+    first_token = distribution(readings, "time_to_first_token_seconds")
+    assert first_token.count == 1
+    assert first_token.sum == pytest.approx(timing.time_to_first_token_seconds, abs=STEP_SECONDS / 2)
+    gaps = distribution(readings, "inter_token_latency_seconds")
+    assert gaps.count == 2 * (TOKENS - 1)
+    assert gaps.sum >= 2 * (TOKENS - 1) * STEP_SECONDS * 0.9
+    whole = distribution(readings, "request_seconds")
+    assert (whole.count, distribution(readings, "queue_seconds").count) == (1, 1)
+    assert distribution(readings, "queue_seconds").sum < first_token.sum < whole.sum
+
+
+async def test_every_end_is_counted_once_by_its_reason() -> None:
+    worker = worker_of_model("w0", script=lambda submit: Script(step_seconds=STEP_SECONDS))
+    async with running_router(max_requests=2) as router, router.workers(worker):
+        await refused(router.inference.Generate(request(model="another")))
+        await refused(router.inference.Generate(request(sampling={"temperature": -1.0})))
+        streams = [
+            router.inference.GenerateStream(request(sampling=FOREVER, request_id=name)) for name in "ab"
+        ]
+        for stream in streams:
+            await stream.read()
+        assert reason_of(await refused(router.inference.Generate(request()))) == "OVERLOADED"
+        streams[0].cancel()
+        await router.inference.Abort(inference_pb2.AbortRequest(request_id="b"))
+        await until(lambda: is_idle(router))
+        readings = await readings_once(
+            router,
+            {
+                "MODEL_NOT_FOUND": 1,
+                "INVALID_REQUEST": 1,
+                "OVERLOADED": 1,
+                "CANCELLED": 1,
+                "ABORTED": 1,
+            },
+        )
+    assert distribution(readings, "request_seconds").count == 0, "only what ended well has a time"
+    assert readings["outputs"] == {}
+
+
+async def test_requests_are_running_once_a_worker_has_them_and_waiting_before() -> None:
+    worker = worker_of_model("w0", script=lambda submit: Script(step_seconds=STEP_SECONDS))
+    async with running_router(no_worker_seconds=30.0, max_requests=7) as router:
+        async with router.workers(worker):
+            running = router.inference.GenerateStream(request(sampling=FOREVER))
+            await running.read()
+            await until(lambda: router.server.readings["router_running"] == 1)
+            assert router.server.readings["workers"] == {"ready": 1}
+            assert (
+                router.server.readings["requests_admitted"],
+                router.server.readings["requests_limit"],
+            ) == (1, 7)
+            running.cancel()
+            await until(lambda: is_idle(router))
+        waiting = asyncio.ensure_future(router.inference.Generate(request()))
+        await until(lambda: router.server.readings["router_waiting"] == 1)
+        assert (router.server.readings["router_running"], router.server.readings["workers"]) == (0, {})
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+async def test_a_lost_worker_counts_as_a_migration_and_the_tokens_only_once() -> None:
+    def dying(submit: session_pb2.Submit) -> Script:
+        return Script(die_after=3, step_seconds=0.01)
+
+    first, second = worker_of_model("w0", script=dying), worker_of_model("w1", script=dying)
+    async with running_router() as router, router.workers(first, second):
+
+        def reliable(submit: session_pb2.Submit) -> Script:
+            return Script(step_seconds=0.01)
+
+        call = router.inference.Generate(request(sampling={"max_tokens": 20, "ignore_eos": True}))
+        await until(lambda: first.submits or second.submits)
+        first.script = second.script = reliable
+        answer = await call
+        readings = await readings_once(router, {"OK": 1})
+    assert readings["migrations"] == answer.outputs[0].finish.migrations == 1
+    assert readings["router_generated_tokens"] == 20
+    assert distribution(readings, "time_to_first_token_seconds").count == 1
+    assert readings["router_prompt_tokens"] == answer.outputs[0].finish.usage.prompt_tokens
+
+
+async def test_a_refused_call_says_grpcs_code_and_the_counter_our_reason() -> None:
+    async with running_router(no_worker_seconds=0.1) as router:
+        error = await refused(router.inference.Generate(request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        await readings_once(router, {reason_of(error): 1})

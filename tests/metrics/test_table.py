@@ -1,0 +1,95 @@
+"""The table is whole: what is read is what stands there, labels are bounded, and errors are all in it."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from blockyard.proto.metric_table import METRICS, OUTCOMES, ROUTER_METRICS, WORKER_METRICS, WORKER_STATES
+from blockyard.proto.metrics import Distribution, Kind, Metric, Readings, numbers
+from blockyard.proto.v1.cluster_pb2 import WorkerIndex
+from blockyard.router.cluster_view import WorkerState
+from blockyard.router.errors import RouterError
+from blockyard.router.metrics import CANCELLED, OK
+from blockyard.router.openai.http_errors import HttpRefusal
+from blockyard.worker.engine_types import EngineLoad
+from blockyard.worker.metrics import worker_readings
+
+from .borrowed import running_router, until
+
+MOST_SERIES = 150
+"""Of one router: what a Prometheus keeps of it does not grow with its use."""
+
+
+def subclasses(kind: type[RouterError]) -> Iterator[type[RouterError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def check(table: tuple[Metric, ...], readings: Readings) -> None:
+    assert set(readings) == {metric.name for metric in table}
+    for metric in table:
+        reading = readings[metric.name]
+        if metric.kind is Kind.HISTOGRAM:
+            assert isinstance(reading, Distribution)
+            assert len(reading.cumulative) == len(metric.buckets) + 1
+        else:
+            assert [value for value, _ in numbers(metric, reading)] == list(metric.values or ("",))
+
+
+def test_names_are_prometheus_names_and_stand_once() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in names)
+    # The ending belongs to what Prometheus makes of a counter or histogram.
+    assert not any(name.endswith(("_total", "_bucket", "_sum", "_count")) for name in names)
+
+
+def test_every_error_and_every_state_of_a_worker_is_a_value_of_its_label() -> None:
+    kinds = [kind for kind in subclasses(RouterError) if not issubclass(kind, HttpRefusal)]
+    reasons = {kind.reason for kind in kinds if "reason" in vars(kind)}
+    assert set(OUTCOMES) == reasons | {OK, CANCELLED}
+    assert {state.name.lower() for state in WorkerState} == set(WORKER_STATES)
+
+
+def test_a_router_has_a_bounded_number_of_series() -> None:
+    counts = [
+        len(metric.buckets) + 3 if metric.buckets else len(metric.values) or 1 for metric in ROUTER_METRICS
+    ]
+    assert sum(counts) < MOST_SERIES
+
+
+def test_a_worker_reads_exactly_what_stands_in_its_table() -> None:
+    load = EngineLoad(**dict.fromkeys(EngineLoad.__dataclass_fields__, 1))  # type: ignore[arg-type]
+    for index in (None, WorkerIndex(state=2, lag_seconds=0.5)):
+        readings = worker_readings(load, index, num_evictions=4, stalled_seconds=0.0, is_draining=True)
+        check(WORKER_METRICS, readings)
+        assert readings["kv_usage_ratio"] == pytest.approx(1 / 3)
+        assert (readings["evictions"], readings["draining"]) == (4, 1)
+
+
+async def test_a_router_reads_exactly_what_stands_in_its_table() -> None:
+    async with running_router() as router:
+        await until(lambda: router.server.readings)
+        check(ROUTER_METRICS, router.server.readings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"kind": Kind.COUNTER, "label": "reason"}, "needs its values"),
+        ({"kind": Kind.GAUGE, "buckets": (1.0,)}, "buckets are for histograms"),
+        ({"kind": Kind.HISTOGRAM}, "buckets are for histograms"),
+        ({"kind": Kind.HISTOGRAM, "buckets": (2.0, 1.0)}, "must grow"),
+        ({"kind": Kind.HISTOGRAM, "buckets": (1.0,), "label": "a", "values": ("b",)}, "no label of its own"),
+    ],
+)
+def test_a_metric_that_contradicts_itself_is_refused(fields: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Metric(name="x", unit="y", meaning="z", **fields)  # type: ignore[arg-type]
+
+
+def test_a_label_that_the_table_does_not_have_is_refused() -> None:
+    metric = next(metric for metric in METRICS if metric.name == "requests")
+    with pytest.raises(ValueError, match="has no outcome a-clients-own-text"):
+        numbers(metric, {"a-clients-own-text": 1})

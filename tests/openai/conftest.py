@@ -1,0 +1,28 @@
+"""One gateway for each module that asks for it, a worker and OpenAI's client for each test."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from ..security.conftest import tokens as tokens  # noqa: TID252
+from .rig import FakeWorker, Gateway, running_gateway, until, worker_of_model
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Gateway]:
+    async with running_gateway(max_requests=8, slow_reader_seconds=1.0) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def worker(gateway: Gateway) -> AsyncIterator[FakeWorker]:
+    async with gateway.router.workers(worker_of_model("a")) as (only,):
+        yield only
+        await until(lambda: only.num_running == 0)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
+    async with gateway.client() as made:
+        yield made

@@ -1,0 +1,84 @@
+"""/v1/completions, /v1/models and /health."""
+
+import pytest
+from blockyard.proto.block_hash import unpack_tokens
+from openai import AsyncOpenAI, NotFoundError
+
+from .rig import FakeWorker, Gateway, expected_logprob, expected_text, expected_tokens, worker_of_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_prompt_may_be_text_or_tokens(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    text = await client.completions.create(model="demo", prompt="def f(x):", max_tokens=9, seed=4)
+    ids = await client.completions.create(model="demo", prompt=[11, 12, 13], max_tokens=9, seed=4)
+    for answer in (text, ids):
+        assert answer.choices[0].text == expected_text(4, 9)
+        assert (answer.object, answer.choices[0].finish_reason) == ("text_completion", "length")
+    assert unpack_tokens(worker.submits[1].token_ids) == [11, 12, 13]
+
+
+async def test_without_max_tokens_there_are_16(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    answer = await client.completions.create(model="demo", prompt="x")
+    assert answer.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_are_one_answer_with_an_index_for_each_output(
+    client: AsyncOpenAI, worker: FakeWorker, stream: bool
+) -> None:
+    wanted = {"model": "demo", "prompt": ["a", "b b b b", [7, 8]], "n": 2, "max_tokens": 6, "seed": 1}
+    texts = dict.fromkeys(range(6), "")
+    if stream:
+        chunks = [
+            chunk
+            async for chunk in await client.completions.create(
+                **wanted, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+        usage = chunks[-1].usage
+        for chunk in chunks[:-1]:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        answer = await client.completions.create(**wanted)
+        usage = answer.usage
+        texts |= {choice.index: choice.text for choice in answer.choices}
+    assert texts == {index: expected_text(1, 6, index % 2) for index in range(6)}
+    assert usage.completion_tokens == 36
+    assert usage.prompt_tokens == sum(submit.prompt_tokens for submit in worker.submits)
+    assert usage.prompt_tokens_details.cached_tokens == 3 * 32
+    assert len({submit.request_id for submit in worker.submits}) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_in_the_older_shape_with_the_place_of_each_token(
+    client: AsyncOpenAI, worker: FakeWorker, stream: bool
+) -> None:
+    answer = await client.completions.create(
+        model="demo", prompt="x", max_tokens=20, seed=6, logprobs=2, stream=stream
+    )
+    choices = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    text = "".join(choice.text for choice in choices)
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert text[offset : offset + len(token)] == token
+    assert [value for choice in choices for value in choice.logprobs.token_logprobs] == [
+        expected_logprob(token) for token in expected_tokens(6, 20)
+    ]
+    assert all(len(top) == 2 for choice in choices for top in choice.logprobs.top_logprobs)
+
+
+async def test_models_are_listed_and_found_by_name(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    listed = await client.models.list()
+    assert [model.id for model in listed.data] == ["demo"]
+    assert (await client.models.retrieve("demo")).max_model_len == 512
+    with pytest.raises(NotFoundError) as caught:
+        await client.models.retrieve("gpt-99")
+    assert caught.value.code == "model_not_found"
+
+
+async def test_health_says_whether_anybody_could_serve(gateway: Gateway) -> None:
+    assert (await gateway.get("/health")).status == 503
+    async with gateway.router.workers(worker_of_model("a")):
+        assert (await gateway.get("/health")).status == 200

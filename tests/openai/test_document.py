@@ -1,0 +1,84 @@
+"""docs/gateway.md is true: each example of it runs as it stands, against the demo model; each error is in its table."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blockyard.router import errors
+from blockyard.router.openai.http_errors import HttpRefusal, status_of
+
+from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
+
+TEXT = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+BLOCKS = re.findall(r"```(\w+)(?: (\w+))?\n(.*?)```", TEXT, re.DOTALL)
+PYTHON = [block for kind, _, block in BLOCKS if kind == "python"]
+CURL = next(block for _, name, block in BLOCKS if name == "curl")
+ADDRESS = "127.0.0.1:8000"
+SAID = ("cached prompt tokens: ", "0 length", "True", "temperature invalid_request")
+"""In what each program prints."""
+NOT_OVER_HTTP = {
+    errors.SlowReader,
+    errors.NotFound,
+    errors.UnknownRequest,
+    errors.UnknownWorker,
+    errors.Unavailable,
+}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with processes(tmp_path_factory.mktemp("document")) as running:
+        worker = running.add_worker("w0", *DETERMINISTIC)
+        router = running.add_router("r0", "--http-port", "0", workers=[worker.address])
+        running.start(worker, router)
+        found = re.search(r"http://(\S+)/v1", router.log_text())
+        assert found
+        yield found[1]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), list(zip(PYTHON, SAID, strict=True)), ids=["stream", "n", "schema", "errors"]
+)
+def test_each_program_runs(address: str, program: str, said: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", program.replace(ADDRESS, address)], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    if said == "True":
+        assert result.stdout.strip() in ("True", "False")
+    else:
+        assert said in result.stdout
+
+
+def test_each_call_of_curl_is_answered(address: str) -> None:
+    lines = [
+        "set -e",
+        CURL.replace(ADDRESS, address).replace("curl -s", "curl --fail-with-body --max-time 60 -s"),
+    ]
+    result = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for said in ('"object":"chat.completion"', "data: [DONE]", '"object":"list"', '"status":"serving"'):
+        assert said in result.stdout
+
+
+def test_every_error_is_in_the_table_under_its_status() -> None:
+    rows = dict(re.findall(r"^\| ([\d, ]+) \| (.*?) \|", TEXT, re.MULTILINE))
+    found = set()
+    for kind in all_kinds(errors.RouterError):
+        if "reason" not in vars(kind) or kind in NOT_OVER_HTTP:
+            continue
+        status = str(status_of(kind("x")))
+        codes = next(codes for statuses, codes in rows.items() if status in statuses.split(", "))
+        assert f"`{kind.reason.lower()}`" in codes, kind
+        found.add(kind)
+    assert HttpRefusal not in found
+    assert len(found) > 20
+
+
+def all_kinds(kind: type[errors.RouterError]) -> Iterator[type[errors.RouterError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from all_kinds(child)

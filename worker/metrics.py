@@ -1,0 +1,49 @@
+"""A worker's readings: its load and its part of the index under the names of the table (proto/metric_table.py).
+
+Pure. Does not own how they are counted (engine.py, publisher.py) nor how they leave (actor.py, __main__.py).
+"""
+
+from blockyard.proto.metrics import Readings
+from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
+from blockyard.worker.engine_types import EngineLoad
+
+FROM_LOAD = (
+    "running",
+    "waiting",
+    "host_cached_blocks",
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "preemptions",
+    "swaps",
+)
+"""Called the same in the load and in the table."""
+
+
+def worker_readings(
+    load: EngineLoad,
+    index: WorkerIndex | None,
+    *,
+    num_evictions: int,
+    stalled_seconds: float,
+    is_draining: bool,
+) -> Readings:
+    """`index` None: the worker has none."""
+    index = index or WorkerIndex(state=IndexState.INDEX_STATE_ABSENT)
+    total_blocks = load.free_blocks + load.cached_blocks + load.used_blocks
+    return {
+        **{name: getattr(load, name) for name in FROM_LOAD},
+        "kv_usage_ratio": load.used_blocks / total_blocks,
+        "blocks_free": load.free_blocks,
+        "blocks_cached": load.cached_blocks,
+        "blocks_used": load.used_blocks,
+        "evictions": num_evictions,
+        "stalled_seconds": stalled_seconds,
+        "draining": int(is_draining),
+        "index_state": index.state,
+        "index_lag_seconds": index.lag_seconds,
+        "index_entries": index.entries,
+        "index_errors": index.errors,
+        "index_resyncs": index.resyncs,
+        "index_damages": index.damages,
+    }
