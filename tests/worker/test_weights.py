@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -273,6 +274,8 @@ def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
     program = Path(__file__).with_name("loading_memory.py")
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path)],
+        # What is freed is given back at once: what glibc would keep for later differs from run to run, up to 8 MB here.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
         capture_output=True,
         text=True,
         check=False,
@@ -282,7 +285,7 @@ def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
     loaded, peak, packed = map(int, done.stdout.split())
     print(f"weights {weight_bytes / 1e6:.0f} MB; loaded {loaded / 1e6:.0f}, peak {peak / 1e6:.0f}, "
           f"packed {packed / 1e6:.0f} MB")  # fmt: skip
-    # Two of the largest: one on its way, and what the allocator keeps back.
     assert loaded > 0.9 * weight_bytes
-    assert peak < weight_bytes + 2 * largest_bytes
-    assert packed < weight_bytes + 2 * largest_bytes
+    # The largest is on its way, and some padding.
+    assert peak < weight_bytes + 1.5 * largest_bytes
+    assert packed < weight_bytes + 0.5 * largest_bytes
