@@ -1,8 +1,8 @@
 """Reading a model's folder: every tensor in its place, and a sentence for everything that cannot be served."""
 
 import json
-import shutil
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
