@@ -20,6 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from blockyard.worker import SPIN_COUNT
+
 from bench.engine import report
 from bench.engine.figures import Results, figures_of
 from bench.engine.peers.protocol import Request, Settings
@@ -43,9 +45,6 @@ from bench.reporting import REPORTS
 PEERS = ("transformers", "vllm", "openvino")
 PROOF = ("tests/worker/test_engine_tokens.py", "tests/worker/test_decoder.py")
 GIB = 2**30
-SPIN_COUNT = "1000"
-"""Of an OpenMP thread that waits for others. libgomp goes down to it by itself in a worker, where two threads have
-computed; a process of one thread would wait three hundred times longer, its whole slice beside any other program."""
 
 
 def parse() -> argparse.Namespace:
@@ -126,7 +125,7 @@ def systems_of(arguments: argparse.Namespace, model: Path, dtype: str) -> list[S
     )
     systems += peers(settings, pythons, converted, batchings=arguments.transformers.split(","))
     library = None if arguments.no_tcmalloc else tcmalloc()
-    environment = {"OMP_NUM_THREADS": str(arguments.threads), "GOMP_SPINCOUNT": SPIN_COUNT}
+    environment = {"OMP_NUM_THREADS": str(arguments.threads), "GOMP_SPINCOUNT": str(SPIN_COUNT)}
     return [with_preload(with_env(system, environment), [library] if library else []) for system in systems]
 
 

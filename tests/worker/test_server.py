@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,39 @@ async def test_what_a_worker_caches_is_found_in_the_index_and_goes_with_it(
         await worker.stop(0)
     assert await index.lookup(names) == []
     await client.aclose()
+
+
+async def test_the_thread_that_loads_ends_so_that_its_openmp_team_does_not_count() -> None:
+    before = set(threading.enumerate())
+    worker = WorkerServer(WorkerConfig(engine=engine_settings(), cluster_secret="hush"))
+    await worker.start()
+    try:
+        await asyncio.sleep(0.05)
+        new = {thread.name for thread in set(threading.enumerate()) - before}
+        assert "engine" in new
+        assert not any(name.startswith(("loading", "asyncio")) for name in new), new
+    finally:
+        await worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("environment", "spin_count"),
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+)
+def test_openmp_threads_spin_briefly_unless_the_environment_says_otherwise(
+    environment: dict[str, str], spin_count: str | None
+) -> None:
+    others = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    program = (
+        "import os, sys, blockyard.worker; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(
+        command, env=others | environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == f"False {spin_count}\n"
 
 
 async def test_the_map_file_agrees_with_the_pool(tmp_path: Path) -> None:
