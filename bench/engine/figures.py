@@ -1,6 +1,7 @@
 """What the engine benchmark found, as figures and floors. Pure. Does not own their text (report.py) or look (plot.py).
 
-Ratios are of pairs: ours and another system in the same repeat, one right after the other.
+Ratios are of pairs: ours and another system in the same repeat, one right after the other. Pairs that something else
+disturbed are left out where enough others remain.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,10 @@ from bench.reporting import Floor, percentile
 
 UNDECIDED = 1.08
 """Ratios nearer to 1 than this are the machine's: it drifts by 7 %."""
+DISTURBING_CORES = 0.1
+"""Of other programs or other virtual machines: threads that wait for one another lose more than those take."""
+MIN_PAIRS = 3
+"""Undisturbed ones; where there are fewer, all pairs count."""
 UNSHARED = "blockyard, nothing shared"
 Figures = dict[str, Any]
 
@@ -91,17 +96,18 @@ def middle(values: Iterable[float]) -> Figures:
 def _ratios(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:
     """Output tokens/s of each of our rows over each other row, pair by pair."""
     return {
-        our: {
-            other: middle(
-                tokens_per_second(mine) / tokens_per_second(theirs)
-                for mine, theirs in zip(rows[our], rows[other], strict=True)
-            )
-            for other in rows
-            if other != our
-        }
+        our: {other: _ratio(rows[our], rows[other]) for other in rows if other != our}
         for our in ours
         if our in rows
     }
+
+
+def _ratio(ours: Sequence[Trial], others: Sequence[Trial]) -> Figures:
+    pairs = list(zip(ours, others, strict=True))
+    calm = [pair for pair in pairs if max(trial.foreign_cores for trial in pair) <= DISTURBING_CORES]
+    counted = calm if len(calm) >= MIN_PAIRS else pairs
+    ratios = middle(tokens_per_second(mine) / tokens_per_second(theirs) for mine, theirs in counted)
+    return {**ratios, "pairs": len(pairs), "undisturbed": len(calm)}
 
 
 def _equal(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:

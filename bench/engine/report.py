@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.engine.figures import UNDECIDED, Figures, floors_of, not_judged
+from bench.engine.figures import DISTURBING_CORES, MIN_PAIRS, UNDECIDED, Figures, floors_of, not_judged
 from bench.reporting import write_report
 
 TITLE = "The engine alone, through the cluster's path, and beside its peers"
@@ -10,7 +10,9 @@ INTRODUCTION = f"""Each system is a process of its own that has loaded the same 
 after the other, repeat by repeat, and each repeat has other tokens. All answer greedily and go on to the asked length.
 `First` is from a request's arrival to its first token, `token` the mean time between two tokens of a request, `pause`
 the longest between two of its tokens; `a core-second` is output tokens for each second of a core that the system took,
-waiting threads that spin among it. A ratio is ours over the other's output tokens/s, of pairs in the same repeat;
+waiting threads that spin among it; `foreign cores` were taken by other programs and, on a virtual machine, by others.
+A ratio is ours over the other's output tokens/s, of pairs in the same repeat. It is of the pairs beside which foreign
+cores stayed at {DISTURBING_CORES} or less, if there are {MIN_PAIRS} of them, otherwise of all, and says so;
 under {UNDECIDED} (or over {1 / UNDECIDED:.2f}) it is undecided on a machine that drifts."""
 HEAD = (
     "| system | output tokens/s | lowest-highest | a core-second | first ms p50 / p99 | token ms p50 / p99 "
@@ -57,12 +59,18 @@ def _workload(title: str, workload: Figures) -> str:
         for system, row in workload["systems"].items()
     ]
     ratios = [
-        f"- {ours} / {other}: **{ratio['median']:.2f}** ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
+        f"- {ours} / {other}: **{ratio['median']:.2f}** ({ratio['lowest']:.2f}-{ratio['highest']:.2f}; {_pairs(ratio)})"
         for ours, others in workload["ratios"].items()
         for other, ratio in others.items()
     ]
     about = f"{workload['about']} {workload['prompt_tokens']:,} tokens in, {workload['output_tokens']:,} out."
     return "\n".join([f"### {title}", "", about, "", HEAD, *rows, "", *ratios])
+
+
+def _pairs(ratio: Figures) -> str:
+    if ratio["undisturbed"] >= MIN_PAIRS:
+        return f"{ratio['undisturbed']} undisturbed pairs of {ratio['pairs']}"
+    return f"all {ratio['pairs']} pairs, {ratio['undisturbed']} undisturbed"
 
 
 def _row(system: str, row: Figures, equal: float) -> str:

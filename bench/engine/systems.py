@@ -52,7 +52,7 @@ class Trial:
 
     courses: tuple[Course, ...]
     foreign_cores: float
-    """That other programs kept busy meanwhile."""
+    """That other programs, or other virtual machines, kept busy meanwhile."""
     cores: float
     """That the system kept busy."""
 

@@ -25,6 +25,11 @@ def mixed(tokens: Tokens, chance: Random, rate: float) -> list[Request]:
     return [Request(0.0, tokens(chance.randint(20, 200)), OUTPUT_TOKENS[number % 4]) for number in range(32)]
 
 
+def brief(tokens: Tokens, chance: Random, rate: float) -> list[Request]:
+    """32 requests at once, 40 tokens in and 17 out: seconds, for a machine that is seldom undisturbed."""
+    return [Request(0.0, tokens(40), 17) for _ in range(32)]
+
+
 def prefix(tokens: Tokens, chance: Random, rate: float) -> list[Request]:
     """32 requests at once that share 512 tokens which nobody has cached, each with 8 to 32 of its own, 32 out."""
     shared = tokens(PREFIX_TOKENS)
@@ -58,6 +63,7 @@ def tiny(tokens: Tokens, chance: Random, rate: float) -> list[Request]:
 
 WORKLOADS: dict[str, Callable[[Tokens, Random, float], list[Request]]] = {
     "mixed": mixed,
+    "brief": brief,
     "prefix": prefix,
     "serve": serve,
     "long": long,

@@ -118,7 +118,7 @@ class CpuClock:
 
 
 def foreign_cores(before: CpuClock, after: CpuClock) -> float:
-    """That other programs than this benchmark kept busy in between."""
+    """That other programs than this benchmark, or other virtual machines, kept busy in between."""
     foreign = (after.machine - after.ours) - (before.machine - before.ours)
     return max(foreign, 0.0) / (after.now - before.now)
 
@@ -159,8 +159,8 @@ def _children(pid: int) -> list[int]:
 
 
 def _machine_seconds() -> float:
-    """All but idle and waiting for a disk."""
-    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(
+    """All but idle and waiting for a disk; with what a hypervisor gave to other machines while this one had work."""
+    user, nice, system, _idle, _iowait, irq, softirq, stolen, *_ = map(
         int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     )
-    return (user + nice + system + irq + softirq) / _TICKS_A_SECOND
+    return (user + nice + system + irq + softirq + stolen) / _TICKS_A_SECOND

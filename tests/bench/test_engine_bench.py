@@ -105,9 +105,9 @@ def test_a_course_knows_its_longest_pause() -> None:
     assert (course.first, course.last, course.longest_pause, course.num_tokens) == (1.0, 4.2, 2.5, 4)
 
 
-def trial(seconds: float, head: int = 5) -> Trial:
+def trial(seconds: float, head: int = 5, foreign: float = 0.1) -> Trial:
     course = Course(submitted=0.0, first=seconds / 2, last=seconds, num_tokens=10, head=[head])
-    return Trial(courses=(course,), foreign_cores=0.1, cores=1.5)
+    return Trial(courses=(course,), foreign_cores=foreign, cores=1.5)
 
 
 def results() -> Results:
@@ -140,9 +140,26 @@ SETTING = {
 
 def test_ratios_are_of_pairs_in_the_same_repeat() -> None:
     figures = figures_of({"float32": results()}, SETTING)["runs"]["float32"]["workloads"]["prefix"]
-    assert figures["ratios"]["blockyard torch"]["vllm"] == {"median": 1.25, "lowest": 0.5, "highest": 2.0}
+    ratio = figures["ratios"]["blockyard torch"]["vllm"]
+    assert ratio == {"median": 1.25, "lowest": 0.5, "highest": 2.0, "pairs": 2, "undisturbed": 2}
     assert figures["equal_first_tokens"]["vllm"] == 0.5
     assert tokens_per_second(trial(4.0)) == 2.5
+
+
+@pytest.mark.parametrize(("num_calm", "median"), [(3, 2.0), (2, 1.0)])
+def test_pairs_that_something_disturbed_are_left_out_where_three_others_remain(
+    num_calm: int, median: float
+) -> None:
+    measured = results()
+    calm = [trial(1.0)] * num_calm
+    disturbed = [trial(2.0, foreign=0.2)] * 4
+    measured.trials["prefix"] = {
+        "blockyard torch": [*calm, *disturbed],
+        "vllm": [trial(2.0)] * (num_calm + 4),
+    }
+    figures = figures_of({"float32": measured}, SETTING)["runs"]["float32"]["workloads"]["prefix"]
+    ratio = figures["ratios"]["blockyard torch"]["vllm"]
+    assert (ratio["median"], ratio["undisturbed"], ratio["pairs"]) == (median, num_calm, num_calm + 4)
 
 
 def test_floors_are_of_what_was_there_to_be_compared_and_the_rest_is_named_as_not_judged() -> None:
@@ -172,7 +189,7 @@ def test_a_report_names_who_was_absent_and_has_a_json_twin(tmp_path: Path) -> No
     path = write(figures_of({"float32": results()}, SETTING), tmp_path)
     text = path.read_text(encoding="utf-8")
     assert "openvino: not measured, no Python of it was named." in text
-    assert "blockyard torch / vllm: **1.25** (0.50-2.00)" in text
+    assert "blockyard torch / vllm: **1.25** (0.50-2.00; all 2 pairs, 2 undisturbed)" in text
     missed = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["figures"]["not_judged"]
     assert missed
     assert all(f"\n- {line}\n" in text for line in missed)
