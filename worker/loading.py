@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.cpu_features import has_bfloat16
 from blockyard.worker.engine import Engine
 from blockyard.worker.host_blocks import STAGING_BYTES
 from blockyard.worker.host_size import size_host_memory
@@ -72,6 +73,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     model = load_config(path)
     device = _resolve_device(config)
     dtype = resolve_dtype(config.dtype, model, device, deterministic=config.deterministic)
+    if dtype == "bfloat16" and device.type == "cpu" and not has_bfloat16():
+        logger.warning("this CPU has no instructions for bfloat16: float32 is several times as fast")
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
