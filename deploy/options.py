@@ -24,6 +24,8 @@ ENGINE_HELP = {
     "engine": "`simulated` keeps scheduler, pool and cache, and replaces the model by a clock.",
     "device": "`auto` takes a GPU where there is one.",
     "dtype": "Of weights and KV cache. `auto`: what the model's config says.",
+    "kv_cache_dtype": "What keys and values are kept in: `auto` as --dtype; `int8` or `fp8` (e4m3), with a scale for "
+    "each token and kv head, for nearly twice the tokens of 16 bits.",
     "load_format": "`random` makes weights from the config alone: for benchmarks.",
     "seed": "Of random weights.",
     "block_size": "Tokens in a block of KV cache: 16, 32, 64 or 128.",

@@ -16,7 +16,7 @@ from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
 from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
 from blockyard.deploy.shared_port import reserved_port
-from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block
+from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=engine.block_size,
-        dtype_bytes=DTYPE_BYTES[dtype],
+        kv_dtype=stored_dtype(engine.kv_cache_dtype, dtype),
     )
     budget_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
     return KVSize(

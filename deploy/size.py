@@ -4,7 +4,7 @@ sizes."""
 import re
 from dataclasses import dataclass
 
-from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block
+from blockyard.worker.kv_size import KVCacheDtype, KVSize, blocks_in_budget, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config, resolve_model
 
 _UNITS = {
@@ -27,6 +27,7 @@ class ModelSize:
 
     model: str
     dtype: str
+    kv_dtype: str
     max_model_len: int
     kv: KVSize
 
@@ -34,6 +35,7 @@ class ModelSize:
         return {
             "model": self.model,
             "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype,
             "block_size": self.kv.block_size,
             "bytes_per_block": self.kv.block_bytes,
             "blocks": self.kv.num_blocks,
@@ -52,9 +54,16 @@ def parse_bytes(text: str) -> int:
 
 
 def size_model(
-    model: str, *, budget_bytes: int, block_size: int, dtype: str, on_cpu: bool, max_model_len: int | None
+    model: str,
+    *,
+    budget_bytes: int,
+    block_size: int,
+    dtype: str,
+    kv_cache_dtype: KVCacheDtype,
+    on_cpu: bool,
+    max_model_len: int | None,
 ) -> ModelSize:
-    """With dtype "auto" a CPU caches float32, as it computes (worker/runner.py).
+    """With dtype "auto" a CPU caches float32, as it computes (worker/runner.py), unless `kv_cache_dtype` is another.
 
     Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
     config = load_config(resolve_model(model))
@@ -63,14 +72,15 @@ def size_model(
     context = max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    kv_dtype = stored_dtype(kv_cache_dtype, chosen)
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
-        dtype_bytes=DTYPE_BYTES[chosen],
+        kv_dtype=kv_dtype,
     )
     kv = KVSize(
         num_blocks=blocks_in_budget(budget_bytes, block_bytes), block_size=block_size, block_bytes=block_bytes
     )
-    return ModelSize(model=model, dtype=chosen, max_model_len=context, kv=kv)
+    return ModelSize(model=model, dtype=chosen, kv_dtype=kv_dtype, max_model_len=context, kv=kv)

@@ -206,7 +206,7 @@ def size_view(sized: ModelSize) -> RenderableType:
             f"{kv.max_concurrency(sized.max_model_len):,.2f} of {sized.max_model_len:,} tokens",
         ),
     ]
-    return plain_table((sized.dtype, Path(sized.model).name), rows)
+    return plain_table((f"{sized.kv_dtype} KV cache", Path(sized.model).name), rows)
 
 
 def finish_line(finish: Finish) -> str:

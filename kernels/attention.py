@@ -14,11 +14,12 @@ merged at a time.
 
 import triton
 import triton.language as tl
+from blockyard.kernels.quantised_heads import widened
 
 
 @triton.jit
 def _dot(a, b, WIDEN: tl.constexpr):
-    """a @ b in fp32. WIDEN for bf16 under the interpreter, which would multiply the bit patterns."""
+    """a @ b in fp32. WIDEN where numbers are bf16 under the interpreter, which would multiply the bit patterns."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -33,6 +34,7 @@ def attend_tile(
     peak_M,
     total_M,
     pool_ptr,
+    scales_ptr,
     table_ptr,
     first_key,
     end_key,
@@ -44,10 +46,14 @@ def attend_tile(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     BLOCK_J: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One online-softmax step over the keys first_key .. first_key + BLOCK_J - 1.
+
+    With SCALE_BYTES numbers are multiplied as they are stored, and scores and weights by the scales of their keys and
+    values: one product a key, not one an element. Such weights may be too small for fp16: they become bf16.
 
     Unwritten slots may hold NaN, so masked keys and values are loaded as 0: a probability of 0 alone does not
     hide them. Only under a window may a row see no key of the first tiles: its peak is -inf until it sees one,
@@ -60,15 +66,31 @@ def attend_tile(
     else:
         block_J = tl.load(table_ptr + key_J // BLOCK_SIZE).to(tl.int64)
     head_row_J = block_J * (2 * NUM_KV_HEADS) + kv_head
-    k_ptrs_JD = pool_ptr + (head_row_J * BLOCK_SIZE + key_J % BLOCK_SIZE)[:, None] * HEAD_DIM + dim_D[None, :]
-    v_ptrs_JD = k_ptrs_JD + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    row_size: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES)
+    k_ptrs_JD = pool_ptr + (head_row_J * row_size + key_J % BLOCK_SIZE * HEAD_DIM)[:, None] + dim_D[None, :]
+    v_ptrs_JD = k_ptrs_JD + NUM_KV_HEADS * row_size
     if MASKED:
         k_JD = tl.load(k_ptrs_JD, mask=(key_J < end_key)[:, None], other=0.0)
         v_JD = tl.load(v_ptrs_JD, mask=(key_J < end_key)[:, None], other=0.0)
     else:
         k_JD = tl.load(k_ptrs_JD)
         v_JD = tl.load(v_ptrs_JD)
+    if SCALE_BYTES:
+        row_scales: tl.constexpr = row_size // SCALE_BYTES
+        k_scale_ptrs_J = scales_ptr + head_row_J * row_scales + (row_scales - BLOCK_SIZE) + key_J % BLOCK_SIZE
+        v_scale_ptrs_J = k_scale_ptrs_J + NUM_KV_HEADS * row_scales
+        if MASKED:
+            k_scale_J = tl.load(k_scale_ptrs_J, mask=key_J < end_key, other=0.0)
+            v_scale_J = tl.load(v_scale_ptrs_J, mask=key_J < end_key, other=0.0)
+        else:
+            k_scale_J = tl.load(k_scale_ptrs_J)
+            v_scale_J = tl.load(v_scale_ptrs_J)
+        exact: tl.constexpr = tl.float32 if WIDEN else q_MD.dtype
+        k_JD = widened(k_JD, exact)
+        v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact)
     scores_MJ = _dot(q_MD, tl.trans(k_JD), WIDEN) * scale_log2
+    if SCALE_BYTES:
+        scores_MJ *= k_scale_J[None, :]
     if MASKED:
         visible_MJ = (key_J[None, :] <= query_position_M[:, None]) & (key_J < end_key)[None, :]
         if WINDOWED:
@@ -82,6 +104,8 @@ def attend_tile(
     weights_MJ = tl.exp2(scores_MJ - shift_M[:, None])
     total_M = total_M * rescale_M + tl.sum(weights_MJ, axis=1)
     acc_MD = acc_MD * rescale_M[:, None]
+    if SCALE_BYTES:
+        weights_MJ *= v_scale_J[None, :]
     acc_MD += _dot(weights_MJ.to(v_JD.dtype), v_JD, WIDEN)
     return acc_MD, new_peak_M, total_M
 
@@ -89,7 +113,8 @@ def attend_tile(
 @triton.jit
 def attend_items_kernel(
     q_ptr,  # [T, N, D], strides (q_stride_t, q_stride_n, 1)
-    pool_ptr,  # [B, 2, K, P, D], contiguous
+    pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or the bits of e4m3, with scales behind each P heads
+    scales_ptr,  # the same memory as fp32, only with SCALE_BYTES
     table_ptr,  # [R, blocks], int32, contiguous
     query_starts_ptr,  # [R + 1], int32
     context_lens_ptr,  # [R], int32
@@ -108,6 +133,7 @@ def attend_items_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     PROGRAMS_PER_ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -126,8 +152,8 @@ def attend_items_kernel(
     the keys that none of its rows sees and masks the tiles in which one row's window begins after another's. An
     item of one query token begins with its window, as the plan cut it, and needs none of that.
 
-    Bytes: 2 * keys * D * itemsize a program and kv head, plus q and out. FLOPs: 4 * N * D a visible (query,
-    key) pair.
+    Bytes: 2 * keys * (D * the pool's itemsize + SCALE_BYTES) a program and kv head, plus q and out. FLOPs: 4 * N * D a
+    visible (query, key) pair.
     """
     item_ptr = items_ptr + (tl.program_id(0) // PROGRAMS_PER_ITEM) * 6
     kv_head = tl.program_id(1)
@@ -169,18 +195,19 @@ def attend_items_kernel(
     if WINDOWED:
         for tile in range(first_key, tl.minimum(first_unmasked, end_key), BLOCK_J):
             acc_MD, peak_M, total_M = attend_tile(
-                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
-                scale_log2, window, True, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key,
+                kv_head, scale_log2, window, True, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J,
+                WIDEN,
             )  # fmt: skip
     for tile in range(first_unmasked, masked_from, BLOCK_J):
         acc_MD, peak_M, total_M = attend_tile(
-            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, window, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key,
+            kv_head, scale_log2, window, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
     for tile in range(tl.maximum(first_unmasked, masked_from), end_key, BLOCK_J):
         acc_MD, peak_M, total_M = attend_tile(
-            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, window, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key,
+            kv_head, scale_log2, window, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
 
     # An item without keys has a total of 0: its result is 0 and its log-sum-exp -inf, never NaN.

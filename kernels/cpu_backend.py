@@ -6,7 +6,8 @@ MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 k
 how. Copies and swaps move whole blocks and need not know. Linears may be in int8 instead. Must never import triton.
 
 Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
-size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles of a block.
+size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles of a block. A pool may be quantised
+(`kv_pool`): then its scales lie as everywhere.
 """
 
 import torch
@@ -22,11 +23,14 @@ from blockyard.kernels.cpu_checks import (
 )
 from blockyard.kernels.cpu_library import Attention, CpuLibrary, Norm, Placement, SiluMul
 from blockyard.kernels.int8_linear import can_quantise, int8_linear, quantise
+from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
 from blockyard.kernels.torch_backend import TorchBackend
 
 LANES = 16
 MAX_HEAD_DIM = 256
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+# As `stored_as` of native/lanes.h counts them; 0 is the type of the heads.
+_STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class CpuBackend(TorchBackend):
@@ -43,7 +47,7 @@ class CpuBackend(TorchBackend):
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> None:
-        if not has_native_layout(kv_pool_B2KPD):
+        if not has_native_layout(kv_pool_B2KPD, k_TKD.dtype):
             return super().write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
         self._place(k_TKD[:, :0], k_TKD, v_TKD, None, None, kv_pool_B2KPD, plan)
 
@@ -55,7 +59,7 @@ class CpuBackend(TorchBackend):
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        if not has_native_layout(kv_pool_B2KPD):
+        if not has_native_layout(kv_pool_B2KPD, heads_TXD.dtype):
             return super().place_heads(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
         q_TND, k_TKD, v_TKD = split_heads(heads_TXD, kv_pool_B2KPD.shape[2])
         self._place(q_TND, k_TKD, v_TKD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
@@ -99,6 +103,7 @@ class CpuBackend(TorchBackend):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=plan.block_size,
+            stored=_STORED.get(kv_pool_B2KPD.dtype, 0),
             eps=0.0 if norms is None else norms.eps,
         )
         self._library.place(k_TKD.dtype == torch.bfloat16, torch.get_num_threads(), placement)
@@ -112,7 +117,7 @@ class CpuBackend(TorchBackend):
         scale: float,
         out_TND: torch.Tensor,
     ) -> None:
-        if not has_native_layout(kv_pool_B2KPD):
+        if not has_native_layout(kv_pool_B2KPD, q_TND.dtype):
             return super().attention(q_TND, kv_pool_B2KPD, plan, scale=scale, out_TND=out_TND)
         _, num_heads, head_dim = q_TND.shape
         num_kv_heads = kv_pool_B2KPD.shape[2]
@@ -141,6 +146,7 @@ class CpuBackend(TorchBackend):
             num_rows=plan.num_rows,
             table_stride=plan.block_table_RB.stride(0),
             window=plan.window or 0,
+            stored=_STORED.get(kv_pool_B2KPD.dtype, 0),
             scale=scale,
         )
         self._library.attend(q_TND.dtype == torch.bfloat16, torch.get_num_threads(), work)
@@ -221,37 +227,44 @@ class CpuBackend(TorchBackend):
         return super().linear(x_TI, weight_OI, bias_O)
 
 
-def has_native_layout(kv_pool_B2KPD: torch.Tensor) -> bool:
-    """Whether the C++ kernels serve such a pool: then keys lie in it as `to_native` lays them out."""
-    block_size, head_dim = kv_pool_B2KPD.shape[3:]
+def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the C++ kernels serve such a pool for a model in `dtype`: then keys lie in it as `to_native` lays them
+    out."""
+    block_size, head_dim = kv_pool_B2KPD.shape[3], head_dim_of(kv_pool_B2KPD)
     return (
-        kv_pool_B2KPD.dtype in _NATIVE_DTYPES
+        (dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype) in _NATIVE_DTYPES
         and head_dim % LANES == 0
         and head_dim <= MAX_HEAD_DIM
         and block_size % LANES == 0
     )
 
 
-def to_native(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
-    """A copy of a pool [B, 2, K, P, D] with each head's keys as [J, D, 16], where the C++ kernels serve it; values
-    stay."""
+def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a pool with each head's keys [P, D] as [J, D, 16], where the C++ kernels serve it for a model in
+    `dtype`; values and scales stay."""
     native = kv_pool_B2KPD.clone()
-    if not has_native_layout(kv_pool_B2KPD):
+    if not has_native_layout(kv_pool_B2KPD, dtype):
         return native
-    keys_BKJ16D = kv_pool_B2KPD[:, 0].unflatten(2, (-1, LANES))
-    native[:, 0] = keys_BKJ16D.transpose(-1, -2).reshape(native[:, 0].shape)
+    keys_BKJ16D = _keys_of(kv_pool_B2KPD).unflatten(2, (-1, LANES))
+    _keys_of(native).copy_(keys_BKJ16D.transpose(-1, -2).reshape(_keys_of(native).shape))
     return native
 
 
-def from_native(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
+def from_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `to_native` made it from."""
     plain = kv_pool_B2KPD.clone()
-    if not has_native_layout(kv_pool_B2KPD):
+    if not has_native_layout(kv_pool_B2KPD, dtype):
         return plain
-    num_blocks, _, num_kv_heads, _, head_dim = kv_pool_B2KPD.shape
-    keys_BKJD16 = kv_pool_B2KPD[:, 0].reshape(num_blocks, num_kv_heads, -1, head_dim, LANES)
-    plain[:, 0] = keys_BKJD16.transpose(-1, -2).flatten(2, 3)
+    keys_BKPD = _keys_of(kv_pool_B2KPD)
+    num_blocks, num_kv_heads, _, head_dim = keys_BKPD.shape
+    keys_BKJD16 = keys_BKPD.reshape(num_blocks, num_kv_heads, -1, head_dim, LANES)
+    _keys_of(plain).copy_(keys_BKJD16.transpose(-1, -2).flatten(2, 3))
     return plain
+
+
+def _keys_of(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
+    """[B, K, P, D], a view, of any pool."""
+    return (numbers_of(kv_pool_B2KPD) if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD)[:, 0]
 
 
 def _is_native(*tensors: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ Shapes: as in `cpu_backend`.
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import HeadNorms
+from blockyard.kernels.kv_pool import head_dim_of, is_quantised
 
 
 class PlanChecks:
@@ -35,8 +36,9 @@ def need(holds: bool, what: str) -> None:
 
 def check_pool(kv_pool_B2KPD: torch.Tensor, heads_TKD: torch.Tensor, plan: AttentionPlan) -> None:
     _, num_kv_heads, head_dim = heads_TKD.shape
+    held = (*kv_pool_B2KPD.shape[1:4], head_dim_of(kv_pool_B2KPD))
     need(
-        kv_pool_B2KPD.shape[1:] == (2, num_kv_heads, plan.block_size, head_dim),
+        held == (2, num_kv_heads, plan.block_size, head_dim),
         f"a pool of shape {tuple(kv_pool_B2KPD.shape)} does not hold {num_kv_heads} kv heads "
         f"of size {head_dim} in blocks of {plan.block_size}",
     )
@@ -44,8 +46,9 @@ def check_pool(kv_pool_B2KPD: torch.Tensor, heads_TKD: torch.Tensor, plan: Atten
 
 
 def check_heads(kv_pool_B2KPD: torch.Tensor, *tensors: torch.Tensor) -> None:
-    """Of the pool's type, and each token's heads side by side."""
-    dtype, head_dim = kv_pool_B2KPD.dtype, kv_pool_B2KPD.shape[4]
+    """Of the pool's type, or all of one type beside a quantised pool, and each token's heads side by side."""
+    dtype = tensors[0].dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype
+    head_dim = head_dim_of(kv_pool_B2KPD)
     for tensor in tensors:
         need(
             tensor.dtype == dtype and tensor.shape[2] == head_dim and tensor.stride()[1:] == (head_dim, 1),

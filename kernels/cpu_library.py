@@ -17,7 +17,7 @@ class Attention(ctypes.Structure):
         *((name, _Address) for name in ("q", "out", "pool", "query_starts", "context_lens", "table")),
         *((name, _Int) for name in ("q_stride", "out_stride")),
         *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
-        *((name, _Int) for name in ("num_rows", "table_stride", "window")),
+        *((name, _Int) for name in ("num_rows", "table_stride", "window", "stored")),
         ("scale", ctypes.c_float),
     ]
 
@@ -29,7 +29,7 @@ class Placement(ctypes.Structure):
         *((name, _Address) for name in ("q", "k", "v", "pool", "cos_sin", "positions", "slots")),
         *((name, _Address) for name in ("q_norm", "k_norm")),
         *((name, _Int) for name in ("q_stride", "k_stride", "v_stride", "num_tokens")),
-        *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "stored")),
         ("eps", ctypes.c_float),
     ]
 

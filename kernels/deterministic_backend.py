@@ -11,8 +11,9 @@ every operation that rounds in an order of its own gets operands of one fixed sh
 - SiLU sees slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
 
 Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they
-are, and a mean over the last dimension adds each row by itself. fp32 on a CPU, for one number of threads.
-Slower by design.
+are, and a mean over the last dimension adds each row by itself. A quantised pool
+keeps all this: each head is quantised by itself, and what is read back is one product a number. fp32 on a CPU, for one
+number of threads. Slower by design.
 
 Shapes: as in `torch_backend`, and A keys of a chunk, M = query tile * G packed query rows.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.kv_pool import gather, is_quantised
 from blockyard.kernels.torch_backend import TorchBackend
 
 LINEAR_TILE_ROWS = 16
@@ -65,7 +67,7 @@ class DeterministicTorchBackend(TorchBackend):
         scale: float,
         out_TND: torch.Tensor,
     ) -> None:
-        _check_fp32(q_TND, kv_pool_B2KPD)
+        _check_fp32(q_TND, *(() if is_quantised(kv_pool_B2KPD) else (kv_pool_B2KPD,)))
         if CHUNK_TOKENS % plan.block_size:
             raise ValueError(
                 f"deterministic mode needs a block size that divides {CHUNK_TOKENS}, got {plan.block_size}"
@@ -162,8 +164,8 @@ def _stale_slots(first_chunk: int, first_key: int, context_len: int, num_kv_head
 def _attend_row(
     row: _Row, q_QND: torch.Tensor, kv_pool_B2KPD: torch.Tensor, scale: float, out_QND: torch.Tensor
 ) -> None:
-    _, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
-    gathered = kv_pool_B2KPD.view(-1, block_size * head_dim).index_select(0, row.block_rows)
+    num_kv_heads, head_dim = kv_pool_B2KPD.shape[2], q_QND.shape[2]
+    gathered = gather(kv_pool_B2KPD, row.block_rows, q_QND.dtype)
     gathered.view(-1, head_dim).index_fill_(0, row.stale_slots, 0.0)
     chunks = gathered.view(-1, 2, num_kv_heads, CHUNK_TOKENS, head_dim)
     group = q_QND.shape[1] // num_kv_heads

@@ -5,11 +5,12 @@ takes a masked softmax in fp32. Nothing here is tuned, and nothing in the produc
 
 Shapes: T tokens, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool, H hidden
 size, I intermediate size, S positions in the rotary table, C block copies, L context length, Q queries of one
-row.
+row. A pool may be quantised (`kv_pool`).
 """
 
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.kv_pool import LARGEST, is_quantised, numbers_of, scales_of
 
 
 def write_kv(
@@ -19,8 +20,30 @@ def write_kv(
     for token, slot in enumerate(plan.slot_mapping_T.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, plan.block_size)
-            kv_pool_B2KPD[block, 0, :, offset] = k_TKD[token]
-            kv_pool_B2KPD[block, 1, :, offset] = v_TKD[token]
+            for kind, heads_KD in enumerate((k_TKD[token], v_TKD[token])):
+                if is_quantised(kv_pool_B2KPD):
+                    _write_quantised(heads_KD, kv_pool_B2KPD[block : block + 1], kind, offset)
+                else:
+                    kv_pool_B2KPD[block, kind, :, offset] = heads_KD
+
+
+def _write_quantised(heads_KD: torch.Tensor, kv_pool_12KPD: torch.Tensor, kind: int, offset: int) -> None:
+    """scale = max |head| / largest number; number = the nearest to head / scale. NaN where anything is not finite."""
+    dtype = kv_pool_12KPD.dtype
+    for head, head_D in enumerate(heads_KD.float()):
+        peak = head_D.abs().max()
+        scale = peak / LARGEST[dtype] if torch.isfinite(peak) else torch.tensor(float("nan"))
+        number_D = head_D / scale if scale > 0 else torch.zeros_like(head_D)
+        number_D = number_D.round() if dtype == torch.int8 else number_D
+        numbers_of(kv_pool_12KPD)[0, kind, head, offset] = number_D.to(dtype)
+        scales_of(kv_pool_12KPD)[0, kind, head, offset] = scale
+
+
+def heads_of(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
+    """[B, 2, K, P, D] in fp32, of any pool: what a quantised one says its heads are."""
+    if not is_quantised(kv_pool_B2KPD):
+        return kv_pool_B2KPD.float()
+    return numbers_of(kv_pool_B2KPD).float() * scales_of(kv_pool_B2KPD)[..., None]
 
 
 def attention(
@@ -41,7 +64,7 @@ def attention(
         num_blocks = -(-context_len // plan.block_size)
         blocks = plan.block_table_RB[row, :num_blocks].long()
         rows = slice(token, token + query_len)
-        kv_B2KPD = kv_pool_B2KPD[blocks]
+        kv_B2KPD = heads_of(kv_pool_B2KPD[blocks])
         out_TND[rows] = _attend_row(q_TND[rows], kv_B2KPD, context_len, scale, plan.window).to(out_TND.dtype)
         token += query_len
 
@@ -51,9 +74,7 @@ def _attend_row(
 ) -> torch.Tensor:
     query_len, num_heads, head_dim = q_QND.shape
     num_kv_heads = kv_B2KPD.shape[2]
-    dense_2KLD = (
-        kv_B2KPD.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context_len].float()
-    )
+    dense_2KLD = kv_B2KPD.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context_len]
     if window is not None:
         # 0 * NaN is NaN: what no query sees is taken out beforehand.
         dense_2KLD[:, :, : max(0, context_len - query_len - window + 1)] = 0.0

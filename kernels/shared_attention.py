@@ -18,7 +18,8 @@ from blockyard.kernels.attention import attend_tile
 @triton.jit
 def attend_shared_kernel(
     q_ptr,  # [T, N, D], strides (q_stride_t, q_stride_n, 1)
-    pool_ptr,  # [B, 2, K, P, D], contiguous
+    pool_ptr,  # as `attention.attend_items_kernel`'s
+    scales_ptr,  # as `attention.attend_items_kernel`'s
     table_ptr,  # [R, blocks], int32, contiguous
     members_ptr,  # [members of all groups], int32: rows, which are tokens too
     items_ptr,  # [Y, 5], int32
@@ -33,6 +34,7 @@ def attend_shared_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     PROGRAMS_PER_ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -44,8 +46,8 @@ def attend_shared_kernel(
     Every member sees every key, so only the tile in which the range ends is masked. Decode rows come first in a step:
     a row is its own token.
 
-    Bytes: 2 * keys * D * itemsize a program and kv head, plus q and 4 * (D + 1) a packed row. FLOPs: 4 * D a packed row
-    and key.
+    Bytes: 2 * keys * (D * the pool's itemsize + SCALE_BYTES) a program and kv head, plus q and 4 * (D + 1) a packed
+    row. FLOPs: 4 * D a packed row and key.
     """
     item_ptr = items_ptr + (tl.program_id(0) // PROGRAMS_PER_ITEM) * 5
     kv_head = tl.program_id(1)
@@ -75,13 +77,13 @@ def attend_shared_kernel(
     masked_from = first_key + (end_key - first_key) // BLOCK_J * BLOCK_J
     for tile in range(first_key, masked_from, BLOCK_J):
         acc_MD, peak_M, total_M = attend_tile(
-            q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, 0, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+            q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key, kv_head,
+            scale_log2, 0, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
     for tile in range(masked_from, end_key, BLOCK_J):
         acc_MD, peak_M, total_M = attend_tile(
-            q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, 0, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_J, WIDEN,
+            q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key, kv_head,
+            scale_log2, 0, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
 
     slot_M = tl.load(partial_starts_ptr + row_M, mask=valid_M, other=0).to(tl.int64) + split

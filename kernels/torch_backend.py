@@ -7,7 +7,7 @@ window are not gathered. Must never import triton.
 
 Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, G = N / K, D head size, P tokens a block, B blocks in the
 pool, R rows of a group, L gathered keys, Q queries of one row, H hidden size, I input or intermediate
-size, O output size, S positions in the rotary table, C block copies.
+size, O output size, S positions in the rotary table, C block copies. A pool may be quantised (`kv_pool`).
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import HeadNorms, place_heads_apart
 from blockyard.kernels.huge_pages import collapse_packed
+from blockyard.kernels.kv_pool import gather, head_dim_of, movable, store
 from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
 
 # Rows are attended together while the shortest is at least this share of the longest: less is padding.
@@ -80,8 +81,8 @@ class TorchBackend:
         if not bool(written_T.all()):
             slots_T, k_TKD, v_TKD = slots_T[written_T], k_TKD[written_T], v_TKD[written_T]
         blocks_T, offsets_T = slots_T // plan.block_size, slots_T % plan.block_size
-        kv_pool_B2KPD[blocks_T, 0, :, offsets_T] = k_TKD
-        kv_pool_B2KPD[blocks_T, 1, :, offsets_T] = v_TKD
+        store(kv_pool_B2KPD, 0, blocks_T, offsets_T, k_TKD)
+        store(kv_pool_B2KPD, 1, blocks_T, offsets_T, v_TKD)
 
     def attention(
         self,
@@ -94,7 +95,7 @@ class TorchBackend:
     ) -> None:
         prepared = self._prepared_by_window.get(plan.window)
         if prepared is None or prepared.plan is not plan:
-            prepared = self._prepared_by_window[plan.window] = _prepare(plan, kv_pool_B2KPD)
+            prepared = self._prepared_by_window[plan.window] = _prepare(plan, kv_pool_B2KPD, q_TND.dtype)
         for group in prepared.decode_groups:
             _attend_decodes(group, q_TND, kv_pool_B2KPD, scale, out_TND)
         for row in prepared.prefill_rows:
@@ -134,7 +135,8 @@ class TorchBackend:
         torch.mul(F.silu(gate_TI), up_TI, out=out_TI)
 
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
-        kv_pool_B2KPD[src_dst_C2[:, 1]] = kv_pool_B2KPD[src_dst_C2[:, 0]]
+        pool = movable(kv_pool_B2KPD)
+        pool[src_dst_C2[:, 1]] = pool[src_dst_C2[:, 0]]
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if not self._can_pack:
@@ -149,18 +151,20 @@ class TorchBackend:
         return packed_linear(x_TI, weight_OI, bias_O)
 
 
-def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor) -> _Prepared:
+def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> _Prepared:
+    num_kv_heads = kv_pool_B2KPD.shape[2]
+    block_bytes = 2 * num_kv_heads * plan.block_size * head_dim_of(kv_pool_B2KPD) * dtype.itemsize
     decode_groups = tuple(
-        _prepare_group(plan, rows, kv_pool_B2KPD) for rows in _similar_rows(plan, kv_pool_B2KPD[0].nbytes)
+        _prepare_group(plan, rows, num_kv_heads, dtype) for rows in _similar_rows(plan, block_bytes)
     )
     prefill_rows = tuple(
-        _prepare_prefill(plan, row, kv_pool_B2KPD) for row in range(plan.num_decodes, plan.num_rows)
+        _prepare_prefill(plan, row, num_kv_heads, dtype) for row in range(plan.num_decodes, plan.num_rows)
     )
     return _Prepared(plan=plan, decode_groups=decode_groups, prefill_rows=prefill_rows)
 
 
 def _similar_rows(plan: AttentionPlan, block_bytes: int) -> list[list[int]]:
-    """Decode rows, longest first, cut into groups that are well filled and not too large."""
+    """Decode rows, longest first, cut into groups that are well filled and not too large. `block_bytes` as gathered."""
     groups: list[list[int]] = []
     gathered_tokens = [_gathered_tokens(plan, row) for row in range(plan.num_decodes)]
     longest = 0
@@ -183,8 +187,10 @@ def _gathered_tokens(plan: AttentionPlan, row: int) -> int:
     return plan.context_lens[row] - first_block * plan.block_size
 
 
-def _prepare_group(plan: AttentionPlan, rows: list[int], kv_pool_B2KPD: torch.Tensor) -> _DecodeGroup:
-    device, dtype = kv_pool_B2KPD.device, kv_pool_B2KPD.dtype
+def _prepare_group(
+    plan: AttentionPlan, rows: list[int], num_kv_heads: int, dtype: torch.dtype
+) -> _DecodeGroup:
+    device = plan.block_table_RB.device
     rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
     contexts_R1 = plan.context_lens_R[rows_R].long()[:, None]
     first_keys_R1 = torch.tensor([[plan.first_visible_key(row)] for row in rows], device=device)
@@ -192,7 +198,6 @@ def _prepare_group(plan: AttentionPlan, rows: list[int], kv_pool_B2KPD: torch.Te
     num_blocks = -(-_gathered_tokens(plan, rows[0]) // plan.block_size)
     key_RL = torch.arange(num_blocks * plan.block_size, device=device) + first_blocks_R1 * plan.block_size
     stale_RL = (key_RL >= contexts_R1) | (key_RL < first_keys_R1)
-    num_kv_heads = kv_pool_B2KPD.shape[2]
     stale_2RKL = stale_RL[None, :, None].expand(2, -1, num_kv_heads, -1)
     mask_RL = torch.zeros(stale_RL.shape, dtype=dtype, device=device).masked_fill_(stale_RL, float("-inf"))
     return _DecodeGroup(
@@ -203,8 +208,8 @@ def _prepare_group(plan: AttentionPlan, rows: list[int], kv_pool_B2KPD: torch.Te
     )
 
 
-def _prepare_prefill(plan: AttentionPlan, row: int, kv_pool_B2KPD: torch.Tensor) -> _PrefillRow:
-    device, dtype = kv_pool_B2KPD.device, kv_pool_B2KPD.dtype
+def _prepare_prefill(plan: AttentionPlan, row: int, num_kv_heads: int, dtype: torch.dtype) -> _PrefillRow:
+    device = plan.block_table_RB.device
     query_len, context_len = plan.query_lens[row], plan.context_lens[row]
     first_token = sum(plan.query_lens[:row])
     first_key = plan.first_visible_key(row)
@@ -216,7 +221,7 @@ def _prepare_prefill(plan: AttentionPlan, row: int, kv_pool_B2KPD: torch.Tensor)
     return _PrefillRow(
         tokens=slice(first_token, first_token + query_len),
         keys=slice(skipped, skipped + num_keys),
-        block_rows=_block_rows(plan, rows_1, first_blocks_11, num_blocks, kv_pool_B2KPD.shape[2]),
+        block_rows=_block_rows(plan, rows_1, first_blocks_11, num_blocks, num_kv_heads),
         mask_QL=_prefill_mask(query_len, num_keys, plan.window, dtype, device),
     )
 
@@ -262,9 +267,9 @@ def _attend_decodes(
     scale: float,
     out_TND: torch.Tensor,
 ) -> None:
-    _, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
+    num_kv_heads, head_dim = kv_pool_B2KPD.shape[2], q_TND.shape[2]
     num_rows = len(group.rows_R)
-    gathered = kv_pool_B2KPD.view(-1, block_size * head_dim).index_select(0, group.block_rows)
+    gathered = gather(kv_pool_B2KPD, group.block_rows, q_TND.dtype)
     gathered.view(-1, head_dim).index_fill_(0, group.stale_slots, 0.0)
     k_RKLD, v_RKLD = gathered.view(2, num_rows, num_kv_heads, -1, head_dim)
     q_RKGD = q_TND[group.rows_R].view(num_rows, num_kv_heads, -1, head_dim)
@@ -280,8 +285,8 @@ def _attend_prefill(
     out_TND: torch.Tensor,
 ) -> None:
     """The batch dimension carries the kv heads: a group shares its keys by a stride of 0, not by a copy."""
-    _, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
-    gathered = kv_pool_B2KPD.view(-1, block_size * head_dim).index_select(0, row.block_rows)
+    num_kv_heads, head_dim = kv_pool_B2KPD.shape[2], q_TND.shape[2]
+    gathered = gather(kv_pool_B2KPD, row.block_rows, q_TND.dtype)
     kv_2K1LD = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, row.keys]
     q_QND = q_TND[row.tokens]
     group_size = q_QND.shape[1] // num_kv_heads

@@ -20,14 +20,21 @@ import triton
 from blockyard.kernels.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.backend import HeadNorms, place_heads_apart
-from blockyard.kernels.cache_ops import copy_blocks_kernel, write_kv_kernel
+from blockyard.kernels.backend import HeadNorms, split_heads
+from blockyard.kernels.cache_ops import copy_blocks_kernel
 from blockyard.kernels.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from blockyard.kernels.kv_pool import movable
 from blockyard.kernels.shared_attention import attend_shared_kernel
 from blockyard.kernels.shared_prefix import SHARED_ITEM_MEMBERS
+from blockyard.kernels.triton_placing import (
+    check_dense_rows,
+    check_pool,
+    launch_place_heads,
+    launch_write_kv,
+    pool_pointers,
+)
 from blockyard.kernels.triton_tiles import Tiles, decode_tiles, launch_options, prefill_tiles, widens
 
-SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128)
 MERGE_SPLITS = 16
 # Elements of one program: enough that every thread of four warps issues wide loads.
 COPY_TILE = 2048
@@ -52,28 +59,13 @@ class TritonBackend:
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        return place_heads_apart(self, heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        launch_place_heads(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        return split_heads(heads_TXD, kv_pool_B2KPD.shape[2])[0]
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> None:
-        num_tokens, num_kv_heads, head_dim = k_TKD.shape
-        _check_pool(kv_pool_B2KPD, num_kv_heads, head_dim, plan.block_size)
-        _check_dense_rows(k_TKD, v_TKD)
-        if not num_tokens:
-            return
-        write_kv_kernel[(num_tokens,)](
-            k_TKD,
-            v_TKD,
-            kv_pool_B2KPD,
-            plan.slot_mapping_T,
-            *k_TKD.stride()[:2],
-            *v_TKD.stride()[:2],
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=plan.block_size,
-            HEADS_POW2=triton.next_power_of_2(num_kv_heads),
-        )
+        launch_write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
 
     def attention(
         self,
@@ -86,8 +78,8 @@ class TritonBackend:
     ) -> None:
         _, num_heads, head_dim = q_TND.shape
         num_kv_heads = kv_pool_B2KPD.shape[2]
-        _check_pool(kv_pool_B2KPD, num_kv_heads, head_dim, plan.block_size)
-        _check_dense_rows(q_TND, out_TND)
+        check_pool(kv_pool_B2KPD, num_kv_heads, head_dim, plan.block_size)
+        check_dense_rows(q_TND, out_TND)
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} kv heads")
         group = num_heads // num_kv_heads
@@ -115,9 +107,11 @@ class TritonBackend:
         num_kv_heads = kv_pool_B2KPD.shape[2]
         group = num_heads // num_kv_heads
         programs_per_item = -(-SHARED_ITEM_MEMBERS * group // tiles.rows)
+        numbers, scales, scale_bytes = pool_pointers(kv_pool_B2KPD)
         attend_shared_kernel[(len(plan.shared_items_Y5) * programs_per_item, num_kv_heads)](
             q_TND,
-            kv_pool_B2KPD,
+            numbers,
+            scales,
             plan.block_table_RB,
             plan.shared_members_M,
             plan.shared_items_Y5,
@@ -131,10 +125,11 @@ class TritonBackend:
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=plan.block_size,
+            SCALE_BYTES=scale_bytes,
             PROGRAMS_PER_ITEM=programs_per_item,
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
-            WIDEN=widens(q_TND),
+            WIDEN=widens(q_TND, kv_pool_B2KPD),
             **launch_options(tiles),
         )
 
@@ -153,9 +148,11 @@ class TritonBackend:
             return
         _, num_heads, head_dim = q_TND.shape
         num_kv_heads = kv_pool_B2KPD.shape[2]
+        numbers, scales, scale_bytes = pool_pointers(kv_pool_B2KPD)
         attend_items_kernel[(len(items) * programs_per_item, num_kv_heads)](
             q_TND,
-            kv_pool_B2KPD,
+            numbers,
+            scales,
             plan.block_table_RB,
             plan.query_starts_R1,
             plan.context_lens_R,
@@ -172,11 +169,12 @@ class TritonBackend:
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=plan.block_size,
+            SCALE_BYTES=scale_bytes,
             PROGRAMS_PER_ITEM=programs_per_item,
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
             WINDOWED=plan.window is not None and items is plan.prefill_items_X6,
-            WIDEN=widens(q_TND),
+            WIDEN=widens(q_TND, kv_pool_B2KPD),
             **launch_options(tiles),
         )
 
@@ -224,7 +222,7 @@ class TritonBackend:
     ) -> None:
         num_tokens, num_heads, head_dim = q_TND.shape
         num_kv_heads = k_TKD.shape[1]
-        _check_dense_rows(q_TND, k_TKD, cos_sin_SD)
+        check_dense_rows(q_TND, k_TKD, cos_sin_SD)
         if not num_tokens:
             return
         rotary_kernel[(num_tokens,)](
@@ -243,7 +241,7 @@ class TritonBackend:
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
         num_tokens, width = out_TI.shape
-        _check_dense_rows(gate_up_T2I, out_TI)
+        check_dense_rows(gate_up_T2I, out_TI)
         if not num_tokens:
             return
         silu_mul_kernel[(num_tokens, triton.cdiv(width, SILU_TILE))](
@@ -253,9 +251,10 @@ class TritonBackend:
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
         if not len(src_dst_C2):
             return
-        block_numel = kv_pool_B2KPD[0].numel()
+        pool = movable(kv_pool_B2KPD)
+        block_numel = pool[0].numel()
         grid = (len(src_dst_C2), triton.cdiv(block_numel, COPY_TILE))
-        copy_blocks_kernel[grid](kv_pool_B2KPD, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
+        copy_blocks_kernel[grid](pool, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         return weight_OI
@@ -275,7 +274,7 @@ def _launch_rms_norm(
 ) -> None:
     num_rows, hidden = x_TH.shape
     residual = x_TH if residual_TH is None else residual_TH
-    _check_dense_rows(x_TH, residual, out_TH)
+    check_dense_rows(x_TH, residual, out_TH)
     if not num_rows:
         return
     hidden_pow2 = triton.next_power_of_2(hidden)
@@ -295,21 +294,3 @@ def _launch_rms_norm(
         HIDDEN_POW2=hidden_pow2,
         BLOCK_M=rows,
     )
-
-
-def _check_pool(kv_pool_B2KPD: torch.Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-    if kv_pool_B2KPD.shape[1:] != (2, num_kv_heads, block_size, head_dim):
-        raise ValueError(
-            f"a pool of shape {tuple(kv_pool_B2KPD.shape)} does not hold {num_kv_heads} kv heads "
-            f"of size {head_dim} in blocks of {block_size}"
-        )
-    if block_size not in SUPPORTED_BLOCK_SIZES or head_dim < 16 or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"the triton backend takes block sizes {SUPPORTED_BLOCK_SIZES} and head sizes that are "
-            f"powers of two from 16 up, got {block_size} and {head_dim}; use the torch backend"
-        )
-    assert kv_pool_B2KPD.is_contiguous()
-
-
-def _check_dense_rows(*tensors: torch.Tensor) -> None:
-    assert all(tensor.stride(-1) == 1 for tensor in tensors), [tensor.stride() for tensor in tensors]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from blockyard.kernels.kv_pool import is_quantised
 
 # tl.dot multiplies no fewer rows.
 MIN_DOT_ROWS = 16
@@ -44,9 +45,10 @@ def _fp32_keys(head_dim: int) -> int:
     return 32 if head_dim <= 64 else 16
 
 
-def widens(q_TND: torch.Tensor) -> bool:
-    """Under the interpreter, which multiplies bf16 as bit patterns."""
-    return q_TND.dtype == torch.bfloat16 and q_TND.device.type == "cpu"
+def widens(q_TND: torch.Tensor, kv_pool: torch.Tensor) -> bool:
+    """Under the interpreter, which multiplies bf16 as bit patterns; beside fp16 a quantised pool's values are bf16."""
+    has_bf16 = q_TND.dtype == torch.bfloat16 or (q_TND.dtype == torch.float16 and is_quantised(kv_pool))
+    return has_bf16 and q_TND.device.type == "cpu"
 
 
 def launch_options(tiles: Tiles) -> dict[str, Any]:

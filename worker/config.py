@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
 from blockyard.proto.logs import LogConfig
 from blockyard.proto.tls_files import SessionTls
+from blockyard.worker.kv_size import KVCacheDtype
 from blockyard.worker.preemption import PreemptionMode
 from blockyard.worker.simulated_faults import SimulatedFault
 
@@ -35,6 +36,9 @@ class EngineConfig:
     """`simulated` keeps scheduler, pool and cache, and replaces the model by a clock."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """What keys and values are kept in: `auto` as dtype, int8 or fp8 (e4m3) with a scale for each token and kv head,
+    which hold nearly twice as many tokens as 16 bits."""
     load_format: Literal["auto", "random"] = "auto"
     """`random` makes weights from the config alone: for benchmarks."""
     seed: int = 0
@@ -86,6 +90,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64, 128):
             raise ValueError(f"block size must be 16, 32, 64 or 128, not {self.block_size}")
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ValueError(
+                f"kv_cache_dtype must be one of {', '.join(get_args(KVCacheDtype))}, not {self.kv_cache_dtype}"
+            )
         stride_tokens = self.index_stride_tokens
         if stride_tokens is not None and (stride_tokens < 1 or stride_tokens % self.block_size):
             raise ValueError(
@@ -176,6 +184,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "engine": ("model", "simulated"),
         "device": ("auto", "cpu", "cuda"),
         "dtype": ("auto", "float32", "bfloat16", "float16"),
+        "kv_cache_dtype": get_args(KVCacheDtype),
         "load_format": ("auto", "random"),
         "block_size": (16, 32, 64, 128),
         "cpu_linears": ("full", "int8"),

@@ -1,15 +1,30 @@
 """How large the KV cache is: bytes of a block, blocks of a budget, requests that fit. Pure arithmetic."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+KVCacheDtype = Literal["auto", "int8", "fp8"]
+"""What keys and values are kept in; `auto`: the data type that the model computes in."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTISED_BYTES = {"int8": 1, "fp8": 1}
+SCALE_BYTES = 4
+"""Beside each quantised head of keys or values (kernels/kv_pool.py)."""
+
+
+def stored_dtype(kv_cache_dtype: KVCacheDtype, dtype: str) -> str:
+    """The name of what blocks hold, for a model that computes in `dtype`."""
+    return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
 def bytes_per_block(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype_bytes: int
+    *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, kv_dtype: str
 ) -> int:
-    """Keys and values of `block_size` tokens in all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype_bytes
+    """Keys and values of `block_size` tokens in all layers, as `stored_dtype` says."""
+    if kv_dtype in QUANTISED_BYTES:
+        head_bytes = head_dim * QUANTISED_BYTES[kv_dtype] + SCALE_BYTES
+    else:
+        head_bytes = head_dim * DTYPE_BYTES[kv_dtype]
+    return 2 * num_layers * num_kv_heads * block_size * head_bytes
 
 
 def blocks_in_budget(budget_bytes: int, block_bytes: int) -> int:

@@ -37,7 +37,7 @@ class LLM:
             cluster_secret="",
             model_fingerprint=self._loaded.model_fingerprint,
             block_size=self.config.block_size,
-            kv_dtype=self._loaded.dtype,
+            kv_dtype=self._loaded.kv_dtype,
         )
 
     def generate(

@@ -15,7 +15,14 @@ from blockyard.worker.cpu_features import has_bfloat16
 from blockyard.worker.engine import Engine
 from blockyard.worker.host_blocks import STAGING_BYTES
 from blockyard.worker.host_size import size_host_memory
-from blockyard.worker.kv_size import DTYPE_BYTES, HostSize, KVSize, blocks_in_budget, bytes_per_block
+from blockyard.worker.kv_size import (
+    DTYPE_BYTES,
+    HostSize,
+    KVSize,
+    blocks_in_budget,
+    bytes_per_block,
+    stored_dtype,
+)
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
 from blockyard.worker.model.weights import num_parameters
 from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
@@ -51,6 +58,8 @@ class LoadedEngine:
     model_fingerprint: str
     tokenizer_fingerprint: str
     dtype: str
+    kv_dtype: str
+    """What its blocks hold: only workers of the same may share."""
     device: str
     masks: Masks | None
     """What makes outputs follow grammars; None where nothing can."""
@@ -103,6 +112,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         ),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
         dtype=dtype,
+        kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
         device=str(device),
         masks=_give_masks(runner, model.vocab_size),
     )
@@ -223,6 +233,7 @@ def _make_runner(
                 verify_host_blocks=config.verify_host_memory,
                 deterministic=config.deterministic,
                 linears=config.cpu_linears,
+                kv_cache_dtype=config.kv_cache_dtype,
                 seed=config.seed,
             )
 
@@ -235,7 +246,7 @@ def _size_pool(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
-        dtype_bytes=DTYPE_BYTES[dtype],
+        kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
     )
     if config.kv_cache_memory is not None:
         budget = config.kv_cache_memory

@@ -16,8 +16,10 @@ import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_backend
 from blockyard.kernels.huge_pages import advise_empty
+from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
 from blockyard.worker import sequence as sequences
 from blockyard.worker.host_blocks import HostBlocks
+from blockyard.worker.kv_size import KVCacheDtype
 from blockyard.worker.logprobs import score
 from blockyard.worker.model.config import DataTypeName, ModelConfig, load_config
 from blockyard.worker.model.decoder import Decoder
@@ -94,6 +96,7 @@ class TorchRunner:
         block_size: int,
         num_host_slots: int = 0,
         verify_host_blocks: bool = False,
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         """`verify_host_blocks` checks what comes back from host memory against what went there, by content."""
         self.config = config
@@ -101,10 +104,12 @@ class TorchRunner:
         self.block_size = block_size
         self.device = weights.embedding_VH.device
         self.dtype = weights.embedding_VH.dtype
-        shape_B2KPD = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.kv_pools = [self._empty_pool(shape_B2KPD) for _ in range(config.num_layers)]
+        stored = self.dtype if kv_cache_dtype == "auto" else QUANTISED_DTYPES[kv_cache_dtype]
+        shape = pool_shape(num_blocks, config.num_kv_heads, block_size, config.head_dim, stored)
+        self.kv_pools = [self._empty_pool(shape, stored) for _ in range(config.num_layers)]
+        moved = [movable(pool) for pool in self.kv_pools]
         self.host_blocks = (
-            HostBlocks(self.kv_pools, num_host_slots, verify=verify_host_blocks) if num_host_slots else None
+            HostBlocks(moved, num_host_slots, verify=verify_host_blocks) if num_host_slots else None
         )
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
@@ -114,8 +119,8 @@ class TorchRunner:
         self._moved_step: int | None = None
         """The last whose blocks were all moved."""
 
-    def _empty_pool(self, shape_B2KPD: tuple[int, ...]) -> torch.Tensor:
-        pool = torch.empty(shape_B2KPD, dtype=self.dtype, device=self.device)
+    def _empty_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        pool = torch.empty(shape, dtype=dtype, device=self.device)
         advise_empty(pool)
         return pool.zero_()
 
@@ -134,6 +139,7 @@ class TorchRunner:
         deterministic: bool = False,
         backend: BackendName = "auto",
         linears: LinearsName = "full",
+        kv_cache_dtype: KVCacheDtype = "auto",
         seed: int = 0,
     ) -> Self:
         """Load a model (`seed` draws random weights) and allocate its pools.
@@ -159,6 +165,7 @@ class TorchRunner:
             block_size=block_size,
             num_host_slots=num_host_slots,
             verify_host_blocks=verify_host_blocks or deterministic,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     @torch.inference_mode()

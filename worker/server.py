@@ -152,7 +152,7 @@ class WorkerServer:
             model_fingerprint=loaded.model_fingerprint,
             tokenizer_fingerprint=loaded.tokenizer_fingerprint,
             block_size=loaded.kv_size.block_size,
-            kv_dtype=loaded.dtype,
+            kv_dtype=loaded.kv_dtype,
             total_blocks=loaded.kv_size.num_blocks,
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.model.vocab_size,

@@ -18,7 +18,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
+
+from blockyard.worker.kv_size import KVCacheDtype
 
 from blockyard.worker import SPIN_COUNT
 
@@ -74,6 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second of `serve`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--kv-gib", type=float, default=2.0)
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto", help="of ours")
     parser.add_argument("--memory-gib", type=float, default=6.0, help="a system that takes more is ended")
     parser.add_argument(
         "--no-tcmalloc", action="store_true", help="else preloaded everywhere, if it is installed"
@@ -118,7 +121,7 @@ def systems_of(arguments: argparse.Namespace, model: Path, dtype: str) -> list[S
     pythons = pythons_of(arguments)
     converted = convert(arguments.convert_python, model) if "openvino" in pythons else None
     systems = our_systems(
-        settings,
+        {**settings, "kv_cache_dtype": arguments.kv_cache_dtype},
         backends=arguments.backends.split(","),
         is_served=arguments.served,
         is_unshared=arguments.unshared,
@@ -234,6 +237,7 @@ def main() -> None:
         "device": arguments.device,
         "device_name": device_name(arguments.device),
         "threads": arguments.threads,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "repeats": arguments.repeats,
         "proven": proven,
         "command": f"python -m bench.engine {shlex.join(_without_paths(sys.argv[1:]))}",

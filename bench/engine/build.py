@@ -11,7 +11,7 @@ from blockyard.kernels.backend import Backend, choose_backend
 from blockyard.proto.block_hash import chain, root_name
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.kv_size import DTYPE_BYTES, bytes_per_block
+from blockyard.worker.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.weights import load_weights, random_weights
 from blockyard.worker.runner import TorchRunner
@@ -34,6 +34,7 @@ class EngineSettings:
     backend: str = "auto"
     """A backend's name; `cpu-int8` is the cpu backend with its linears in 8 bits."""
     kv_bytes: int
+    kv_cache_dtype: KVCacheDtype = "auto"
     max_model_len: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -58,7 +59,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=BLOCK_SIZE,
-        dtype_bytes=DTYPE_BYTES[settings.dtype],
+        kv_dtype=stored_dtype(settings.kv_cache_dtype, settings.dtype),
     )
     num_blocks = settings.kv_bytes // block_bytes
     runner = TorchRunner(
@@ -67,6 +68,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         backend=backend_of(settings.backend, device),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     runner.warm_up()
     engine = Engine(

@@ -53,6 +53,7 @@ def _worker_options(settings: Settings) -> list[str]:
         "model": settings["model"],
         "device": settings["device"],
         "dtype": settings["dtype"],
+        "kv-cache-dtype": settings.get("kv_cache_dtype", "auto"),
         "kv-cache-memory": settings["kv_bytes"],
         "max-model-len": settings["max_model_len"],
         "max-num-seqs": settings["max_num_seqs"],

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend
+from blockyard.kernels.backend import Backend, HeadNorms
+from blockyard.kernels.kv_pool import QUANTISED_DTYPES, QuantisedName, movable, pool_shape, scales_of
+from blockyard.worker.kv_size import bytes_per_block
 
 from bench.engine.shapes import SHAPES, Shape
 
@@ -78,6 +80,9 @@ def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
                 yield _attention(
                     bench, model, shape, f"decode {sequences} x {context}", [1] * sequences, context
                 )
+                for stored in QUANTISED_DTYPES if context in sizes.contexts[-2:] else ():
+                    name = f"decode {sequences} x {context}"
+                    yield _attention(bench, model, shape, name, [1] * sequences, context, stored)
         for prompt in sizes.prefills:
             yield _attention(bench, model, shape, f"prefill {prompt}", [prompt], prompt)
         for tokens in sorted({*sizes.sequences, *(size for size in sizes.prefills if size <= 8192)}):
@@ -85,23 +90,37 @@ def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
 
 
 def _attention(
-    bench: Bench, model: str, shape: Shape, name: str, queries: Sequence[int], context: int
+    bench: Bench,
+    model: str,
+    shape: Shape,
+    name: str,
+    queries: Sequence[int],
+    context: int,
+    stored: QuantisedName | None = None,
 ) -> Case:
+    """Over a pool in the data type, or in 8 bits."""
     item = bench.dtype.itemsize
     keys = context * len(queries)
     tokens = sum(queries)
-    kv_bytes = 2 * keys * shape.kv_heads * shape.head_dim * item
+    kv_bytes = keys * bytes_per_block(
+        num_layers=1,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        block_size=1,
+        kv_dtype=stored or str(bench.dtype).removeprefix("torch."),
+    )
+    kind = "decode attention" if tokens == len(queries) else "prefill attention"
     seen = sum(count * (context - count) + count * (count + 1) // 2 for count in queries)
 
     def make() -> Callable[[], object]:
-        pool, plan = _pool_and_plan(bench, shape, queries, context)
+        pool, plan = _pool_and_plan(bench, shape, queries, context, stored)
         q_TND = bench.random(tokens, shape.heads, shape.head_dim)
         out_TND = torch.empty_like(q_TND)
         scale = shape.head_dim**-0.5
         return lambda: bench.backend.attention(q_TND, pool, plan, scale=scale, out_TND=out_TND)
 
     return Case(
-        kernel="decode attention" if tokens == len(queries) else "prefill attention",
+        kernel=kind if stored is None else f"{kind}, KV in {stored}",
         model=model,
         shape=name,
         num_bytes=kv_bytes + 2 * tokens * shape.heads * shape.head_dim * item,
@@ -112,7 +131,11 @@ def _attention(
 
 
 def _pool_and_plan(
-    bench: Bench, shape: Shape, queries: Sequence[int], context: int
+    bench: Bench,
+    shape: Shape,
+    queries: Sequence[int],
+    context: int,
+    stored: QuantisedName | None = None,
 ) -> tuple[torch.Tensor, AttentionPlan]:
     blocks = -(-context // BLOCK_SIZE)
     order = torch.randperm(blocks * len(queries), generator=torch.Generator().manual_seed(0)).tolist()
@@ -125,7 +148,13 @@ def _pool_and_plan(
         device=bench.device,
         num_kv_heads=shape.kv_heads,
     )
-    pool = bench.random(len(order), 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    if stored is None:
+        return bench.random(len(order), 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim), plan
+    dtype = QUANTISED_DTYPES[stored]
+    sizes = pool_shape(len(order), shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype)
+    pool = torch.empty(sizes, device=bench.device, dtype=dtype)
+    movable(pool).random_(0, 126)
+    scales_of(pool).fill_(0.01)
     return pool, plan
 
 
@@ -172,6 +201,14 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
         k, v = bench.random(tokens, kv, shape.head_dim), bench.random(tokens, kv, shape.head_dim)
         return lambda: backend.write_kv(k, v, pool, plan)
 
+    def place() -> Callable[[], object]:
+        pool, plan = _pool_and_plan(bench, shape, [tokens], tokens)
+        every = bench.random(tokens, heads + 2 * kv, shape.head_dim)
+        table = torch.randn(tokens, shape.head_dim, device=bench.device)
+        weight = bench.random(shape.head_dim)
+        norms = HeadNorms(q_weight_D=weight, k_weight_D=weight, eps=1e-6)
+        return lambda: backend.place_heads(every, norms, table, pool, plan)
+
     def copy() -> Callable[[], object]:
         pool = bench.random(2 * tokens, 2, kv, BLOCK_SIZE, shape.head_dim)
         pairs = torch.arange(2 * tokens, device=bench.device).view(2, tokens).T.contiguous()
@@ -184,6 +221,12 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
         "rotary", 2 * tokens * (heads + kv) * head_bytes, 3 * tokens * (heads + kv) * shape.head_dim, rotary
     )
     yield case("write_kv", 4 * tokens * kv * head_bytes, 0, write)
+    yield case(
+        "place_heads",
+        (2 * heads + 4 * kv) * tokens * head_bytes,
+        7 * tokens * (heads + kv) * shape.head_dim,
+        place,
+    )
     if tokens <= 256:
         yield case("copy_blocks (one a token)", 4 * tokens * kv * BLOCK_SIZE * head_bytes, 0, copy)
     for name, outputs, inputs in _linears(shape):

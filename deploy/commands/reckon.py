@@ -4,6 +4,7 @@ import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import click
 from blockyard.deploy import doctor as doctors
@@ -11,6 +12,7 @@ from blockyard.deploy import figures, figures_plots, findings, size, views
 from blockyard.deploy.commands.shown import console, show
 from blockyard.deploy.options import model_path, output_option, ray_address
 from blockyard.deploy.settings import checked_by
+from blockyard.worker.kv_size import KVCacheDtype
 
 
 @click.command(name="size")
@@ -26,6 +28,13 @@ from blockyard.deploy.settings import checked_by
 @click.option("--block-size", type=click.Choice(["16", "32", "64", "128"]), default="16", show_default=True)
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
 @click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(get_args(KVCacheDtype)),
+    default="auto",
+    show_default=True,
+    help="`auto` caches what --dtype says; int8 and fp8 have a scale for each token and kv head.",
+)
+@click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
@@ -35,7 +44,14 @@ from blockyard.deploy.settings import checked_by
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
 @output_option
 def size_command(
-    model: str, memory: int, block_size: str, dtype: str, device: str, max_model_len: int | None, output: str
+    model: str,
+    memory: int,
+    block_size: str,
+    dtype: str,
+    kv_cache_dtype: KVCacheDtype,
+    device: str,
+    max_model_len: int | None,
+    output: str,
 ) -> None:
     """How many blocks, tokens and requests of MODEL a memory budget holds."""
     sized = size.size_model(
@@ -43,6 +59,7 @@ def size_command(
         budget_bytes=memory,
         block_size=int(block_size),
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         on_cpu=device == "cpu",
         max_model_len=max_model_len,
     )

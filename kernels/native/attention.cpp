@@ -1,4 +1,5 @@
-// Paged attention of one mixed step, fp32 and bf16, over blocks where they lie: nothing is gathered.
+// Paged attention of one mixed step, fp32 and bf16, over blocks where they lie: nothing is gathered. Keys and values may be
+// in 8 bits with a scale each (kernels/kv_pool.py): scores are multiplied by the scales of keys, weights by those of values.
 //
 // A block holds its keys as [kv head, P / 16, D, 16], so that one dimension of 16 keys is one vector, and its values as
 // [kv head, P, D]. Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one
@@ -24,7 +25,7 @@ constexpr int VECTORS = 1;
 #endif
 constexpr float LOWEST = -3e38f;
 
-// Fields as in kernels/cpu_library.py. `is_bf16` says what every void pointer points to.
+// Fields as in kernels/cpu_library.py. `is_bf16` says what `q` and `out` point to, `stored` what `pool` does.
 struct Attention {
     const void* q;
     void* out;
@@ -34,6 +35,7 @@ struct Attention {
     int64_t num_heads, num_kv_heads, head_dim, block_size;
     int64_t num_rows, table_stride;
     int64_t window;  // 0: none
+    int64_t stored;  // as stored_as takes it
     float scale;
 };
 
@@ -41,14 +43,15 @@ struct Item {
     int row, first, count, head;  // tokens count from the row's first query
 };
 
-// Where 16 keys of one kv head and their values lie.
-template <class T>
+// Where 16 keys of one kv head and their values lie, and their scales where they are quantised.
+template <class S>
 struct Part {
-    const T *keys, *values;
+    const S *keys, *values;
+    const float *key_scales, *value_scales;
 };
 
-template <class T, int R, int J>
-static inline void score(const float* q, int64_t dim, const Part<T>* parts, float* scores) {
+template <class S, int R, int J>
+static inline void score(const float* q, int64_t dim, const Part<S>* parts, float* scores) {
     f32x16 sums[R][J] = {};
     for (int64_t d = 0; d < dim; d++)
         for (int j = 0; j < J; j++) {
@@ -56,17 +59,20 @@ static inline void score(const float* q, int64_t dim, const Part<T>* parts, floa
             for (int r = 0; r < R; r++) sums[r][j] += q[r * dim + d] * keys;
         }
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < J; j++) store(scores + r * TILE_KEYS + j * LANES, sums[r][j]);
+        for (int j = 0; j < J; j++) {
+            if constexpr (QUANTISED<S>) sums[r][j] *= load(parts[j].key_scales);
+            store(scores + r * TILE_KEYS + j * LANES, sums[r][j]);
+        }
 }
 
-template <class T, int R, int J>
-static inline void weigh(const float* weights, const float* rescale, const Part<T>* parts, int first, int end, int64_t dim,
+template <class S, int R, int J>
+static inline void weigh(const float* weights, const float* rescale, const Part<S>* parts, int first, int end, int64_t dim,
                          int64_t column, float* acc) {
     f32x16 sums[R][J];
     for (int r = 0; r < R; r++)
         for (int j = 0; j < J; j++) sums[r][j] = load(acc + r * dim + column + j * LANES) * rescale[r];
     for (int key = first; key < end; key++) {
-        const T* value = parts[key / LANES].values + key % LANES * dim + column;
+        const S* value = parts[key / LANES].values + key % LANES * dim + column;
         for (int j = 0; j < J; j++) {
             f32x16 part = load(value + j * LANES);
             for (int r = 0; r < R; r++) sums[r][j] += weights[r * TILE_KEYS + key] * part;
@@ -76,8 +82,11 @@ static inline void weigh(const float* weights, const float* rescale, const Part<
         for (int j = 0; j < J; j++) store(acc + r * dim + column + j * LANES, sums[r][j]);
 }
 
-// Scores of one row become weights: 2^(score - peak), 0 for keys outside first .. last. Returns what older sums shrink by.
-static inline float soften(float* scores, int num_parts, int first, int last, float& peak, float& total) {
+// Scores of one row become weights: 2^(score - peak), 0 for keys outside first .. last, times the values' scales. Returns
+// what older sums shrink by.
+template <class S>
+static inline float soften(float* scores, const Part<S>* parts, int num_parts, int first, int last, float& peak,
+                           float& total) {
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 masked[TILE_PARTS], highest = f32x16{} + LOWEST;
     for (int j = 0; j < num_parts; j++) {
@@ -91,6 +100,7 @@ static inline float soften(float* scores, int num_parts, int first, int last, fl
     for (int j = 0; j < num_parts; j++) {
         f32x16 weight = exp2_of(masked[j] - peak);
         sum += weight;
+        if constexpr (QUANTISED<S>) weight *= load(parts[j].value_scales);
         store(scores + j * LANES, weight);
     }
     float rescale = peak > old_peak ? exp2_of(f32x16{} + (old_peak - peak))[0] : 1.0f;
@@ -98,7 +108,7 @@ static inline float soften(float* scores, int num_parts, int first, int last, fl
     return rescale;
 }
 
-template <class T>
+template <class T, class S>
 static void attend_item(const Attention& a, Item item, std::vector<float>& scratch) {
     const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.count * group;
     scratch.assign(num_packed * (2 * dim + TILE_KEYS + 3), 0.0f);
@@ -114,18 +124,26 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
     const int32_t* table = a.table + item.row * a.table_stride;
     const int64_t query_len = a.query_starts[item.row + 1] - a.query_starts[item.row];
     const int64_t position = a.context_lens[item.row] - query_len + item.first;  // of the item's first token
-    const int64_t end = position + item.count, half_block = a.num_kv_heads * a.block_size * dim;
+    const int64_t end = position + item.count;
     const int64_t first_key = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    Part<T> parts[TILE_PARTS], next[TILE_PARTS];
+    const int64_t row_numbers = a.block_size * dim, row_bytes = stored_bytes<S>(a.block_size, dim);
+    Part<S> parts[TILE_PARTS], next[TILE_PARTS];
     auto locate = [&](int64_t base) {
         for (int64_t j = 0, key = base; j < TILE_PARTS && key < end; j++, key += LANES) {
             int64_t head_row = (int64_t)table[key / a.block_size] * 2 * a.num_kv_heads + item.head;
-            next[j].keys = (const T*)a.pool + (head_row * a.block_size + key % a.block_size) * dim;
-            next[j].values = next[j].keys + half_block;
+            const char *keys = (const char*)a.pool + head_row * row_bytes, *values = keys + a.num_kv_heads * row_bytes;
+            const int64_t offset = key % a.block_size;
+            next[j] = {(const S*)keys + offset * dim, (const S*)values + offset * dim,
+                       (const float*)((const S*)keys + row_numbers) + offset,
+                       (const float*)((const S*)values + row_numbers) + offset};
             // Blocks lie scattered: no prefetcher of the hardware guesses the next.
-            for (int64_t i = 0; i < LANES * dim; i += 64 / (int64_t)sizeof(T)) {
+            for (int64_t i = 0; i < LANES * dim; i += 64 / (int64_t)sizeof(S)) {
                 __builtin_prefetch(next[j].keys + i);
                 __builtin_prefetch(next[j].values + i);
+            }
+            if constexpr (QUANTISED<S>) {
+                __builtin_prefetch(next[j].key_scales);
+                __builtin_prefetch(next[j].value_scales);
             }
         }
     };
@@ -137,18 +155,18 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
         const int num_keys = std::min<int64_t>(TILE_KEYS, end - base), num_parts = (num_keys + LANES - 1) / LANES;
         in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
             in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
-                score<T, rows, vectors>(q + m * dim, dim, parts + j, scores + m * TILE_KEYS + j * LANES);
+                score<S, rows, vectors>(q + m * dim, dim, parts + j, scores + m * TILE_KEYS + j * LANES);
             });
         });
         for (int64_t m = 0; m < num_packed; m++) {
             const int64_t last = position + m / group - base, first = a.window ? last - a.window + 1 : -base;
-            rescale[m] = soften(scores + m * TILE_KEYS, num_parts, std::max<int64_t>(first, -1),
+            rescale[m] = soften(scores + m * TILE_KEYS, parts, num_parts, std::max<int64_t>(first, -1),
                                 std::min<int64_t>(last, TILE_KEYS), peak[m], total[m]);
         }
         const int first = std::max<int64_t>(0, first_key - base);
         in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
             in_tiles<VECTORS>(dim / LANES, [&](int j, auto vectors) {
-                weigh<T, rows, vectors>(scores + m * TILE_KEYS, rescale + m, parts, first, num_keys, dim, j * LANES,
+                weigh<S, rows, vectors>(scores + m * TILE_KEYS, rescale + m, parts, first, num_keys, dim, j * LANES,
                                         acc + m * dim);
             });
         });
@@ -159,7 +177,7 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
             store(out + m / group * a.out_stride + m % group * dim + d, load(acc + m * dim + d) * (1.0f / total[m]));
 }
 
-template <class T>
+template <class T, class S>
 static void attend(const Attention& a, int threads) {
     const int tokens = std::max<int64_t>(1, ITEM_ROWS / (a.num_heads / a.num_kv_heads));
     std::vector<Item> items;
@@ -174,10 +192,12 @@ static void attend(const Attention& a, int threads) {
     {
         std::vector<float> scratch;
 #pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < items.size(); i++) attend_item<T>(a, items[i], scratch);
+        for (size_t i = 0; i < items.size(); i++) attend_item<T, S>(a, items[i], scratch);
     }
 }
 
 extern "C" void by_attend(int is_bf16, int threads, const Attention* a) {
-    is_bf16 ? attend<bf16>(*a, threads) : attend<float>(*a, threads);
+    stored_as(is_bf16, a->stored, [&](auto element, auto number) {
+        attend<decltype(element), decltype(number)>(*a, threads);
+    });
 }

@@ -18,9 +18,21 @@ using f32x16 = float __attribute__((vector_size(64)));
 using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
+using i8x16 = int8_t __attribute__((vector_size(16)));
+using u8x16 = uint8_t __attribute__((vector_size(16)));
 struct bf16 {
     uint16_t bits;
 };
+struct e4m3 {
+    uint8_t bits;
+};
+
+// Stored numbers that are multiplied by a scale.
+template <class S>
+constexpr bool QUANTISED = sizeof(S) == 1;
+// What one of them is at most.
+template <class S>
+constexpr float LARGEST = std::is_same_v<S, e4m3> ? 448.0f : 127.0f;
 
 constexpr int LANES = 16;
 constexpr float LOG2_E = 1.44269504f;
@@ -35,6 +47,18 @@ static inline f32x16 load(const bf16* p) {
     memcpy(&half, p, sizeof half);
     return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
 }
+static inline f32x16 load(const int8_t* p) {
+    i8x16 numbers;
+    memcpy(&numbers, p, sizeof numbers);
+    return __builtin_convertvector(__builtin_convertvector(numbers, i32x16), f32x16);
+}
+// Exponent and mantissa as those of an fp32 make it 2^120 times too small.
+static inline f32x16 load(const e4m3* p) {
+    u8x16 numbers;
+    memcpy(&numbers, p, sizeof numbers);
+    u32x16 bits = __builtin_convertvector(numbers, u32x16);
+    return (f32x16)((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * 0x1p120f;
+}
 static inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
 static inline void store(bf16* p, f32x16 v) {
 #ifdef __AVX512BF16__
@@ -46,6 +70,22 @@ static inline void store(bf16* p, f32x16 v) {
     u16x16 half = __builtin_convertvector(rounded, u16x16);
 #endif
     memcpy(p, &half, sizeof half);
+}
+// To whole numbers below 2^22, ties to even.
+static inline f32x16 whole(f32x16 v) { return (v + 0x1.8p23f) - 0x1.8p23f; }
+static inline f32x16 magnitude(f32x16 v) { return (f32x16)((i32x16)v & 0x7fffffff); }
+static inline void store(int8_t* p, f32x16 v) {
+    i8x16 numbers = __builtin_convertvector(__builtin_convertvector(whole(v), i32x16), i8x16);
+    memcpy(p, &numbers, sizeof numbers);
+}
+// Whole steps of the number's binade, 8 to 16, or 0 to 8 below 2^-6, on top of where its exponent begins.
+static inline void store(e4m3* p, f32x16 v) {
+    i32x16 bits = (i32x16)v, exponent = (bits >> 23 & 0xff) - 127;
+    exponent = exponent < -6 ? i32x16{} - 6 : exponent;
+    f32x16 steps = whole(magnitude(v) * (f32x16)((130 - exponent) << 23));
+    i32x16 number = ((exponent + 6) << 3) + __builtin_convertvector(steps, i32x16);
+    u8x16 numbers = __builtin_convertvector(number | (bits >> 24 & 0x80), u8x16);
+    memcpy(p, &numbers, sizeof numbers);
 }
 // The first `count` lanes; the others are 0, and are not stored.
 template <class T>
@@ -100,4 +140,19 @@ template <int MOST, class F>
 static inline void in_tiles(int count, F f, int first = 0) {
     for (; count - first >= MOST; first += MOST) f(first, std::integral_constant<int, MOST>());
     if constexpr (MOST > 1) in_tiles<MOST / 2>(count, f, first);
+}
+
+// Bytes of the keys, or values, of one block and kv head: its numbers, and behind them a scale for each token.
+template <class S>
+static inline int64_t stored_bytes(int64_t block_size, int64_t dim) {
+    return block_size * (dim * (int64_t)sizeof(S) + (QUANTISED<S> ? (int64_t)sizeof(float) : 0));
+}
+
+// Calls f(an element, a stored number). `stored` is 0: as elements, 1: int8, 2: e4m3.
+template <class F>
+static inline void stored_as(bool is_bf16, int64_t stored, F f) {
+    auto of = [&](auto element) {
+        stored == 0 ? f(element, element) : stored == 1 ? f(element, int8_t()) : f(element, e4m3());
+    };
+    is_bf16 ? of(bf16()) : of(float());
 }

@@ -1,6 +1,7 @@
 // What is done token by token beside attention: rotary embedding with the KV write, norms, SiLU-mul; fp32 and bf16.
 //
-// Computed in fp32 and rounded where Hugging Face's Llama rounds. How keys lie in a block is attention.cpp's.
+// Computed in fp32 and rounded where Hugging Face's Llama rounds. How keys lie in a block is attention.cpp's, what 8 bits
+// mean kernels/kv_pool.py's.
 //
 // T tokens, N query heads, K kv heads, D head size, P tokens a block, H hidden size, I intermediate size.
 
@@ -8,6 +9,9 @@
 
 // Elements below which waking other threads costs more than they save.
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
+// As in kernels/cpu_backend.py and kernels/kv_pool.py.
+constexpr int MAX_HEAD_DIM = 256;
+constexpr float SMALLEST_PEAK = 1e-30f;
 
 template <class F>
 static void over_rows(int64_t rows, int64_t width, int threads, F f) {
@@ -15,7 +19,7 @@ static void over_rows(int64_t rows, int64_t width, int threads, F f) {
     for (int64_t row = 0; row < rows; row++) f(row);
 }
 
-// Fields of the structs as in kernels/cpu_library.py. `is_bf16` says what every void pointer points to.
+// Fields of the structs as in kernels/cpu_library.py. `is_bf16` says what every void pointer points to, but for `pool`.
 struct Placement {
     void* q;
     const void *k, *v;
@@ -25,6 +29,7 @@ struct Placement {
     const void *q_norm, *k_norm;           // null: heads are not normalised
     int64_t q_stride, k_stride, v_stride;  // elements from token to token; heads lie side by side
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+    int64_t stored;  // what `pool` points to, as stored_as takes it
     float eps;
 };
 
@@ -62,9 +67,23 @@ static inline void turned(const T* x, const void* norm, float eps, const float* 
     }
 }
 
-template <class T>
+// A head's numbers and its scale.
+template <class T, class S>
+static inline void quantise(const T* head, int64_t dim, S* numbers, float* scale) {
+    f32x16 spoilt = {}, peaks = {};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        f32x16 lanes = load(head + d);
+        peaks = larger(magnitude(lanes), peaks);
+        spoilt += lanes * 0.0f;  // NaN for what is not finite
+    }
+    const float peak = reduced(peaks, larger), inverse = LARGEST<S> / std::max(peak, SMALLEST_PEAK);
+    *scale = peak / LARGEST<S> + sum_of(spoilt);
+    for (int64_t d = 0; d < dim; d += LANES) store(numbers + d, load(head + d) * inverse);
+}
+
+template <class T, class S>
 static void place_token(const Placement& p, int64_t token) {
-    const int64_t dim = p.head_dim, half_block = p.num_kv_heads * p.block_size * dim;
+    const int64_t dim = p.head_dim, row_bytes = stored_bytes<S>(p.block_size, dim);
     const float* cos_sin = p.cos_sin ? p.cos_sin + p.positions[token] * dim : nullptr;
     for (int64_t head = 0; head < p.num_heads; head++) {
         T* q = (T*)p.q + token * p.q_stride + head * dim;
@@ -75,16 +94,23 @@ static void place_token(const Placement& p, int64_t token) {
     const int64_t slot = p.slots[token];
     if (slot < 0) return;  // padding
     const int64_t offset = slot % p.block_size;
+    T turned_key[MAX_HEAD_DIM];
+    S numbers[MAX_HEAD_DIM];
     for (int64_t head = 0; head < p.num_kv_heads; head++) {
         const T *k = (const T*)p.k + token * p.k_stride + head * dim, *v = (const T*)p.v + token * p.v_stride + head * dim;
-        T* block = (T*)p.pool + slot / p.block_size * 2 * half_block + head * p.block_size * dim;
-        T* keys = block + offset / LANES * LANES * dim + offset % LANES;
-        turned(k, p.k_norm, p.eps, cos_sin, dim, [&](int64_t d, f32x16 lanes, int64_t count) {
-            T part[LANES];
-            store(part, lanes);
-            for (int64_t i = 0; i < count; i++) keys[(d + i) * LANES] = part[i];
-        });
-        memcpy(block + half_block + offset * dim, v, dim * sizeof(T));
+        char* key_row = (char*)p.pool + (slot / p.block_size * 2 * p.num_kv_heads + head) * row_bytes;
+        S *keys = (S*)key_row, *values = (S*)(key_row + p.num_kv_heads * row_bytes);
+        turned(k, p.k_norm, p.eps, cos_sin, dim,
+               [&](int64_t d, f32x16 lanes, int64_t count) { store_some(turned_key + d, lanes, count); });
+        if constexpr (QUANTISED<S>) {
+            quantise(turned_key, dim, numbers, (float*)(keys + p.block_size * dim) + offset);
+            quantise(v, dim, values + offset * dim, (float*)(values + p.block_size * dim) + offset);
+        } else {
+            memcpy(numbers, turned_key, dim * sizeof(T));
+            memcpy(values + offset * dim, v, dim * sizeof(T));
+        }
+        keys += offset / LANES * LANES * dim + offset % LANES;
+        for (int64_t d = 0; d < dim; d++) keys[d * LANES] = numbers[d];
     }
 }
 
@@ -139,7 +165,11 @@ static void silu_mul_row(const SiluMul& s, int64_t row) {
 extern "C" {
 void by_place(int is_bf16, int threads, const Placement* p) {
     over_rows(p->num_tokens, (p->num_heads + 2 * p->num_kv_heads) * p->head_dim, threads,
-              [&](int64_t token) { is_bf16 ? place_token<bf16>(*p, token) : place_token<float>(*p, token); });
+              [&](int64_t token) {
+                  stored_as(is_bf16, p->stored, [&](auto element, auto number) {
+                      place_token<decltype(element), decltype(number)>(*p, token);
+                  });
+              });
 }
 void by_norm(int is_bf16, int threads, const Norm* n) {
     over_rows(n->num_rows, n->hidden, threads,

@@ -96,6 +96,14 @@ def test_size_counts_two_mebibytes_a_block_for_a_large_model(large_model: Path) 
     assert sized["max_concurrency"] == round(sized["blocks"] / 512, 2)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_size_counts_the_scales_of_a_cache_in_8_bits(large_model: Path, kv_dtype: str) -> None:
+    options = ("--memory", "60GB", "--kv-cache-dtype", kv_dtype, "--output", "json")
+    sized = json.loads(run("size", str(large_model), *options).stdout)
+    assert sized["kv_dtype"] == kv_dtype
+    assert sized["bytes_per_block"] == 2_097_152 * (128 + 4) // 256
+
+
 def test_size_names_the_context_that_a_model_does_not_have(large_model: Path) -> None:
     result = run("size", str(large_model), "--max-model-len", "9000")
     assert result.exit_code == 1

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import triton
-from blockyard.kernels import attention, cache_ops, elementwise, shared_attention
+from blockyard.kernels import attention, cache_ops, elementwise, placing, shared_attention
+from blockyard.kernels.kv_pool import SCALE_BYTES
 from blockyard.kernels.triton_tiles import Tiles, decode_tiles, prefill_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -30,9 +31,18 @@ def compile_kernel(
     return triton.compile(source, target=H100, options=options)
 
 
-def compile_attention(dtype: str, head_dim: int, tiles: Tiles, *, windowed: bool = False) -> Any:
+def pool_types(dtype: str, stored: str | None) -> tuple[dict[str, str], dict[str, int]]:
+    """Of a pool of the heads' type, or in 8 bits."""
+    pointers = {"pool_ptr": f"*{stored or dtype}", "scales_ptr": "*fp32" if stored else f"*{dtype}"}
+    return pointers, {"SCALE_BYTES": SCALE_BYTES if stored else 0}
+
+
+def compile_attention(
+    dtype: str, head_dim: int, tiles: Tiles, *, windowed: bool = False, stored: str | None = None
+) -> Any:
     integers = ("q_stride_t", "q_stride_n", "out_stride_t", "out_stride_n", "table_stride_r", "window")
-    pointers = dict.fromkeys(("q_ptr", "pool_ptr", "out_ptr"), f"*{dtype}")
+    pool_pointers, pool_constants = pool_types(dtype, stored)
+    pointers = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}") | pool_pointers
     pointers |= dict.fromkeys(("table_ptr", "query_starts_ptr", "context_lens_ptr", "items_ptr"), "*i32")
     pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
     return compile_kernel(
@@ -49,14 +59,16 @@ def compile_attention(dtype: str, head_dim: int, tiles: Tiles, *, windowed: bool
             "BLOCK_J": tiles.keys,
             "WINDOWED": windowed,
             "WIDEN": False,
+            **pool_constants,
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
 
 
-def compile_shared(dtype: str, head_dim: int, tiles: Tiles) -> Any:
-    pointers = dict.fromkeys(("q_ptr", "pool_ptr"), f"*{dtype}")
+def compile_shared(dtype: str, head_dim: int, tiles: Tiles, stored: str | None = None) -> Any:
+    pool_pointers, pool_constants = pool_types(dtype, stored)
+    pointers = {"q_ptr": f"*{dtype}"} | pool_pointers
     pointers |= dict.fromkeys(("table_ptr", "members_ptr", "items_ptr", "partial_starts_ptr"), "*i32")
     pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
     return compile_kernel(
@@ -72,6 +84,7 @@ def compile_shared(dtype: str, head_dim: int, tiles: Tiles) -> Any:
             "BLOCK_M": tiles.rows,
             "BLOCK_J": tiles.keys,
             "WIDEN": False,
+            **pool_constants,
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -89,12 +102,26 @@ def compile_merge(dtype: str) -> Any:
     )
 
 
-def compile_write_kv(dtype: str) -> Any:
+def compile_write_kv(dtype: str, stored: str | None = None) -> Any:
+    pool_pointers, pool_constants = pool_types(dtype, stored)
     return compile_kernel(
         cache_ops.write_kv_kernel,
-        {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "pool_ptr": f"*{dtype}", "slots_ptr": "*i64"},
+        {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "slots_ptr": "*i64"} | pool_pointers,
         dict.fromkeys(("k_stride_t", "k_stride_k", "v_stride_t", "v_stride_k"), "i32"),
-        {"NUM_KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_SIZE": 16, "HEADS_POW2": 4},
+        {"NUM_KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_SIZE": 16, "HEADS_POW2": 4} | pool_constants,
+    )
+
+
+def compile_place_heads(dtype: str, *, normed: bool, stored: str | None = None) -> Any:
+    pool_pointers, pool_constants = pool_types(dtype, stored)
+    pointers = dict.fromkeys(("heads_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{dtype}") | pool_pointers
+    pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
+    heads = {"NUM_HEADS": 14, "HEADS_POW2": 16, "NUM_KV_HEADS": 2, "KV_HEADS_POW2": 2}
+    return compile_kernel(
+        placing.place_heads_kernel,
+        pointers,
+        {"stride_t": "i32", "stride_x": "i32", "eps": "fp32"},
+        {"NORMED": normed, "HALF_DIM": 64, "BLOCK_SIZE": 16} | heads | pool_constants,
     )
 
 
@@ -152,6 +179,17 @@ def main() -> None:
             "add_rms_norm": compile_rms_norm(dtype, True),
         }
         compiled |= {"rotary": compile_rotary(dtype), "silu_mul": compile_silu_mul(dtype)}
+        compiled["place_heads"] = compile_place_heads(dtype, normed=False)
+        compiled["place_heads with norms"] = compile_place_heads(dtype, normed=True)
+        for stored in ("i8", "u8"):
+            decode = decode_tiles(4, 128, torch_dtype)
+            compiled |= {
+                f"decode of {stored}": compile_attention(dtype, 128, decode, stored=stored),
+                f"prefill of {stored}": compile_attention(dtype, 128, tiles, stored=stored),
+                f"shared of {stored}": compile_shared(dtype, 128, tiles, stored),
+                f"write_kv to {stored}": compile_write_kv(dtype, stored),
+                f"place_heads to {stored}": compile_place_heads(dtype, normed=True, stored=stored),
+            }
         for name, kernel in compiled.items():
             assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
             print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")

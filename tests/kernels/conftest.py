@@ -27,6 +27,7 @@ from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend, HeadNorms, choose_backend
 from blockyard.kernels.cpu_backend import CpuBackend, from_native, to_native
 from blockyard.kernels.cpu_extension import ExtensionUnavailable, load_extension
+from blockyard.kernels.kv_pool import numbers_of, pool_shape, quantise, scales_of
 
 NEED_HYPOTHESIS = ["test_cpu_backend.py", "test_int8_linear.py", "test_shared_prefix_property.py"]
 """`make gpu-check` runs on machines that have none; these are about CPUs or plain arithmetic."""
@@ -48,15 +49,25 @@ class Step:
 MakeStep = Callable[..., Step]
 
 
+def quantised_pool(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same heads in 8 bits; NaN becomes the scale of what was NaN."""
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_pool_B2KPD.shape
+    pool = torch.zeros(pool_shape(num_blocks, num_kv_heads, block_size, head_dim, dtype), dtype=dtype)
+    numbers, scales = quantise(kv_pool_B2KPD, dtype)
+    numbers_of(pool).copy_(numbers)
+    scales_of(pool).copy_(scales)
+    return pool
+
+
 class OnPlainPools(CpuBackend):
     """The CPU backend for tests that read and write pools by position: each call lays the pool out and back."""
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> None:
-        native = to_native(kv_pool_B2KPD)
+        native = to_native(kv_pool_B2KPD, k_TKD.dtype)
         super().write_kv(k_TKD, v_TKD, native, plan)
-        kv_pool_B2KPD.copy_(from_native(native))
+        kv_pool_B2KPD.copy_(from_native(native, k_TKD.dtype))
 
     def place_heads(
         self,
@@ -66,9 +77,9 @@ class OnPlainPools(CpuBackend):
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        native = to_native(kv_pool_B2KPD)
+        native = to_native(kv_pool_B2KPD, heads_TXD.dtype)
         q_TND = super().place_heads(heads_TXD, norms, cos_sin_SD, native, plan)
-        kv_pool_B2KPD.copy_(from_native(native))
+        kv_pool_B2KPD.copy_(from_native(native, heads_TXD.dtype))
         return q_TND
 
     def attention(
@@ -80,7 +91,7 @@ class OnPlainPools(CpuBackend):
         scale: float,
         out_TND: torch.Tensor,
     ) -> None:
-        native = to_native(kv_pool_B2KPD)
+        native = to_native(kv_pool_B2KPD, q_TND.dtype)
         super().attention(q_TND, native, plan, scale=scale, out_TND=out_TND)
 
 
@@ -133,6 +144,7 @@ def make_step(device: torch.device) -> MakeStep:
         head_dim: int = 16,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         on: torch.device = device,
         **plan_options: Any,
     ) -> Step:
@@ -161,7 +173,7 @@ def make_step(device: torch.device) -> MakeStep:
         return Step(
             plan=plan,
             q_TND=q_TND.to(on, dtype),
-            kv_pool_B2KPD=pool.to(on, dtype),
+            kv_pool_B2KPD=pool.to(on, dtype) if kv_dtype is None else quantised_pool(pool, kv_dtype).to(on),
             out_TND=torch.full_like(q_TND, float("nan")).to(on, dtype),
             scale=head_dim**-0.5,
         )

@@ -54,7 +54,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @PROPERTY
-@given(rows=rows(), window=st.none() | st.integers(1, 200), **SHAPES)
+@given(
+    rows=rows(),
+    window=st.none() | st.integers(1, 200),
+    kv_dtype=st.sampled_from([None, torch.int8, torch.float8_e4m3fn]),
+    **SHAPES,
+)
 def test_attention_of_any_shape_matches_the_reference(
     cpu_backend: Backend,
     make_step: MakeStep,
@@ -161,7 +166,7 @@ def test_what_the_kernels_do_not_take_is_served_by_torch(
     cpu_backend: Backend, make_step: MakeStep, assert_near: AssertNear, head_dim: int, dtype: torch.dtype
 ) -> None:
     step = make_step([1, 5], [20, 9], head_dim=head_dim, dtype=dtype)
-    assert not has_native_layout(step.kv_pool_B2KPD)
+    assert not has_native_layout(step.kv_pool_B2KPD, dtype)
     k_TKD = torch.randn(6, 2, head_dim).to(dtype)
     cpu_backend.write_kv(k_TKD, k_TKD, step.kv_pool_B2KPD, step.plan)
     expected = torch.empty_like(step.out_TND)
@@ -206,12 +211,12 @@ def test_bf16_is_rounded_to_the_nearest_even_and_nan_stays_nan(cpu_backend: Back
 
 def test_the_layout_of_a_pool_is_only_another_order(cpu_backend: Backend) -> None:
     pool = torch.randn(3, 2, 2, 64, 48)
-    native = to_native(pool)
-    assert torch.equal(from_native(native), pool)
+    native = to_native(pool, pool.dtype)
+    assert torch.equal(from_native(native, pool.dtype), pool)
     assert torch.equal(native[:, 1], pool[:, 1])
     # Dimension 5 of the keys 16 to 31 of a head lies in one piece.
     assert torch.equal(native[2, 0, 1].flatten()[(48 + 5) * 16 :][:16], pool[2, 0, 1, 16:32, 5])
-    assert not has_native_layout(pool.half())
+    assert not has_native_layout(pool.half(), torch.float16)
 
 
 def test_a_pool_of_another_shape_is_refused(cpu_backend: Backend, make_step: MakeStep) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend, HeadNorms
+from blockyard.kernels.cpu_checks import check_pool
 
 HEAD_DIM = 32
 
@@ -42,6 +43,7 @@ def norms_of(weight_D: torch.Tensor) -> HeadNorms:
 def test_what_fits_is_taken(cpu_backend: Backend) -> None:
     placed(cpu_backend)
     placed(cpu_backend, norms=None)
+    placed(cpu_backend, kv_pool_B2KPD=torch.zeros(3, 2, 1, 16, HEAD_DIM + 4, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,7 @@ def test_what_fits_is_taken(cpu_backend: Backend) -> None:
         ({"cos_sin_SD": torch.ones(19, HEAD_DIM)}, "20 positions, and a rotary table of 19"),
         ({"kv_pool_B2KPD": torch.zeros(2, 2, 1, 16, HEAD_DIM)}, "beyond 2 blocks"),
         ({"kv_pool_B2KPD": torch.zeros(3, 2, 1, 32, HEAD_DIM)}, "a pool of shape"),
+        ({"kv_pool_B2KPD": torch.zeros(2, 2, 1, 16, HEAD_DIM + 4, dtype=torch.int8)}, "beyond 2 blocks"),
         ({"heads_TXD": torch.randn(5, 4, HEAD_DIM)}, "tokens without a slot"),
         ({"heads_TXD": torch.randn(4, 4, HEAD_DIM, dtype=torch.bfloat16)}, "beside a pool of"),
     ],
@@ -62,6 +65,18 @@ def test_what_fits_is_taken(cpu_backend: Backend) -> None:
 def test_what_does_not_fit_is_refused(cpu_backend: Backend, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         placed(cpu_backend, **changes)
+
+
+@pytest.mark.parametrize(
+    ("pool", "told"),
+    [
+        (torch.zeros(3, 2, 1, 16, HEAD_DIM, dtype=torch.int8), "a pool of shape"),
+        (torch.zeros(3, 2, 1, 16, 2 * (HEAD_DIM + 4), dtype=torch.int8)[..., ::2], "not one piece"),
+    ],
+)
+def test_a_quantised_pool_has_room_for_scales_and_is_one_piece(pool: torch.Tensor, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_pool(pool, torch.zeros(4, 1, HEAD_DIM), plan())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend
 from blockyard.kernels.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
 
+from .conftest import quantised_pool
+
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 BLOCK_SIZE = 64
 DEEP = MIN_SHARED_TOKENS // BLOCK_SIZE
@@ -102,13 +104,24 @@ def test_under_a_window_that_hides_something_every_row_reads_for_itself() -> Non
     assert min(first for _, _, _, first, _, _ in windowed.decode_items_W6.tolist()) == 9
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float16, None),
+        (torch.bfloat16, None),
+        (torch.float32, torch.int8),
+        (torch.float16, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.int8),
+    ],
+)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 1), (5, 1), (4, 2)])
 def test_the_result_is_that_of_rows_that_read_alone(
     backend: Backend,
     device: torch.device,
     assert_near: AssertNear,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
@@ -137,7 +150,7 @@ def test_the_result_is_that_of_rows_that_read_alone(
             place = pool[table[position // BLOCK_SIZE], :, :, position % BLOCK_SIZE]
             place.copy_(torch.randn(place.shape, generator=generator))
     q_TND = torch.randn((sum(query_lens), num_heads, 16), generator=generator).to(device, dtype)
-    pool_B2KPD = pool.to(device, dtype)
+    pool_B2KPD = pool.to(device, dtype) if kv_dtype is None else quantised_pool(pool, kv_dtype).to(device)
     expected, out = torch.full_like(q_TND, float("nan")), torch.full_like(q_TND, float("nan"))
     reference.attention(q_TND, pool_B2KPD, plan, scale=0.25, out_TND=expected)
     backend.attention(q_TND, pool_B2KPD, plan, scale=0.25, out_TND=out)

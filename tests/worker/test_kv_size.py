@@ -1,14 +1,34 @@
 """The arithmetic of KV memory."""
 
 import pytest
-from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, host_size
+from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, host_size, stored_dtype
 
-BLOCK_BYTES = bytes_per_block(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype_bytes=2)
+BLOCK_BYTES = bytes_per_block(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="float16")
 
 
 def test_a_block_of_an_8b_model_is_2_mib() -> None:
     print(f"32 layers, 8 kv heads, D 128, fp16, 16 tokens: {BLOCK_BYTES:,} bytes a block")
     assert BLOCK_BYTES == 2_097_152
+
+
+@pytest.mark.parametrize(("head_dim", "factor"), [(64, 1.88), (128, 1.94)])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_8_bits_with_their_scales_hold_nearly_twice_the_tokens_of_16(
+    kv_dtype: str, head_dim: int, factor: float
+) -> None:
+    sizes = [
+        bytes_per_block(num_layers=32, num_kv_heads=8, head_dim=head_dim, block_size=16, kv_dtype=dtype)
+        for dtype in ("bfloat16", kv_dtype)
+    ]
+    print(
+        f"D {head_dim}: bf16 {sizes[0]:,} bytes a block, {kv_dtype} {sizes[1]:,}, {sizes[0] / sizes[1]:.3f}x"
+    )
+    assert round(sizes[0] / sizes[1], 2) == factor
+
+
+def test_what_blocks_hold_is_the_models_type_unless_asked_otherwise() -> None:
+    assert stored_dtype("auto", "bfloat16") == "bfloat16"
+    assert stored_dtype("fp8", "bfloat16") == "fp8"
 
 
 def test_60_gb_hold_28610_such_blocks() -> None:

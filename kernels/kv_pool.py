@@ -1,0 +1,95 @@
+"""What a layer's KV pool is, and how keys and values are kept in 8 bits.
+
+A pool is one tensor whose first dimension is blocks, so that whatever moves blocks moves them whole and need not know
+the rest. In the model's data type it is [B, 2, K, P, D]. Quantised it is [B, 2, K, P, D + 4] of int8 or float8_e4m3fn,
+by size alone: the bytes that a block has for the keys, or the values, of one kv head are P heads of D numbers and then
+P fp32 scales, one for each token. Heads stay aligned so, and the scales of a block's tokens lie side by side.
+
+head = numbers * scale, with scale = largest magnitude / LARGEST, rounded to the nearest number, ties to even. The scale
+of a head in which anything is not finite is NaN, so that who reads it fails, as without quantising.
+
+Shapes: B blocks in the pool, K kv heads, P tokens a block, D head size, T tokens, W rows, each one
+(block, key or value, kv head).
+"""
+
+from typing import Literal
+
+import torch
+
+QuantisedName = Literal["int8", "fp8"]
+SCALE_BYTES = 4
+QUANTISED_DTYPES: dict[QuantisedName, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# What the largest magnitude of a head becomes.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# A head of smaller numbers is stored as zeros: LARGEST divided by it stays finite.
+SMALLEST_PEAK = 1e-30
+
+
+def is_quantised(kv_pool: torch.Tensor) -> bool:
+    return kv_pool.dtype in LARGEST
+
+
+def head_dim_of(kv_pool: torch.Tensor) -> int:
+    return kv_pool.shape[4] - (SCALE_BYTES if is_quantised(kv_pool) else 0)
+
+
+def pool_shape(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    width = head_dim + (SCALE_BYTES if dtype in LARGEST else 0)
+    return num_blocks, 2, num_kv_heads, block_size, width
+
+
+def movable(kv_pool: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that PyTorch copies by index on every device: not all of them take fp8."""
+    return kv_pool.view(torch.int8) if is_quantised(kv_pool) else kv_pool
+
+
+def numbers_of(kv_pool: torch.Tensor) -> torch.Tensor:
+    """The heads [B, 2, K, P, D] of a quantised pool without their scales, as a view."""
+    block_size, head_dim = kv_pool.shape[3], head_dim_of(kv_pool)
+    rows = kv_pool.flatten(3)[..., : block_size * head_dim]
+    return rows.view(*rows.shape[:3], block_size, head_dim)
+
+
+def scales_of(kv_pool: torch.Tensor) -> torch.Tensor:
+    """The fp32 scales [B, 2, K, P] of a quantised pool, as a view."""
+    return movable(kv_pool).flatten(3)[..., kv_pool.shape[3] * head_dim_of(kv_pool) :].view(torch.float32)
+
+
+def quantise(heads_TKD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers [T, K, D] of `dtype` and their fp32 scales [T, K]."""
+    wide_TKD = heads_TKD.float()
+    peak_TK = wide_TKD.abs().amax(dim=-1)
+    numbers_TKD = wide_TKD * (LARGEST[dtype] / peak_TK.clamp(min=SMALLEST_PEAK))[..., None]
+    if dtype == torch.int8:
+        numbers_TKD = numbers_TKD.round().nan_to_num(0.0)
+    # Infinity times 0 is NaN.
+    return numbers_TKD.to(dtype), peak_TK / LARGEST[dtype] + peak_TK * 0.0
+
+
+def store(
+    kv_pool: torch.Tensor, kind: int, blocks_T: torch.Tensor, offsets_T: torch.Tensor, heads_TKD: torch.Tensor
+) -> None:
+    """Keys (kind 0) or values (1) of some tokens to offsets within blocks, quantised where the pool is."""
+    if not is_quantised(kv_pool):
+        kv_pool[blocks_T, kind, :, offsets_T] = heads_TKD
+        return
+    numbers_TKD, scales_TK = quantise(heads_TKD, kv_pool.dtype)
+    movable(numbers_of(kv_pool))[blocks_T, kind, :, offsets_T] = movable(numbers_TKD)
+    scales_of(kv_pool)[blocks_T, kind, :, offsets_T] = scales_TK
+
+
+def gather(kv_pool: torch.Tensor, rows_W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Heads [W, P, D] in `dtype`, copied, of rows of the pool seen as [B * 2 * K, P, D]."""
+    block_size, head_dim = kv_pool.shape[3], head_dim_of(kv_pool)
+    flat = movable(kv_pool).view(-1, block_size * kv_pool.shape[4])
+    gathered = flat.index_select(0, rows_W)
+    if not is_quantised(kv_pool):
+        return gathered.view(-1, block_size, head_dim)
+    numbers_WPD = (
+        gathered[:, : block_size * head_dim].view(kv_pool.dtype).unflatten(1, (block_size, head_dim))
+    )
+    scales_WP = gathered[:, block_size * head_dim :].view(torch.float32)
+    heads_WPD: torch.Tensor = (numbers_WPD.float() * scales_WP[..., None]).to(dtype)
+    return heads_WPD
