@@ -16,6 +16,9 @@ Shapes: R sequences (rows), W decode items, X prefill items, Y shared items, D d
 shared items.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 from blockyard.kernels.shared_prefix import Int32Array, Int64Array, SharedPrefixes
 
@@ -26,6 +29,16 @@ MIN_SPLIT_TOKENS = 256
 SPLIT_ALIGNMENT_TOKENS = 64
 # Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
 DEFAULT_TARGET_PROGRAMS = 528
+# Of a step whose work is not cut.
+NO_ITEMS: Mapping[str, Int32Array] = MappingProxyType(
+    {
+        "decode": np.zeros((0, 6), dtype=np.int32),
+        "prefill": np.zeros((0, 6), dtype=np.int32),
+        "shared": np.zeros((0, 5), dtype=np.int32),
+        "members": np.zeros(0, dtype=np.int32),
+        "partials": np.zeros(1, dtype=np.int32),
+    }
+)
 
 
 def items_of_step(
@@ -35,7 +48,7 @@ def items_of_step(
     shared: SharedPrefixes,
     num_kv_heads: int,
     target_programs: int,
-) -> dict[str, Int32Array]:
+) -> Mapping[str, Int32Array]:
     """The items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their members, and
     where each decode row's partial slots start.
 

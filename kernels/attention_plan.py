@@ -21,7 +21,7 @@ from typing import Self
 
 import numpy as np
 import torch
-from blockyard.kernels.attention_items import DEFAULT_TARGET_PROGRAMS, items_of_step
+from blockyard.kernels.attention_items import DEFAULT_TARGET_PROGRAMS, NO_ITEMS, items_of_step
 from blockyard.kernels.shared_prefix import Int32Array, Int64Array, SharedPrefixes, find_shared_prefixes
 
 PADDING_SLOT = -1
@@ -44,6 +44,7 @@ class AttentionPlan:
     num_kv_heads: int
     target_programs: int
     window: int | None  # in tokens; None where all keys before a query are seen
+    has_items: bool  # False: the work is not cut, and the items below are empty; for backends that walk rows
     num_decodes: int
     num_partials: int
     query_lens: tuple[int, ...]
@@ -86,11 +87,14 @@ class AttentionPlan:
             raise ValueError(f"a window of {window} tokens: a query sees itself, so at least 1")
         if self.window is None and window >= max(self.context_lens, default=0):
             return self
-        query_R = np.asarray(self.query_lens, dtype=np.int64)
-        context_R = np.asarray(self.context_lens, dtype=np.int64)
-        items = items_of_step(
-            query_R, context_R, window, SharedPrefixes.none(), self.num_kv_heads, self.target_programs
-        )
+        items = NO_ITEMS
+        if self.has_items:
+            query_R = np.asarray(self.query_lens, dtype=np.int64)
+            context_R = np.asarray(self.context_lens, dtype=np.int64)
+            no_prefixes = SharedPrefixes.none()
+            items = items_of_step(
+                query_R, context_R, window, no_prefixes, self.num_kv_heads, self.target_programs
+            )
         tensors = _to_device(items, self.positions_T.device)
         return replace(
             self,
@@ -115,17 +119,41 @@ def plan_attention(
     padded_tokens: int | None = None,
     target_programs: int = DEFAULT_TARGET_PROGRAMS,
 ) -> AttentionPlan:
-    """Plan one step. `context_lens` count the tokens in the KV cache including this step's queries.
+    """Plan one step from lists. `context_lens` count the tokens in the KV cache including this step's queries.
 
     `padded_tokens` lengthens the slot mapping with PADDING_SLOT to that many tokens. Raises ValueError where
     the rows contradict each other: lengths that do not match, decode after prefill, a table too short for its
     context.
     """
-    query_R = np.asarray(query_lens, dtype=np.int64)
     context_R = np.asarray(context_lens, dtype=np.int64)
-    _check_rows(query_R, context_R, block_tables, block_size)
+    _check_tables(context_R, block_tables, block_size)
+    return plan_rows(
+        np.asarray(query_lens, dtype=np.int64),
+        context_R,
+        _dense_table(block_tables),
+        block_size=block_size,
+        device=device,
+        num_kv_heads=num_kv_heads,
+        padded_tokens=padded_tokens,
+        target_programs=target_programs,
+    )
+
+
+def plan_rows(
+    query_R: Int64Array,
+    context_R: Int64Array,
+    table_RB: Int32Array,
+    *,
+    block_size: int,
+    device: torch.device | str,
+    num_kv_heads: int,
+    padded_tokens: int | None = None,
+    target_programs: int = DEFAULT_TARGET_PROGRAMS,
+    with_items: bool = True,
+) -> AttentionPlan:
+    """`plan_attention` of arrays that nobody changes while the plan lives; without items where none are read."""
+    _check_rows(query_R, context_R, table_RB, block_size)
     starts_R1 = np.concatenate(([0], np.cumsum(query_R)))
-    table_RB = _dense_table(block_tables)
     positions_T, slots_T = _positions_and_slots(query_R, context_R, starts_R1, table_RB, block_size)
     padding = 0 if padded_tokens is None else padded_tokens - len(positions_T)
     if padding < 0:
@@ -133,12 +161,14 @@ def plan_attention(
             f"padded_tokens={padded_tokens} is less than the {len(positions_T)} tokens of the step"
         )
     num_decodes = int((query_R == 1).sum())
-    shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
-    items = items_of_step(query_R, context_R, None, shared, num_kv_heads, target_programs)
+    items = NO_ITEMS
+    if with_items:
+        shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
+        items = items_of_step(query_R, context_R, None, shared, num_kv_heads, target_programs)
     tensors = _to_device(
         {
-            "slots": np.pad(slots_T, (0, padding), constant_values=PADDING_SLOT),
-            "positions": np.pad(positions_T, (0, padding)),
+            "slots": _padded(slots_T, padding, PADDING_SLOT),
+            "positions": _padded(positions_T, padding, 0),
             "starts": starts_R1.astype(np.int32),
             "contexts": context_R.astype(np.int32),
             "table": table_RB,
@@ -151,6 +181,7 @@ def plan_attention(
         num_kv_heads=num_kv_heads,
         target_programs=target_programs,
         window=None,
+        has_items=with_items,
         num_decodes=num_decodes,
         num_partials=int(items["partials"][-1]),
         query_lens=tuple(query_R.tolist()),
@@ -168,22 +199,28 @@ def plan_attention(
     )
 
 
-def _check_rows(
-    query_R: Int64Array, context_R: Int64Array, block_tables: Sequence[Sequence[int]], block_size: int
-) -> None:
-    if not len(query_R) == len(context_R) == len(block_tables):
-        raise ValueError(
-            f"{len(query_R)} query lengths, {len(context_R)} contexts, {len(block_tables)} block tables"
-        )
-    if np.any(query_R < 1) or np.any(context_R < query_R):
-        raise ValueError(f"need 1 <= query length <= context length, got {query_R} and {context_R}")
-    if np.any((query_R[:-1] > 1) & (query_R[1:] == 1)):
-        raise ValueError(f"decode rows (query length 1) must come before prefill rows, got {query_R}")
+def _check_tables(context_R: Int64Array, block_tables: Sequence[Sequence[int]], block_size: int) -> None:
+    if len(context_R) != len(block_tables):
+        raise ValueError(f"{len(context_R)} contexts, {len(block_tables)} block tables")
     table_lens_R = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
     short = np.flatnonzero(table_lens_R * block_size < context_R)
     if len(short):
         row = int(short[0])
         raise ValueError(f"row {row}: {table_lens_R[row]} blocks of {block_size} for {context_R[row]} tokens")
+
+
+def _check_rows(query_R: Int64Array, context_R: Int64Array, table_RB: Int32Array, block_size: int) -> None:
+    if not len(query_R) == len(context_R) == len(table_RB):
+        raise ValueError(
+            f"{len(query_R)} query lengths, {len(context_R)} contexts, {len(table_RB)} block tables"
+        )
+    if np.any(query_R < 1) or np.any(context_R < query_R):
+        raise ValueError(f"need 1 <= query length <= context length, got {query_R} and {context_R}")
+    if np.any((query_R[:-1] > 1) & (query_R[1:] == 1)):
+        raise ValueError(f"decode rows (query length 1) must come before prefill rows, got {query_R}")
+    longest = int(context_R.max(initial=0))
+    if longest > table_RB.shape[1] * block_size:
+        raise ValueError(f"{table_RB.shape[1]} blocks of {block_size} for {longest} tokens")
 
 
 def _dense_table(block_tables: Sequence[Sequence[int]]) -> Int32Array:
@@ -206,8 +243,14 @@ def _positions_and_slots(
     return positions_T, blocks_T * block_size + positions_T % block_size
 
 
+def _padded(array_T: Int64Array, padding: int, value: int) -> Int64Array:
+    return np.pad(array_T, (0, padding), constant_values=value) if padding else array_T
+
+
 def _to_device(arrays: Mapping[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Views of one byte buffer that went to the device in one asynchronous copy."""
+    """Views of one byte buffer that went to the device in one asynchronous copy; on a CPU of the arrays themselves."""
+    if device.type == "cpu":
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     offsets: dict[str, int] = {}
     size = 0
     for name, array in arrays.items():

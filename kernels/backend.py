@@ -36,6 +36,11 @@ class Backend(Protocol):
         """torch, cpu or triton."""
         ...
 
+    @property
+    def reads_items(self) -> bool:
+        """Whether its attention reads the plan's work items; if not, they need not be made."""
+        ...
+
     def place_heads(
         self,
         heads_TXD: torch.Tensor,

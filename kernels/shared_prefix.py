@@ -82,14 +82,13 @@ def find_shared_prefixes(table_RB: Int32Array, context_D: Int64Array, block_size
     # Who shares the block at this depth may share all before it, which is looked at then; nobody else can.
     blocks_C = table_RB[candidates_C, depth - 1]
     order_C = np.argsort(blocks_C, kind="stable")
-    bounds = np.flatnonzero(np.diff(blocks_C[order_C])) + 1
+    firsts = np.flatnonzero(np.diff(blocks_C[order_C], prepend=-1))
+    alike = np.diff(firsts, append=len(order_C))
     members, sizes, tokens = [], [], []
-    for alike_C in np.split(order_C, bounds):
-        rows = candidates_C[alike_C]
-        if (
-            len(rows) >= MIN_SHARERS
-            and (shared := _blocks_in_common(table_RB, context_D, rows, block_size)) >= depth
-        ):
+    for group in np.flatnonzero(alike >= MIN_SHARERS):
+        rows = candidates_C[order_C[firsts[group] : firsts[group] + alike[group]]]
+        shared = _blocks_in_common(table_RB, context_D, rows, block_size)
+        if shared >= depth:
             members.append(rows)
             sizes.append(len(rows))
             tokens.append(shared * block_size)

@@ -58,6 +58,7 @@ class TorchBackend:
     """Not thread-safe: it remembers the indices of the last plan of each window."""
 
     name = "torch"
+    reads_items = False
 
     def __init__(self) -> None:
         self._prepared_by_window: dict[int | None, _Prepared] = {}

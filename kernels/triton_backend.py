@@ -46,6 +46,7 @@ class TritonBackend:
     """Launches on the current stream. Not thread-safe: the workspace serves one step at a time."""
 
     name = "triton"
+    reads_items = True
 
     def __init__(self) -> None:
         self._partials = torch.empty(0)
@@ -82,6 +83,8 @@ class TritonBackend:
         check_dense_rows(q_TND, out_TND)
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} kv heads")
+        if not plan.has_items:
+            raise ValueError("the triton backend computes work items, and the plan has none")
         group = num_heads // num_kv_heads
         self._reserve(plan.num_partials, num_heads, head_dim, q_TND.device)
         decode = decode_tiles(group, head_dim, q_TND.dtype)

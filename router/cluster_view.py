@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from blockyard.proto.prefix_index import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.bookings import Bookings, Placed
 from blockyard.router.placement_config import PlacementConfig
+from blockyard.router.rates import WorkerRates, typical
 from blockyard.router.scoring import Candidate
 from blockyard.router.worker_gate import WorkerGate
 
@@ -30,6 +32,13 @@ class CachedDepth:
     """Leading blocks on its GPU."""
     host_blocks: int = 0
     """Those that follow them and are in its host memory."""
+
+
+class Usual(NamedTuple):
+    """The cluster's rates, in tokens a second; 0 where nobody has measured one."""
+
+    prefill: float
+    decode: float
 
 
 class LinkState(Enum):
@@ -62,6 +71,7 @@ class WorkerView:
     reason: str = ""
     hello: session_pb2.Hello | None = None
     load: cluster_pb2.WorkerLoad = field(default_factory=cluster_pb2.WorkerLoad)
+    rates: WorkerRates = field(default_factory=WorkerRates)
     index: cluster_pb2.WorkerIndex | None = None
     """What it last said of its part of the prefix index."""
     last_heard: float | None = None
@@ -110,14 +120,16 @@ class ClusterView:
 
     def accepted(self, address: str, hello: session_pb2.Hello) -> None:
         """A worker introduced itself and is of our model: a fresh life, nothing placed on it."""
-        self._workers[address] = WorkerView(
+        now = self._clock()
+        worker = self._workers[address] = WorkerView(
             address=address,
             link=LinkState.ACCEPTED,
             hello=hello,
             load=hello.load,
             is_draining=hello.is_draining,
-            last_heard=self._clock(),
+            last_heard=now,
         )
+        worker.rates.report(hello.load, now)
 
     def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
         """A worker introduced itself and is not to be used: whether that is news."""
@@ -140,12 +152,13 @@ class ClusterView:
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
         """Any message is a sign of life; some bring a load report."""
         worker = self._workers[address]
-        worker.last_heard = self._clock()
+        now = worker.last_heard = self._clock()
         if load is not None:
             worker.load = load
+            worker.rates.report(load, now)
             worker.booked.reported()
             if load.waiting == 0:
-                worker.gate.nobody_waits(self._clock())
+                worker.gate.nobody_waits(now)
 
     def placed(
         self,
@@ -292,10 +305,16 @@ class ClusterView:
     ) -> list[Candidate]:
         """The workers that may take a prompt with these block names, with room now or later; `depths` is what the
         index said."""
-        now = self._clock()
+        now, ready = self._clock(), self.ready()
+        usual = Usual(
+            prefill=typical(worker.rates.prefill.tokens_per_second for worker in ready),
+            decode=typical(worker.rates.decode.tokens_per_second for worker in ready),
+        )
         return [
-            self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), now)
-            for worker in self.ready()
+            self._candidate(
+                worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), usual, now
+            )
+            for worker in ready
         ]
 
     def _has_room(self, worker: WorkerView, now: float) -> bool:
@@ -308,9 +327,16 @@ class ClusterView:
         return worker.load.waiting + booked.unreported.unstarted < hello.max_waiting
 
     def _candidate(
-        self, worker: WorkerView, names: Sequence[bytes], prompt_tokens: int, depth: CachedDepth, now: float
+        self,
+        worker: WorkerView,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        depth: CachedDepth,
+        usual: Usual,
+        now: float,
     ) -> Candidate:
         assert worker.hello is not None
+        half_life_seconds = self._config.rate_half_life_seconds
         load, sent, fresh = worker.load, worker.booked.sent, worker.booked.unreported
         waiting = worker.booked.waiting
         block_size = worker.hello.block_size
@@ -333,8 +359,8 @@ class ClusterView:
             used_blocks=waiting.blocks + max(load.used_blocks + fresh.blocks, sent.blocks),
             total_blocks=worker.hello.total_blocks,
             block_size=block_size,
-            prefill_tokens_per_second=load.prefill_tokens_per_second,
-            decode_tokens_per_second=load.decode_tokens_per_second,
+            prefill_tokens_per_second=worker.rates.prefill.believed(usual.prefill, now, half_life_seconds),
+            decode_tokens_per_second=worker.rates.decode.believed(usual.decode, now, half_life_seconds),
             host_tokens_per_second=load.host_tokens_per_second,
         )
 

@@ -26,6 +26,9 @@ class PlacementConfig:
     others_fraction: float = 0.1
     """Price of the time that this prompt's prefill takes from each sequence that is there, as a part of that time. 0
     counts the request's own time alone, 1 everybody's alike."""
+    rate_half_life_seconds: float = 30.0
+    """A measured rate is believed for so long without another; then it fades, by half in each further such time, into
+    the median of the workers'. 0: never."""
     memory_free_fraction: float = 0.1
     """With less than this part of the pool free (or cached, which is as good), memory begins to cost."""
     memory_full_ms: float = 2_000.0

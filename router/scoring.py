@@ -10,15 +10,11 @@ Does not own the choice among the costs (placement.py) nor what is known of work
 """
 
 from collections.abc import Sequence
-from math import isfinite
-from statistics import median
 from typing import NamedTuple
 
 from blockyard.proto.prefix_index import WorkerId
 from blockyard.router.placement_config import PlacementConfig
-
-LEAST_TOKENS_PER_SECOND = 1e-3
-"""A lower rate is no measurement."""
+from blockyard.router.rates import is_measured, typical
 
 
 class Candidate(NamedTuple):
@@ -41,9 +37,9 @@ class Candidate(NamedTuple):
     total_blocks: int = 0
     block_size: int = 16
     prefill_tokens_per_second: float = 0.0
-    """Measured; 0 until something was."""
+    """As measured and believed (rates.py); 0 until something was."""
     decode_tokens_per_second: float = 0.0
-    """Of all its sequences together, in steps that only decode. Measured; 0 until something was."""
+    """Of all its sequences together, in steps that only decode; likewise."""
     host_tokens_per_second: float = 0.0
     """From host memory to the GPU. Measured; without it host memory is worth nothing."""
 
@@ -96,21 +92,15 @@ def score_all(prompt_tokens: int, candidates: Sequence[Candidate], config: Place
 
 def _typical_rate(candidates: Sequence[Candidate], config: PlacementConfig) -> float:
     rates = (candidate.prefill_tokens_per_second for candidate in candidates)
-    measured = [rate for rate in rates if _is_measured(rate)]
-    return median(measured) if measured else config.assumed_prefill_tokens_per_second
-
-
-def _is_measured(tokens_per_second: float) -> bool:
-    """Workers may say anything; what is no rate counts as none."""
-    return isfinite(tokens_per_second) and tokens_per_second >= LEAST_TOKENS_PER_SECOND
+    return typical(rates) or config.assumed_prefill_tokens_per_second
 
 
 def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config: PlacementConfig) -> Score:
     own_rate = candidate.prefill_tokens_per_second
-    tokens_per_ms = (own_rate if _is_measured(own_rate) else typical_rate) / 1000
+    tokens_per_ms = (own_rate if is_measured(own_rate) else typical_rate) / 1000
     needed_tokens = max(prompt_tokens - candidate.cached_tokens, 0)
     host_rate = candidate.host_tokens_per_second
-    host_tokens = min(candidate.host_cached_tokens, needed_tokens) if _is_measured(host_rate) else 0
+    host_tokens = min(candidate.host_cached_tokens, needed_tokens) if is_measured(host_rate) else 0
     uncached_tokens = needed_tokens - host_tokens
     queue_ms = candidate.queued_prefill_tokens / tokens_per_ms
     prefill_ms = uncached_tokens / tokens_per_ms
@@ -138,7 +128,7 @@ def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config
 
 
 def _sequence_ms(candidate: Candidate, config: PlacementConfig) -> float:
-    if _is_measured(candidate.decode_tokens_per_second):
+    if is_measured(candidate.decode_tokens_per_second):
         return config.decode_step_fraction * 1000 / candidate.decode_tokens_per_second
     return config.decode_ms_per_sequence
 

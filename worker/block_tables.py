@@ -86,7 +86,10 @@ class BlockTables:
     def _must_copy_tail(self, sequence: Sequence) -> bool:
         """Whether the block that is written next is half filled and others read it too."""
         table, index = sequence.block_table, sequence.num_scheduled // self.block_size
-        return index < len(table) and self.pool.references(table[index]) - self._copied[table[index]] > 1
+        if index >= len(table):
+            return False
+        references = self.pool.references(table[index])
+        return references > 1 and references - self._copied[table[index]] > 1
 
     def extend(self, sequence: Sequence, end: int) -> None:
         """Takes the missing blocks. Raises NoFreeBlocks, without side effect, where they cannot be had."""
@@ -107,6 +110,7 @@ class BlockTables:
         child.block_table = list(parent.block_table)
         child.num_scheduled, child.num_computed = parent.num_scheduled, parent.num_computed
         child.num_named = parent.num_named
+        parent.plain_until = 0
 
     # Finding and filling
 
@@ -153,6 +157,11 @@ class BlockTables:
         blocks = self.pool.allocate(len(slots))
         self._moves.from_host += zip(slots, blocks, strict=True)
         sequence.block_table += blocks
+
+    def note_scheduled(self, sequence: Sequence) -> None:
+        """Positions have been scheduled for which all blocks are there: names those that are full by now."""
+        self.name_full_blocks(sequence)
+        sequence.plain_until = len(sequence.block_table) * self.block_size - 1
 
     def name_full_blocks(self, sequence: Sequence) -> None:
         """Names the blocks whose last token is scheduled and known."""
@@ -214,7 +223,14 @@ class BlockTables:
         self.cache.retract_unshared(sequence.block_table)
         self.pool.release(sequence.block_table)
         sequence.block_table = []
-        sequence.num_named = sequence.num_scheduled = sequence.num_computed = 0
+        sequence.num_named = sequence.num_scheduled = sequence.num_computed = sequence.plain_until = 0
+
+    def check_plain(self, sequence: Sequence) -> None:
+        """Raises AssertionError where positions below `plain_until` are not plain."""
+        plain = range(sequence.num_scheduled, sequence.plain_until)
+        assert not plain or self.missing(sequence, plain.stop) <= 0, "a block is missing, or is not its own"
+        assert plain.stop % self.block_size == self.block_size - 1 or not plain.stop
+        assert not plain or plain.stop // self.block_size == len(sequence.block_table) - 1
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Gives the blocks back, and moves to host memory what only this sequence has. False, and nothing is done,

@@ -4,6 +4,7 @@ Owns the commit of one step's rows. The queues are queues.py's, blocks block_tab
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blockyard.worker.beams import BeamGroup, Hypothesis, NextBeam
 from blockyard.worker.block_tables import BlockTables
@@ -22,9 +23,8 @@ from blockyard.worker.sequence import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceUpdate:
-    """What a step brought one sequence: a token, an end, or both."""
+class SequenceUpdate(NamedTuple):
+    """What a step brought one sequence: a token, an end, or both. A tuple, because each step makes one a sequence."""
 
     sequence: Sequence
     token: int | None
@@ -87,7 +87,7 @@ class Outcome:
         sequence.finish_reason = self._finish_reason(sequence, token)
         if sequence.finish_reason is not None:
             self._queues.leave(sequence, SequenceState.FINISHED)
-        return SequenceUpdate(sequence=sequence, token=token, logprobs=logprobs)
+        return SequenceUpdate(sequence, token, logprobs)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling

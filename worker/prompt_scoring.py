@@ -11,9 +11,3 @@ def scored_positions(row: ScheduledRow) -> range:
     if not row.sequence.wants_whole_prompt:
         return range(0)
     return range(row.start, min(row.end, row.sequence.prompt_length - 1))
-
-
-def wanted_positions(row: ScheduledRow) -> list[int]:
-    """Positions whose output the step needs: the scored ones, then the last, which a row samples from or which tells
-    whether a chunk is sound."""
-    return [*scored_positions(row), row.end - 1]

@@ -19,6 +19,8 @@ class Queues:
     def __init__(self, tables: BlockTables) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.reserved: list[Sequence] = []
+        """Of the running, those that hold, or are to get, all that they can ever need."""
         self._tables = tables
         self._leaving: dict[SequenceId, Sequence] = {}
         self._ended: list[SequenceId] = []
@@ -35,16 +37,19 @@ class Queues:
     def wait(self, sequence: Sequence) -> None:
         """From nowhere, or from the running."""
         if sequence.state is SequenceState.RUNNING:
+            assert not sequence.is_reserved, "who has all that it can ever need never gives way"
             self.running.remove(sequence)
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
     def run(self, sequence: Sequence) -> None:
-        """From the waiting, or a fork that never waited."""
+        """From the waiting, or a fork that never waited. It is known by now whether it is reserved."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=lambda running: running.order)
+        if sequence.is_reserved:
+            self.reserved.append(sequence)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A running sequence with all that its parent has."""
@@ -76,7 +81,10 @@ class Queues:
 
     def leave(self, sequence: Sequence, state: SequenceState) -> None:
         """Ends a sequence; its blocks go back at once, or with the step that still computes it."""
-        (self.waiting if sequence.state is SequenceState.WAITING else self.running).remove(sequence)
+        is_running = sequence.state is not SequenceState.WAITING
+        (self.running if is_running else self.waiting).remove(sequence)
+        if is_running and sequence.is_reserved:
+            self.reserved.remove(sequence)
         sequence.state = state
         self._tables.forget_swapped(sequence)
         self._ended.append(sequence.sequence_id)
@@ -113,6 +121,7 @@ class Queues:
             assert len(sequence.block_table) == tables.blocks_for(sequence.num_scheduled)
             assert len(set(sequence.block_table)) == len(sequence.block_table)
             assert sequence.num_computed <= sequence.num_scheduled <= len(sequence.tokens) + 1
+            tables.check_plain(sequence)
             for index, block in enumerate(sequence.block_table):
                 holders[block] += 1
                 if index >= sequence.num_named:
@@ -127,5 +136,7 @@ class Queues:
             assert not sequence.num_in_flight
         for sequence in (*self.running, *self.waiting):
             assert not sequence.is_over
+        reserved = {sequence.sequence_id for sequence in self.running if sequence.is_reserved}
+        assert sorted(sequence.sequence_id for sequence in self.reserved) == sorted(reserved)
         references = [pool.references(block) for block in pool.blocks()]
         assert holders == references, "a reference is held by no sequence, or a sequence holds none"

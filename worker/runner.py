@@ -1,9 +1,9 @@
 """Runs the model: a planned step in, one token for each row out, and what else the rows ask for.
 
-Owns weights, KV pools and kernel backend of one worker, and the flattening of a step into tensors. Does not
-decide what runs, where blocks lie or when a sequence ends: the scheduler does, and writes it into the plan.
+Owns weights, KV pools and kernel backend of one worker. Does not decide what runs, where blocks lie or when a sequence
+ends: the scheduler does, and writes it into the plan; step_inputs.py makes tensors of that.
 
-Shapes: T tokens in the step, S rows that sample, Q positions that get logits, V vocabulary, B blocks in the pool,
+Shapes: S rows that sample, Q positions that get logits, V vocabulary, B blocks in the pool,
 K kv heads, P tokens a block, D head size, C block copies.
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal, Protocol, Self
 
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_backend
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
@@ -24,7 +23,7 @@ from blockyard.worker.logprobs import score
 from blockyard.worker.model.config import DataTypeName, ModelConfig, load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import Weights, load_weights, random_weights
-from blockyard.worker.prompt_scoring import SCORED_AT_ONCE, scored_positions, wanted_positions
+from blockyard.worker.prompt_scoring import SCORED_AT_ONCE
 from blockyard.worker.sampler import Sampler
 from blockyard.worker.sequence import (
     FAILED_TOKEN,
@@ -38,6 +37,7 @@ from blockyard.worker.sequence import (
     StepTokens,
     TokenLogprob,
 )
+from blockyard.worker.step_inputs import InputRows
 
 WARM_UP_PREFILL_TOKENS = 64
 
@@ -114,6 +114,12 @@ class TorchRunner:
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
         self._sampler = Sampler(config.vocab_size, self.device)
+        self._inputs = InputRows(
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            device=self.device,
+            with_items=backend.reads_items,
+        )
         self._sampled: dict[tuple[SequenceId, int], int] = {}
         """What the last step sampled, by sequence and position: it may be the next step's input."""
         self._moved_step: int | None = None
@@ -195,7 +201,7 @@ class TorchRunner:
         """
         fitting = min(len(self.kv_pools[0]) * self.block_size, self.config.max_position_embeddings)
         num_tokens = min(WARM_UP_PREFILL_TOKENS, fitting)
-        rows = (_warm_up_row(1, self.block_size), _warm_up_row(num_tokens, self.block_size))
+        rows = (_warm_up_row(-1, 1, self.block_size), _warm_up_row(-2, num_tokens, self.block_size))
         tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
         self._forget(row.sequence.sequence_id for row in rows)
         self._sampled = {}
@@ -205,6 +211,7 @@ class TorchRunner:
     def _forget(self, ended: Iterable[SequenceId]) -> None:
         ended = tuple(ended)
         self._sampler.forget(ended)
+        self._inputs.forget(ended)
         if self.grammar_masks is not None:
             self.grammar_masks.forget(ended)
 
@@ -237,22 +244,18 @@ class TorchRunner:
         prompts that hold NaN: nothing computed on top of them may be found by others."""
         if not rows:
             return torch.empty(0, self.config.vocab_size), {}, frozenset()
-        hidden_QH = self._hidden(rows)
-        scores: dict[int, tuple[TokenLogprob, ...]] = {}
-        sampling: list[int] = []
-        chunks: dict[int, int] = {}
-        end = 0
-        for index, row in enumerate(rows):
-            num_scored = len(scored_positions(row))
-            if num_scored:
-                scores[index] = self._score(row, hidden_QH[end : end + num_scored])
-            end += len(wanted_positions(row))
-            if row.samples:
-                sampling.append(end - 1)
-            else:
-                chunks[index] = end - 1
+        inputs = self._inputs.prepare(rows, self._sampled)
+        hidden_QH = self._decoder.hidden(inputs.tokens_T, self.kv_pools, inputs.plan, inputs.wanted_Q)
+        scores = {
+            index: self._score(rows[index], hidden_QH[inputs.last_R[index] - num_scored :][:num_scored])
+            for index, num_scored in inputs.num_scored.items()
+        }
+        sampling = [last for row, last in zip(rows, inputs.last_R, strict=True) if row.samples]
+        chunks = {index: inputs.last_R[index] for index, row in enumerate(rows) if not row.samples}
         spoilt = self._spoilt(chunks, hidden_QH) if chunks else frozenset[int]()
-        return self._decoder.logits(hidden_QH[sampling] if len(sampling) < end else hidden_QH), scores, spoilt
+        if len(sampling) < len(hidden_QH):
+            hidden_QH = hidden_QH[sampling]
+        return self._decoder.logits(hidden_QH), scores, spoilt
 
     def _spoilt(self, chunks: dict[int, int], hidden_QH: torch.Tensor) -> frozenset[int]:
         """The last position sees all before it: where anything was NaN, it is."""
@@ -268,37 +271,6 @@ class TorchRunner:
             piece = slice(first, first + SCORED_AT_ONCE)
             scores += score(self._decoder.logits(hidden_QH[piece]), following[piece], num_top=num_top)
         return tuple(scores)
-
-    def _hidden(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
-        """[Q, H] of the rows' wanted positions, row by row."""
-        tokens: list[int] = []
-        wanted: list[int] = []
-        for row in rows:
-            offset = len(tokens) - row.start
-            tokens += self._input_tokens(row)
-            wanted += [offset + position for position in wanted_positions(row)]
-        tokens_T = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        wanted_Q = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        return self._decoder.hidden(tokens_T, self.kv_pools, self._plan_attention(rows), wanted_Q)
-
-    def _plan_attention(self, rows: Sequence[ScheduledRow]) -> AttentionPlan:
-        return plan_attention(
-            query_lens=[row.num_tokens for row in rows],
-            context_lens=[row.end for row in rows],
-            block_tables=[row.sequence.block_table for row in rows],
-            block_size=self.block_size,
-            device=self.device,
-            num_kv_heads=self.config.num_kv_heads,
-        )
-
-    def _input_tokens(self, row: ScheduledRow) -> list[int]:
-        tokens = row.sequence.tokens[row.start : row.end]
-        if len(tokens) < row.num_tokens:
-            assert len(tokens) == row.num_tokens - 1, "only the last step's token may be uncommitted"
-            sampled = self._sampled[row.sequence.sequence_id, row.end - 1]
-            # After NaN the sequence fails at its commit: until then any token will do as its input.
-            tokens.append(max(sampled, 0))
-        return tokens
 
 
 def resolve_dtype(
@@ -341,9 +313,9 @@ def _by_row_of_plan(
     return StepTokens(tokens=tokens, extras=extras)
 
 
-def _warm_up_row(num_tokens: int, block_size: int) -> ScheduledRow:
+def _warm_up_row(number: int, num_tokens: int, block_size: int) -> ScheduledRow:
     sequence = sequences.Sequence(
-        sequence_id=SequenceId(-1),
+        sequence_id=SequenceId(number),
         tokens=[0] * num_tokens,
         prompt_length=num_tokens,
         sampling=SamplingParams(top_k=2, top_p=0.5),

@@ -18,6 +18,7 @@ A request with several outputs runs as one sequence until its first token, and t
 search decides (beams.py). Owns the queues and the counters of sequences. No tensors, clocks or I/O.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from blockyard.worker.beams import BeamGroup
@@ -173,19 +174,26 @@ class Scheduler:
         assert len(self._moves) < 2, "at most one step may be in flight while another is planned"
         rows: dict[SequenceId, ScheduledRow] = {}
         budget = self.config.max_num_batched_tokens
-        for decoding in (True, False):
-            if not decoding and rows and self.prefill_tokens_beside_decodes is not None:
-                budget = min(budget, self.prefill_tokens_beside_decodes)
-            for sequence in tuple(self.running):
-                todo = self._tokens_to_compute(sequence)
-                if todo and (todo == 1) is decoding and sequence.sequence_id not in rows:
-                    budget -= self._schedule_running(sequence, min(todo, budget), rows)
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in tuple(self.running):
+            todo = self._tokens_to_compute(sequence)
+            if todo > 1:
+                chunks.append((sequence, todo))
+            elif todo and budget and sequence.num_scheduled < sequence.plain_until:
+                self._add_row(sequence, 1, rows)
+                budget -= 1
+            elif todo:
+                budget -= self._schedule_running(sequence, min(1, budget), rows)
+        if rows and self.prefill_tokens_beside_decodes is not None:
+            budget = min(budget, self.prefill_tokens_beside_decodes)
+        for sequence, todo in chunks:
+            budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
         step, self._next_step = self._next_step, self._next_step + 1
         moves = self.tables.take_moves()
         plan = StepPlan(
             step=step,
-            rows=tuple(sorted(rows.values(), key=lambda row: row.num_tokens > 1)),
+            rows=_decodes_first(rows.values()),
             to_host=tuple((block, slot) for slot, block in moves.to_host.items()),
             from_host=tuple(moves.from_host),
             copies=tuple(moves.copies),
@@ -199,21 +207,23 @@ class Scheduler:
     def _tokens_to_compute(self, sequence: Sequence) -> int:
         if sequence.state is not SequenceState.RUNNING:
             return 0
-        in_flight = sequence.num_samples_in_flight
+        in_flight = sequence.num_samples_in_flight if sequence.num_in_flight else 0
         group = sequence.group
         if in_flight and (group is not None or sequence.num_outputs > 1):
             return 0
         if group is not None and group.waits(sequence):
             return 0
-        if sequence.num_generated + in_flight >= sequence.sampling.max_tokens:
+        known = len(sequence.tokens)
+        if known - sequence.prompt_length + in_flight >= sequence.sampling.max_tokens:
             return 0
-        return len(sequence.tokens) + in_flight - sequence.num_scheduled
+        return known + in_flight - sequence.num_scheduled
 
     def _schedule_running(
         self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]
     ) -> int:
-        """Schedules `num_tokens` more positions, preempting others if need be. How many it took: all, or 0."""
-        if num_tokens < 1:
+        """Schedules `num_tokens` more positions, preempting others if need be. How many it took: all, or 0, also where
+        the sequence itself has been preempted meanwhile."""
+        if num_tokens < 1 or sequence.state is not SequenceState.RUNNING:
             return 0
         end = sequence.num_scheduled + num_tokens
         while (missing := self.tables.missing(sequence, end)) > 0 and missing > self._available(sequence):
@@ -228,6 +238,7 @@ class Scheduler:
         if missing > 0:
             self.tables.extend(sequence, end)
         self._add_row(sequence, num_tokens, rows)
+        self.tables.note_scheduled(sequence)
         return num_tokens
 
     def _available(self, sequence: Sequence) -> int:
@@ -235,20 +246,17 @@ class Scheduler:
         cache, unless it is the first of all: something always gets done."""
         if sequence.is_reserved:
             return self.pool.num_allocatable
-        first, reserved = self.running[0], reserved_blocks(self.running, self.tables)
+        first, reserved = self.running[0], reserved_blocks(self._queues.reserved, self.tables)
         is_first = sequence is first or sequence.group is first.group is not None
         spared = 0 if is_first else spared_blocks(sequence, self.tables, self.config.spared_blocks)
         return self.pool.num_allocatable - reserved - spared
 
     def _add_row(self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]) -> None:
         start = sequence.num_scheduled
-        samples = start + num_tokens >= len(sequence.tokens)
-        sequence.num_scheduled += num_tokens
+        end = sequence.num_scheduled = start + num_tokens
         sequence.num_in_flight += 1
-        self.tables.name_full_blocks(sequence)
-        rows[sequence.sequence_id] = ScheduledRow(
-            sequence=sequence, start=start, num_tokens=num_tokens, samples=samples
-        )
+        samples = end >= len(sequence.tokens)
+        rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, samples)
 
     def _preempt(self, victim: Victim) -> None:
         for sequence in victim.sequences:
@@ -275,14 +283,15 @@ class Scheduler:
             is_reserved = sequence.num_preemptions >= self.config.max_preemptions
             if not self._fits(sequence, hits, is_reserved):
                 return
-            self._queues.run(sequence)
             sequence.is_reserved = is_reserved
+            self._queues.run(sequence)
             self.tables.start(sequence, hits)
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = min(len(hits) * self.config.block_size, sequence.prompt_length)
             todo = min(len(sequence.tokens) - sequence.num_scheduled, budget)
             self.tables.extend(sequence, sequence.num_scheduled + todo)
             self._add_row(sequence, todo, rows)
+            self.tables.note_scheduled(sequence)
             budget -= todo
 
     def _next_waiting(self) -> Sequence:
@@ -345,6 +354,13 @@ class Scheduler:
         swapped = sum(len(sequence.swapped.slots) for sequence in self.waiting if sequence.swapped)
         reading = sum(len(moves.read_slots) for moves in self._moves.values())
         assert swapped + reading + self.tables.swap.num_free == self.tables.swap.num_slots
+
+
+def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
+    return (
+        *(row for row in rows if row.num_tokens == 1),
+        *(row for row in rows if row.num_tokens > 1),
+    )
 
 
 def uncached_tokens(sequence: Sequence) -> int:

@@ -5,7 +5,7 @@ Pure data. The scheduler moves the counters, the block pool hands out the blocks
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from typing import TYPE_CHECKING, Literal, NewType
+from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
 
 if TYPE_CHECKING:
     from blockyard.worker.beams import BeamGroup
@@ -51,6 +51,9 @@ class SequenceState(Enum):
     FINISHED = auto()
     CANCELLED = auto()
     FAILED = auto()
+
+
+_OVER = (SequenceState.FINISHED, SequenceState.CANCELLED, SequenceState.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +195,9 @@ class Sequence:
     block_table: list[BlockId] = field(default_factory=list)
     num_scheduled: int = 0
     num_computed: int = 0
+    plain_until: int = 0
+    """Positions from `num_scheduled` up to here take no block, no copy, no name: they lie in the last block, which is
+    the sequence's own, before its last position."""
     num_named: int = 0
     """Leading blocks of the table that the prefix cache knows by name."""
     num_in_flight: int = 0
@@ -232,12 +238,11 @@ class Sequence:
 
     @property
     def is_over(self) -> bool:
-        return self.state in (SequenceState.FINISHED, SequenceState.CANCELLED, SequenceState.FAILED)
+        return self.state in _OVER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRow:
-    """A run of positions of one sequence that a step computes."""
+class ScheduledRow(NamedTuple):
+    """A run of positions of one sequence that a step computes. A tuple, because each step makes one a sequence."""
 
     sequence: Sequence
     start: int

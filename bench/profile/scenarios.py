@@ -43,8 +43,7 @@ def watch_scheduler(engine: Engine) -> Iterator[Stopwatch]:
     runner: Any = engine.runner
     watch = Stopwatch()
     watch.wrap(engine.scheduler, "plan", PLAN)
-    watch.wrap(runner, "_hidden", PREPARE)
-    watch.wrap(runner._decoder, "hidden", "forward")
+    watch.wrap(runner._inputs, "prepare", PREPARE)
     yield watch
     watch.unwrap()
 
@@ -59,8 +58,7 @@ def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
     watch.wrap(engine.scheduler, "commit", "commit")
     watch.wrap(engine.scheduler.tables, "name_full_blocks", NAMING)
     watch.wrap(engine.scheduler.tables, "match", LOOK_UP)
-    watch.wrap(runner, "_hidden", PREPARE)
-    watch.wrap(runner, "_plan_attention", PREPARE)
+    watch.wrap(runner._inputs, "prepare", PREPARE)
     watch.wrap(runner._sampler, "sample", "sample", is_leaf=True)
     watch.wrap(runner._decoder, "hidden", "forward: between operations")
     for operation in OPERATIONS:

@@ -110,12 +110,12 @@ MUTANTS = (
         "worker_silence.py::test_a_straggler_gets_less_and_is_not_taken_for_dead",
         (
             "router/cluster_view.py",
-            "decode_tokens_per_second=load.decode_tokens_per_second,",
+            "decode_tokens_per_second=worker.rates.decode.believed(usual.decode, now, half_life_seconds),",
             "decode_tokens_per_second=0.0,",
         ),
         (
             "router/cluster_view.py",
-            "prefill_tokens_per_second=load.prefill_tokens_per_second,",
+            "prefill_tokens_per_second=worker.rates.prefill.believed(usual.prefill, now, half_life_seconds),",
             "prefill_tokens_per_second=0.0,",
         ),
     ),

@@ -165,3 +165,19 @@ def test_a_head_size_that_is_no_power_of_two_is_refused_by_triton_and_served_by_
     with pytest.raises(ValueError, match="powers of two"):
         attend(triton_backend, step)
     assert_near(attend(torch_backend.TorchBackend(), step), expected_of(step))
+
+
+def test_triton_refuses_a_plan_without_items(triton_backend: Backend, make_step: MakeStep) -> None:
+    step = make_step([1, 4], [20, 9])
+    bare = replace(step, plan=replace(step.plan, has_items=False))
+    with pytest.raises(ValueError, match="work items"):
+        attend(triton_backend, bare)
+
+
+def test_backends_that_walk_rows_need_no_items(make_step: MakeStep, assert_near: AssertNear) -> None:
+    backend = torch_backend.TorchBackend()
+    step = make_step([1, 4], [20, 9])
+    no_items = step.plan.decode_items_W6[:0]
+    bare = replace(step.plan, has_items=False, decode_items_W6=no_items, prefill_items_X6=no_items)
+    assert not backend.reads_items
+    assert_near(attend(backend, replace(step, plan=bare)), expected_of(step))

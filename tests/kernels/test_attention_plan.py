@@ -2,10 +2,11 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
+from blockyard.kernels.attention_plan import AttentionPlan, plan_attention, plan_rows
 
 
 def make_plan(
@@ -148,3 +149,35 @@ def test_planning_256_rows_stays_within_ten_times_its_millisecond() -> None:
         durations.append(time.perf_counter() - begin)
     print(f"256 rows planned in {min(durations) * 1e3:.2f} ms")
     assert min(durations) < 0.010
+
+
+def test_a_plan_without_items_is_the_same_but_for_them() -> None:
+    tables_RB = np.array([[7, 3], [9, 0], [1, 4]], dtype=np.int32)
+    query_R, context_R = np.array([1, 1, 5]), np.array([17, 3, 30])
+    whole, bare = (
+        plan_rows(
+            query_R, context_R, tables_RB, block_size=16, device="cpu", num_kv_heads=2, with_items=with_items
+        )
+        for with_items in (True, False)
+    )
+    for name in ("query_starts_R1", "context_lens_R", "block_table_RB", "slot_mapping_T", "positions_T"):
+        assert torch.equal(getattr(whole, name), getattr(bare, name)), name
+    assert (whole.num_decodes, whole.query_lens) == (bare.num_decodes, bare.query_lens)
+    assert len(whole.decode_items_W6) == 2
+    for plan in (bare, bare.windowed(4)):
+        assert not plan.has_items
+        assert plan.decode_items_W6.shape == plan.prefill_items_X6.shape == (0, 6)
+        assert plan.num_partials == 0
+    assert bare.windowed(4).window == 4
+
+
+def test_a_dense_table_narrower_than_a_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 blocks of 16 for 17 tokens"):
+        plan_rows(
+            np.array([1]),
+            np.array([17]),
+            np.zeros((1, 1), np.int32),
+            block_size=16,
+            device="cpu",
+            num_kv_heads=1,
+        )

@@ -1,0 +1,166 @@
+"""What is kept from step to step is what a step would be made of from scratch, whatever happens to its sequences."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
+from blockyard.worker.prompt_scoring import scored_positions
+from blockyard.worker.scheduler import Scheduler
+from blockyard.worker.sequence import (
+    BlockId,
+    SamplingParams,
+    ScheduledRow,
+    Sequence,
+    SequenceId,
+    StepPlan,
+    StepTokens,
+)
+from blockyard.worker.step_inputs import InputRows, StepInputs, wanted_positions
+from blockyard.worker.table_rows import FIRST_BLOCKS, FIRST_ROWS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .scheduling import make_scheduler, make_sequence, run
+from .storm import Device, Storm
+from .test_storm import WEATHERS, blow
+
+ACTIONS = 1500
+CPU = torch.device("cpu")
+
+
+def input_rows(block_size: int = 16) -> InputRows:
+    return InputRows(block_size=block_size, num_kv_heads=2, device=CPU, with_items=True)
+
+
+def from_scratch(rows: tuple[ScheduledRow, ...], block_size: int) -> AttentionPlan:
+    return plan_attention(
+        query_lens=[row.num_tokens for row in rows],
+        context_lens=[row.end for row in rows],
+        block_tables=[row.sequence.block_table for row in rows],
+        block_size=block_size,
+        device=CPU,
+        num_kv_heads=2,
+    )
+
+
+def assert_from_scratch(inputs: StepInputs, rows: tuple[ScheduledRow, ...], block_size: int) -> None:
+    plan, expected = inputs.plan, from_scratch(rows, block_size)
+    assert (plan.query_lens, plan.context_lens) == (expected.query_lens, expected.context_lens)
+    assert torch.equal(plan.slot_mapping_T, expected.slot_mapping_T)
+    assert torch.equal(plan.positions_T, expected.positions_T)
+    assert torch.equal(plan.decode_items_W6, expected.decode_items_W6)
+    assert torch.equal(plan.shared_items_Y5, expected.shared_items_Y5)
+    for row, table_B in zip(rows, plan.block_table_RB.tolist(), strict=True):
+        own = -(-row.end // block_size)
+        assert table_B[:own] == row.sequence.block_table[:own]
+    wanted, lasts, first = [], [], 0
+    for row in rows:
+        wanted += [first + position - row.start for position in (*scored_positions(row), row.end - 1)]
+        lasts.append(len(wanted) - 1)
+        first += row.num_tokens
+    assert (inputs.wanted_Q.tolist(), list(inputs.last_R)) == (wanted, lasts)
+
+
+class PreparingDevice(Device):
+    """Prepares each step before it runs, as a runner does."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.block_size = scheduler.config.block_size
+        self.inputs = input_rows(self.block_size)
+        self.num_prepared = 0
+        self._sampled: dict[tuple[SequenceId, int], int] = {}
+
+    def run(self, plan: StepPlan, *, failing_rows: frozenset[int] = frozenset()) -> StepTokens:
+        self.inputs.forget(plan.ended)
+        if plan.rows:
+            inputs = self.inputs.prepare(plan.rows, self._sampled)
+            assert_from_scratch(inputs, plan.rows, self.block_size)
+            tokens = [token for row in plan.rows for token in self._tokens(row)[row.start :]]
+            assert inputs.tokens_T.tolist() == [max(token, 0) for token in tokens]
+            self.num_prepared += 1
+        result = super().run(plan, failing_rows=failing_rows)
+        self._sampled = {
+            (row.sequence.sequence_id, row.end): token
+            for row, token in zip(plan.rows, result.tokens, strict=True)
+        }
+        return result
+
+
+@pytest.mark.parametrize("weather", WEATHERS)
+def test_inputs_kept_over_steps_are_those_from_scratch_in_any_storm(weather: str) -> None:
+    chance = random.Random(weather)
+    storm = Storm(**({"max_num_seqs": 8, "max_model_len": 160} | WEATHERS[weather]))
+    device = storm.device = PreparingDevice(storm.scheduler)
+    for _ in range(ACTIONS):
+        blow(storm, chance)
+    storm.finish()
+    # A storm in which nothing of it happened would prove nothing.
+    assert device.num_prepared > 200
+    assert storm.scheduler.num_preemptions > 5
+    assert device.moved["copies"] > 20
+    assert len(storm.sequences) > 40
+    device.inputs.forget(storm.scheduler._queues.ended())
+    assert not len(device.inputs), "rows of sequences that are over are free again"
+
+
+def make_row(number: int, blocks: list[int], *, end: int, num_tokens: int = 1) -> ScheduledRow:
+    sequence = Sequence(
+        sequence_id=SequenceId(number),
+        tokens=list(range(end)),
+        prompt_length=end,
+        sampling=SamplingParams(),
+        names=[],
+        block_table=[BlockId(block) for block in blocks],
+    )
+    return ScheduledRow(sequence, end - num_tokens, num_tokens, samples=True)
+
+
+def test_more_sequences_and_longer_tables_than_there_was_room_for() -> None:
+    inputs, num_rows, num_blocks = input_rows(), 2 * FIRST_ROWS + 1, 3 * FIRST_BLOCKS + 1
+    few = (make_row(0, [3, 1], end=20), make_row(1, [4], end=9))
+    assert_from_scratch(inputs.prepare(few, {}), few, 16)
+    tables = np.random.default_rng(0).integers(0, 9999, (num_rows, num_blocks)).tolist()
+    many = tuple(make_row(2 + row, table, end=16 * num_blocks - row) for row, table in enumerate(tables))
+    assert_from_scratch(inputs.prepare((*few, *many), {}), (*few, *many), 16)
+    assert len(inputs) == num_rows + 2
+
+
+def test_an_id_that_has_come_to_mean_another_sequence_has_that_ones_table() -> None:
+    inputs = input_rows()
+    for blocks in ([5, 6], [7, 6]):
+        rows = (make_row(3, blocks, end=18),)
+        assert_from_scratch(inputs.prepare(rows, {}), rows, 16)
+
+
+@given(rows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=12))
+def test_wanted_are_the_scored_first_tokens_of_each_row_and_its_last(rows: list[tuple[int, int]]) -> None:
+    scored = {index: min(count, length) for index, (length, count) in enumerate(rows) if count}
+    expected: list[int] = []
+    lasts, start = [], 0
+    for index, (length, _) in enumerate(rows):
+        expected += [*range(start, start + scored.get(index, 0)), start + length - 1]
+        lasts.append(len(expected) - 1)
+        start += length
+    wanted_Q, last_R = wanted_positions(np.array([length for length, _ in rows]), scored)
+    assert wanted_Q.tolist() == expected
+    assert last_R.tolist() == lasts
+
+
+def test_planning_and_preparing_256_decodes_stay_within_ten_times_their_millisecond() -> None:
+    scheduler = make_scheduler(256 * 40, max_num_batched_tokens=2**18, max_model_len=640)
+    for number in range(256):
+        scheduler.submit(make_sequence(number, [number] * (500 + number % 16), max_tokens=40))
+    inputs, durations = InputRows(block_size=16, num_kv_heads=2, device=CPU, with_items=False), []
+    for _ in range(20):
+        begin = time.perf_counter()
+        plan = scheduler.plan()
+        inputs.prepare(plan.rows, {})
+        durations.append(time.perf_counter() - begin)
+        scheduler.commit(plan, run(plan))
+    assert len(plan.rows) == 256
+    print(f"256 decodes planned and prepared in {min(durations) * 1e3:.2f} ms")
+    assert min(durations[1:]) < 0.010

@@ -1,0 +1,122 @@
+"""The rows of a step as the model takes them: tokens, the plan of attention, and the positions whose output is wanted.
+
+Owns the flattening of a step into tensors. Does not decide what runs, run it, or know what comes of it.
+
+Shapes: T tokens in the step, R rows, Q positions whose output the step needs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from blockyard.kernels.attention_plan import AttentionPlan, plan_rows
+from blockyard.worker.prompt_scoring import scored_positions
+from blockyard.worker.sequence import ScheduledRow, SequenceId
+from blockyard.worker.table_rows import TableRows
+
+Int64Array = npt.NDArray[np.int64]
+InFlight = Mapping[tuple[SequenceId, int], int]
+"""Tokens sampled and not committed yet, by sequence and position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """Of a step with rows."""
+
+    tokens_T: torch.Tensor
+    plan: AttentionPlan
+    wanted_Q: torch.Tensor
+    """Indices in T: row by row the positions that score its prompt, then its last."""
+    last_R: tuple[int, ...]
+    """Indices in Q: the last position of each row, which it samples from, or which tells whether a chunk is sound."""
+    num_scored: Mapping[int, int]
+    """How many positions score the prompt, by index of the row, of those that have any."""
+
+
+class InputRows:
+    """What is kept from step to step of the sequences of one runner. Not thread-safe."""
+
+    def __init__(self, *, block_size: int, num_kv_heads: int, device: torch.device, with_items: bool) -> None:
+        """`with_items` says whether attention is computed in work items."""
+        self._block_size = block_size
+        self._num_kv_heads = num_kv_heads
+        self._device = device
+        self._with_items = with_items
+        self._tables = TableRows()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def prepare(self, rows: Sequence[ScheduledRow], in_flight: InFlight) -> StepInputs:
+        """`rows` are one at least, decodes first."""
+        query_R = np.array([row.num_tokens for row in rows], dtype=np.int64)
+        context_R = query_R + np.array([row.start for row in rows], dtype=np.int64)
+        num_blocks = -(-int(context_R.max()) // self._block_size)
+        plan = plan_rows(
+            query_R,
+            context_R,
+            self._tables.gather((row.sequence for row in rows), num_blocks),
+            block_size=self._block_size,
+            device=self._device,
+            num_kv_heads=self._num_kv_heads,
+            with_items=self._with_items,
+        )
+        num_scored = _num_scored(rows)
+        wanted_Q, last_R = wanted_positions(query_R, num_scored)
+        return StepInputs(
+            tokens_T=self._tensor(np.array(_input_tokens(rows, in_flight), dtype=np.int64)),
+            plan=plan,
+            wanted_Q=self._tensor(wanted_Q),
+            last_R=tuple(last_R.tolist()),
+            num_scored=num_scored,
+        )
+
+    def _tensor(self, array: Int64Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def forget(self, ended: Sequence[SequenceId]) -> None:
+        """Sequences that have left, whether known or not."""
+        self._tables.forget(ended)
+
+
+def _input_tokens(rows: Sequence[ScheduledRow], in_flight: InFlight) -> list[int]:
+    tokens: list[int] = []
+    for row in rows:
+        known, start = row.sequence.tokens, row.start
+        if row.num_tokens == 1 and start < len(known):
+            tokens.append(known[start])
+        else:
+            tokens += _chunk(row, in_flight)
+    return tokens
+
+
+def _chunk(row: ScheduledRow, in_flight: InFlight) -> list[int]:
+    tokens = row.sequence.tokens[row.start : row.end]
+    if len(tokens) < row.num_tokens:
+        assert len(tokens) == row.num_tokens - 1, "only the last step's token may be uncommitted"
+        sampled = in_flight[row.sequence.sequence_id, row.end - 1]
+        # After NaN the sequence fails at its commit: until then any token will do as its input.
+        tokens.append(max(sampled, 0))
+    return tokens
+
+
+def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:
+    wanting = [index for index, row in enumerate(rows) if row.sequence.sampling.prompt_logprobs is not None]
+    return {index: count for index in wanting if (count := len(scored_positions(rows[index])))}
+
+
+def wanted_positions(query_R: Int64Array, num_scored: Mapping[int, int]) -> tuple[Int64Array, Int64Array]:
+    """Indices in T of the first tokens of rows that score them, and of each row's last; and where the latter are. Of
+    shapes [Q] and [R]."""
+    ends_R = np.cumsum(query_R)
+    if not num_scored:
+        return ends_R - 1, np.arange(len(query_R))
+    scored_R = np.zeros_like(query_R)
+    scored_R[list(num_scored)] = list(num_scored.values())
+    last_R = np.cumsum(scored_R + 1) - 1
+    first_R = ends_R - query_R
+    wanted_Q = np.arange(last_R[-1] + 1) + np.repeat(first_R - (last_R - scored_R), scored_R + 1)
+    wanted_Q[last_R] = ends_R - 1
+    return wanted_Q, last_R
