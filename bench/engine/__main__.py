@@ -20,9 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from blockyard.worker.kv_size import KVCacheDtype
-
 from blockyard.worker import SPIN_COUNT
+from blockyard.worker.kv_size import KVCacheDtype
 
 from bench.engine import report
 from bench.engine.figures import Results, figures_of
