@@ -190,6 +190,9 @@ def main() -> None:
                 f"write_kv to {stored}": compile_write_kv(dtype, stored),
                 f"place_heads to {stored}": compile_place_heads(dtype, normed=True, stored=stored),
             }
+        if dtype == "bf16":
+            half = decode_tiles(4, 128, torch.float16)
+            compiled["decode of u8 beside fp16, not"] = compile_attention("fp16", 128, half, stored="u8")
         for name, kernel in compiled.items():
             assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
             print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")
