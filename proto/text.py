@@ -6,7 +6,10 @@ pieces. Does not own prompts (see router/prompts.py) nor which tokens end an out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no character, or not yet."""
 
+_QUIET_VARIABLE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+"""It would say that there is no torch."""
 _MAX_HELD_TOKENS = 64
 """So many without a whole character at their end are garbage: the window is cut, or it would grow on."""
 _CHARACTER_TOKENS = 4
@@ -30,7 +35,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Reaches no network and runs no code from the checkpoint. Raises OSError or ValueError where there is none.
     """
     # Here, because importing transformers takes seconds, and checking stop strings needs none of it.
-    from transformers import AutoTokenizer
+    with _torch_out_of_sight():
+        from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -42,6 +48,24 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         # A broken file ends in whatever its reader trips over, and the one in Rust raises bare Exceptions.
         raise ValueError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     return tokenizer
+
+
+@contextmanager
+def _torch_out_of_sight() -> Iterator[None]:
+    """transformers loads torch wherever it finds it: seconds and 180 MB of each process, and no tokenizer needs it. A
+    process that has torch, or transformers, by now keeps them as they are."""
+    if {"torch", "transformers"} & sys.modules.keys():
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own way to say that there is none
+    was_quiet = os.environ.get(_QUIET_VARIABLE)
+    os.environ[_QUIET_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        if was_quiet is None:
+            del os.environ[_QUIET_VARIABLE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

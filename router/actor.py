@@ -15,7 +15,6 @@ from blockyard.proto.logs import configure_logging
 from blockyard.proto.metric_table import ROUTER_METRICS
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.router.config import RouterConfig
-from blockyard.router.server import RouterServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +38,9 @@ class RouterActor:
         configure_logging(config.log, router_id=router_id)
         self._router_id = router_id
         host: str = config.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        # Here, because whoever names this class to Ray, `up` and the supervisor, would load all of a router with it.
+        from blockyard.router.server import RouterServer
+
         self._server = RouterServer(replace(config, host=host), owns_process=True)
         self._starting: asyncio.Task[StartedRouter] | None = None
         self._reporting: asyncio.Task[None] | None = None

@@ -18,7 +18,6 @@ from blockyard.proto.logs import configure_logging
 from blockyard.proto.metric_table import WORKER_METRICS
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.worker.config import WorkerConfig
-from blockyard.worker.server import WorkerServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +38,9 @@ class WorkerActor:
     def __init__(self, config: WorkerConfig) -> None:
         self._worker_id = config.worker_id
         self._model = Path(config.engine.model).name
+        # Here, because whoever names this class to Ray, `up` and the supervisor, would load torch with it.
+        from blockyard.worker.server import WorkerServer
+
         self._server = WorkerServer(_placed(config))
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         configure_logging(config.log, worker_id=config.worker_id, incarnation=self._server.incarnation)

@@ -1,4 +1,5 @@
-"""A real cluster for a module's tests: Redis, Ray, two workers on the demo checkpoint and a router."""
+"""A real cluster: Redis, Ray, two workers on the demo checkpoint and a router. Each costs half a minute, so the modules
+test_cluster*.py, which pytest runs one after the other, share one; the last of them takes it down."""
 
 from collections.abc import Iterator
 
@@ -7,10 +8,11 @@ import pytest
 from .harness import UP, Cluster, Command, remembered_state
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """With room for four workers."""
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="trial")
-    result = command.run(*UP)
+    result = command.run(*UP, "--cpus-per-worker", "0.5")
     assert result.returncode == 0, result.stderr
     remembered = remembered_state(command)
     try:

@@ -1,5 +1,7 @@
 """Text comes out piece by piece exactly as it would come out whole."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -185,3 +187,21 @@ def test_without_stop_strings_nothing_is_held_back() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         StopChecker(["a", ""])
+
+
+def test_a_process_that_only_tokenises_loads_no_torch_says_nothing_of_it_and_may_load_it_later() -> None:
+    code = (
+        "import os, sys\n"
+        "from blockyard.proto.text import load_tokenizer\n"
+        "before = dict(os.environ)\n"
+        "tokenizer = load_tokenizer(sys.argv[1])\n"
+        "tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)\n"
+        "print(len(tokenizer.encode('def f')) > 0, 'torch' in sys.modules, dict(os.environ) == before)\n"
+        "import torch\n"
+        "print(torch.ones(2).sum().item())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(DEMO_CHECKPOINT)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "False", "True", "2.0"]
+    assert done.stderr == ""

@@ -4,32 +4,19 @@ is left. In order: the last test ends it."""
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 from blockyard.deploy.cluster import leftovers
+from blockyard.deploy.processes import session_members
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
 
-from .harness import UP, Cluster, Command, eventually, remembered_state
-from .test_rolling_restart import QUESTIONS, WAIT_SECONDS, ask, load
+from .harness import Cluster, eventually, remembered_state
+from .test_cluster_restarts import QUESTIONS, WAIT_SECONDS, ask, load
 
 pytestmark = pytest.mark.cluster
 
 READY = cluster_pb2.WORKER_STATE_READY
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With room for four workers."""
-    command = Command(home=tmp_path_factory.mktemp("home"), cluster="elastic")
-    result = command.run(*UP, "--cpus-per-worker", "0.5")
-    assert result.returncode == 0, result.stderr
-    try:
-        yield Cluster(command=command, state=remembered_state(command))
-    finally:
-        if (command.home / "elastic.json").exists():
-            command.run("down", "--drain", "0")
 
 
 def supervised(cluster: Cluster) -> dict[str, str]:
@@ -73,12 +60,16 @@ async def indexed(cluster: Cluster) -> list[str]:
     """The workers that the index takes for alive."""
     assert cluster.state.router_redis_url is not None
     async with connect(cluster.state.router_redis_url, timeout_seconds=5.0) as redis:
-        return [str(record.worker_id) for record in await RedisPrefixIndex(redis, "elastic").directory()]
+        return [
+            str(record.worker_id)
+            for record in await RedisPrefixIndex(redis, cluster.state.cluster).directory()
+        ]
 
 
 def test_prefixes_are_still_found(cluster: Cluster) -> None:
     with cluster.client() as client:
-        answers = [ask(client, question) for _ in range(2) for question in QUESTIONS][-len(QUESTIONS) :]
+        asked = [ask(client, question, max_tokens=2) for _ in range(2) for question in QUESTIONS]
+    answers = asked[-len(QUESTIONS) :]
     prompt_tokens = sum(answer.finish.prompt_tokens for answer in answers)
     cached_tokens = sum(answer.finish.cached_tokens for answer in answers)
     print(f"{cached_tokens} of {prompt_tokens} prompt tokens were cached")
@@ -100,5 +91,10 @@ def test_a_supervisor_that_dies_keeps_the_number_that_was_asked_for(cluster: Clu
 
 def test_down_leaves_nothing(cluster: Cluster) -> None:
     before = remembered_state(cluster.command)
-    assert cluster.command.run("down").returncode == 0
+    assert before.head is not None
+    assert before.redis is not None
+    assert len(session_members(before.head.session)) > 5
+    result = cluster.command.run("down")
+    assert result.returncode == 0, result.stderr
     assert leftovers(before) == []
+    assert not cluster.command.home.exists()

@@ -27,9 +27,11 @@ SYSTEM = (
 QUESTIONS = tuple(f"Write function number {number}." for number in range(6))
 
 
-def ask(client: Client, question: str) -> Completion:
+def ask(client: Client, question: str, *, max_tokens: int = 100) -> Completion:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    return client.generate(messages=messages, max_tokens=100, ignore_eos=True, seed=7, timeout_seconds=120.0)
+    return client.generate(
+        messages=messages, max_tokens=max_tokens, ignore_eos=True, seed=7, timeout_seconds=120.0
+    )
 
 
 @dataclass
@@ -104,7 +106,7 @@ def test_a_rolling_restart_under_load_fails_nobody_and_changes_no_token(
 
 def test_the_hit_rate_recovers_after_the_restart(cluster: Cluster) -> None:
     with cluster.client() as client:
-        answers = [ask(client, question) for _ in range(2) for question in QUESTIONS]
+        answers = [ask(client, question, max_tokens=2) for _ in range(2) for question in QUESTIONS]
     prompt_tokens = sum(answer.finish.prompt_tokens for answer in answers[-len(QUESTIONS) :])
     cached_tokens = sum(answer.finish.cached_tokens for answer in answers[-len(QUESTIONS) :])
     print(f"{cached_tokens} of {prompt_tokens} prompt tokens were cached in the second round")
@@ -135,12 +137,12 @@ def test_a_drained_worker_gets_nothing_until_it_is_resumed(
 
 def test_a_flush_empties_every_cache(cluster: Cluster) -> None:
     with cluster.client() as client:
-        ask(client, QUESTIONS[0])
+        ask(client, QUESTIONS[0], max_tokens=2)
         flushed = cluster.command.json("flush")
         assert int(flushed["flushed_blocks"]) > 0
         assert [client.block_pool(name).cached_blocks for name in ("worker-0", "worker-1")] == [0, 0]
-        assert ask(client, QUESTIONS[0]).finish.cached_tokens == 0
-        assert ask(client, QUESTIONS[0]).finish.cached_tokens > 0
+        assert ask(client, QUESTIONS[0], max_tokens=2).finish.cached_tokens == 0
+        assert ask(client, QUESTIONS[0], max_tokens=2).finish.cached_tokens > 0
 
 
 @pytest.mark.slow

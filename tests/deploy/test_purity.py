@@ -1,0 +1,14 @@
+"""What starts and keeps a cluster computes nothing, and loads nothing that does: each start pays for it twice."""
+
+import subprocess
+import sys
+
+
+def test_up_and_the_supervisor_load_no_torch_and_no_tokenizer() -> None:
+    code = (
+        "import sys\n"
+        "import blockyard.deploy.cli, blockyard.deploy.supervisor\n"
+        "print(sorted({'torch', 'transformers', 'llguidance'} & sys.modules.keys()))\n"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
