@@ -34,7 +34,8 @@ ENGINE_HELP = {
     "max_num_seqs": "Sequences that run at once on a worker.",
     "max_model_len": "Tokens of prompt and output together. Default: what the model's config says.",
     "max_num_batched_tokens": "Token budget of one step.",
-    "gpu_memory_utilization": "Share of the GPU's memory that weights and KV cache may take.",
+    "gpu_memory_utilization": "Share of the GPU's memory that a worker may take: weights, the largest step, which is "
+    "measured, and for the rest KV cache.",
     "kv_cache_memory": "KV cache of each worker, such as 2GiB. Default: what --gpu-memory-utilization leaves; on a "
     "CPU 1 GiB.",
     "swap_space_gib": "Host memory for the blocks of preempted sequences, in GiB. Default: on a GPU 4 GiB, or a "
@@ -55,6 +56,10 @@ ENGINE_HELP = {
     "should cause, in seconds. 0: no limit beside --max-num-batched-tokens.",
     "cpu_linears": "On a CPU, `int8` computes linears with weights and activations in 8 bits: faster, about 1 % of "
     "error in each. Needs AVX-512 VNNI.",
+    "overlap_steps": "Start each step while the one before it is computed, so that a GPU never waits for the host. "
+    "`auto`: on a GPU; on a CPU it only delays each token by a step.",
+    "enforce_eager": "On a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: no capture at the "
+    "start, slower steps.",
     "deterministic": "A request's tokens do not depend on what else runs: fp32 with fixed tiles.",
     "simulated_prefill_tokens_per_second": "Of the simulated engine: prompt tokens computed in a second.",
     "simulated_step_seconds": "Of the simulated engine: what a step takes besides its prompt tokens.",

@@ -51,6 +51,8 @@ class TritonBackend:
     def __init__(self) -> None:
         self._partials = torch.empty(0)
         self._lse = torch.empty(0)
+        self._outgrown: list[torch.Tensor] = []
+        """A graph that was captured with a smaller workspace still writes there."""
 
     def place_heads(
         self,
@@ -200,6 +202,7 @@ class TritonBackend:
         rows = max(1, num_partials) * num_heads
         if self._lse.numel() < rows or self._lse.device != device:
             rows += rows // 2
+            self._outgrown += (self._lse, self._partials)
             self._lse = torch.empty(rows, dtype=torch.float32, device=device)
         if self._partials.numel() < rows * head_dim or self._partials.device != device:
             self._partials = torch.empty(rows * head_dim, dtype=torch.float32, device=device)

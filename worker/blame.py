@@ -40,12 +40,19 @@ class NothingSucceeds(Exception):
 
 
 def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]) -> StepTokens:
-    """What the step yields, FAILED_TOKEN for rows that are to blame. `is_being_filled` tells of a block whether this
-    step fills it. Raises NothingSucceeds."""
+    """What the step yields, as `in_halves` has it where it raises. Raises NothingSucceeds."""
     try:
         return runner.execute(plan)
-    except Exception:
-        logger.exception("step %d failed with %d rows", plan.step, len(plan.rows))
+    except Exception as failure:
+        return in_halves(runner, plan, is_being_filled, failure)
+
+
+def in_halves(
+    runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool], failure: Exception
+) -> StepTokens:
+    """Of a step that has raised `failure`: FAILED_TOKEN for rows that are to blame. `is_being_filled` tells of a block
+    whether this step fills it. Raises NothingSucceeds."""
+    logger.error("step %d failed with %d rows", plan.step, len(plan.rows), exc_info=failure)
     halves = _Halves(runner, plan)
     if plan.rows:
         halves.split(together(plan.rows, is_being_filled))

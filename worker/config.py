@@ -55,7 +55,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of one step."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that weights and KV cache may take."""
+    """Share of the GPU's memory that this worker may take: weights, the largest step, which is measured, and for the
+    rest KV cache."""
     kv_cache_memory: int | None = None
     """Bytes of KV cache. None: from gpu_memory_utilization; on a CPU 1 GiB."""
     swap_space_gib: float | None = None
@@ -80,6 +81,12 @@ class EngineConfig:
     between two tokens that a long prompt should cause. 0: as long as max_num_batched_tokens takes."""
     cpu_linears: Literal["full", "int8"] = "full"
     """On a CPU, how linears compute: in the data type, or with weights and activations in 8 bits (int8_linear.py)."""
+    overlap_steps: Literal["auto", "on", "off"] = "auto"
+    """Start each step while the one before it is computed, so that a device never waits for the host. auto: where the
+    device computes by itself, a GPU; on a CPU it only delays each token by a step."""
+    enforce_eager: bool = False
+    """On a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: no capture at the start, slower
+    steps."""
     deterministic: bool = False
     """fp32 with fixed tiles: a request's tokens do not depend on what else runs."""
     simulated_prefill_tokens_per_second: float = 20_000.0
@@ -188,6 +195,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "load_format": ("auto", "random"),
         "block_size": (16, 32, 64, 128),
         "cpu_linears": ("full", "int8"),
+        "overlap_steps": ("auto", "on", "off"),
         "preempt": get_args(PreemptionMode),
     }
     kinds: dict[str, type] = {

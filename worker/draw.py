@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from blockyard.worker.sampling_state import Batch, Ids
+from blockyard.worker.transfers import upload
 
 # A nucleus is nearly always among this many tokens; only the rows where it is not sort the whole vocabulary.
 NUCLEUS_CANDIDATES = 1024
@@ -47,7 +48,8 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> torch.Tensor:
-    """Tokens [D, N] of the batch's rows `rows_D`, whose finite logits in fp32 these are."""
+    """Tokens [D, N] of the batch's rows `rows_D`, whose logits in fp32 these are; any token where they hold NaN or
+    infinity. Waits for the device only where a nucleus may be wider than its candidates."""
     temperature_D1 = batch.column("temperature", rows_D, logits_DV.device)
     # The largest becomes 0 before the division, which a tiny temperature would else push to infinity.
     shifted_DV = (logits_DV - logits_DV.amax(dim=-1, keepdim=True)).div_(temperature_D1)
@@ -55,11 +57,11 @@ def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> torch.Tensor:
     _drop_filtered(weights_DV, batch, rows_D)
     cumulative_DV = weights_DV.cumsum(dim=-1, dtype=torch.float64)
     total_D1 = cumulative_DV[:, -1:]
-    uniform_DN = torch.from_numpy(_uniforms_of(batch, rows_D)).to(logits_DV.device)
+    uniform_DN = upload(_uniforms_of(batch, rows_D), logits_DV.device)
     # Strictly below the total, whatever the product rounds to: so the token found always has a weight.
     below_total_D1 = torch.nextafter(total_D1, torch.zeros_like(total_D1))
     target_DN = torch.minimum(uniform_DN * total_D1, below_total_D1)
-    return torch.searchsorted(cumulative_DV, target_DN, right=True)
+    return torch.searchsorted(cumulative_DV, target_DN, right=True).clamp_(max=logits_DV.shape[1] - 1)
 
 
 def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
@@ -75,10 +77,10 @@ def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> None:
     """Set to 0, in place, what min-p and then top-k and top-p leave out. Rows without any are not touched."""
     vocab_size, device = weights_DV.shape[1], weights_DV.device
     params_D = batch.params_S[rows_D]
-    top_k_D = torch.from_numpy(params_D["top_k"].copy()).to(device)
+    top_k_D = upload(params_D["top_k"].copy(), device)
     rows_M = np.flatnonzero(params_D["min_p"] > 0)
     if len(rows_M):
-        index_M = torch.from_numpy(rows_M).to(device)
+        index_M = upload(rows_M, device)
         weights_MV = weights_DV[index_M]
         least_M1 = weights_MV.amax(dim=-1, keepdim=True) * batch.column("min_p", rows_D[rows_M], device)
         dropped_MV = weights_MV < least_M1
@@ -87,23 +89,34 @@ def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> None:
         top_k_D[index_M] = torch.minimum(top_k_D[index_M], vocab_size - dropped_MV.sum(dim=-1))
     rows_F = np.flatnonzero((params_D["top_k"] < vocab_size) | (params_D["top_p"] < 1.0))
     if len(rows_F):
-        index_F = torch.from_numpy(rows_F).to(device)
-        top_p_F = torch.from_numpy(params_D["top_p"][rows_F]).to(device)
+        index_F = upload(rows_F, device)
+        top_p_F = upload(params_D["top_p"][rows_F], device)
         limits = params_D["top_k"][params_D["top_k"] < vocab_size]
         num_candidates = max(limits.max(initial=0), NUCLEUS_CANDIDATES)
         weights_FV = weights_DV[index_F]
-        threshold_F = _thresholds(weights_FV, top_k_D[index_F], top_p_F, num_candidates)
+        may_be_wide = bool((params_D["top_k"][rows_F] > num_candidates).any())
+        threshold_F = _thresholds(
+            weights_FV, top_k_D[index_F], top_p_F, num_candidates, may_be_wide=may_be_wide
+        )
         weights_DV[index_F] = weights_FV.masked_fill(weights_FV < threshold_F[:, None], 0.0)
 
 
 def _thresholds(
-    weights_FV: torch.Tensor, top_k_F: torch.Tensor, top_p_F: torch.Tensor, num_candidates: int
+    weights_FV: torch.Tensor,
+    top_k_F: torch.Tensor,
+    top_p_F: torch.Tensor,
+    num_candidates: int,
+    *,
+    may_be_wide: bool,
 ) -> torch.Tensor:
-    """The smallest weight each row keeps, looked for among its likeliest tokens first, then among all."""
+    """The smallest weight each row keeps, looked for among its likeliest tokens first, then among all where a row
+    `may_be_wide`: only then the host asks the device whether one is."""
     vocab_size = weights_FV.shape[1]
     width = min(vocab_size, num_candidates)
     candidates_FW = weights_FV.topk(width, dim=-1).values
     threshold_F, num_kept_F = _smallest_kept(candidates_FW, top_k_F, top_p_F, vocab_size)
+    if not may_be_wide:
+        return threshold_F
     unsettled_F = (num_kept_F == width) & (top_k_F > width)
     if bool(unsettled_F.any()):
         sorted_FV = weights_FV[unsettled_F].sort(dim=-1, descending=True).values
@@ -125,4 +138,6 @@ def _smallest_kept(
     before_FW = F.pad(cumulative_FW[:, :-1], (1, 0))
     within_k_FW = torch.arange(width, device=sorted_FW.device) < top_k_F[:, None]
     num_kept_F = (within_k_FW & (before_FW < (top_p_F * total_F)[:, None])).sum(dim=-1)
-    return sorted_FW.gather(1, num_kept_F[:, None] - 1).squeeze(1), num_kept_F
+    # Of a row that holds NaN none are kept.
+    last_kept_F = (num_kept_F - 1).clamp_(min=0)
+    return sorted_FW.gather(1, last_kept_F[:, None]).squeeze(1), num_kept_F

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blockyard.worker.blame import NothingSucceeds, execute
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.runner import Runner
@@ -21,6 +20,7 @@ from blockyard.worker.sequence import (
     StepPlan,
     TokenLogprob,
 )
+from blockyard.worker.steps import EndedStep, Steps
 
 RATE_SMOOTHING = 0.2
 """Weight of the newest step in the measured rates."""
@@ -72,10 +72,13 @@ class Engine:
         ageing_seconds: float = DEFAULT_AGEING_SECONDS,
         mixed_step_seconds: float | None = None,
         swap_blocks_per_second: float = 0.0,
+        overlap_steps: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ageing_seconds` of waiting make up for one step of priority. `mixed_step_seconds` is what a step that
-        decodes may take for prompts beside it, as far as measured rates tell; None leaves it to the token budget."""
+        decodes may take for prompts beside it, as far as measured rates tell; None leaves it to the token budget.
+        `overlap_steps` starts each step while the one before it is computed (steps.py): its tokens come with the next
+        `step`."""
         self.scheduler = Scheduler(config, num_blocks=num_blocks)
         self.scheduler.rates.swap_blocks_per_second = swap_blocks_per_second
         if mixed_step_seconds is not None:
@@ -87,6 +90,7 @@ class Engine:
         self._ageing_seconds = ageing_seconds
         self._mixed_step_seconds = mixed_step_seconds
         self._clock = clock
+        self.steps = Steps(self.scheduler, runner, overlap=overlap_steps, clock=clock)
         self._requests: dict[RequestId, _Request] = {}
         self._next_request = 0
         self._next_sequence = 0
@@ -95,7 +99,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.steps.is_any_in_flight
 
     def submit(self, request: EngineRequest) -> RequestId:
         """Queues a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
@@ -169,7 +173,8 @@ class Engine:
         return True
 
     def step(self) -> StepResult:
-        """Plans, runs and commits one step. Where it raises, those end as FAILED that it raises for.
+        """Plans, runs and commits one step, or starts it and commits the one before. Where one raises, those end as
+        FAILED that it raises for.
 
         Raises EngineFailed at the beginning of a step after MAX_FAILURES_IN_A_ROW.
         """
@@ -177,21 +182,16 @@ class Engine:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
         now = self.cache.now_seconds = self._clock()
         expired = self._expire(now)
-        plan = self.scheduler.plan()
-        started = self._clock()
-        updates: list[Update] = []
-        if plan.has_work:
-            try:
-                tokens = execute(self.runner, plan, self.cache.is_unconfirmed)
-            except NothingSucceeds as failure:
-                updates = self.scheduler.fail(plan)
-                self._failures_in_a_row += failure.num_blamed
-            else:
-                self._failures_in_a_row = 0
-                updates = self.scheduler.commit(plan, tokens)
-                self._measure(plan, self._clock() - started)
-        outputs = [*expired, *(output for update in updates for output in self._outputs(update))]
+        outputs = [*expired, *(output for ended in self.steps.turn() for output in self._take(ended))]
         return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
+
+    def _take(self, ended: EndedStep) -> list[SequenceOutput]:
+        if ended.num_blamed:
+            self._failures_in_a_row += ended.num_blamed
+        else:
+            self._failures_in_a_row = 0
+            self._measure(ended.plan, ended.seconds)
+        return [output for update in ended.updates for output in self._outputs(update)]
 
     def _expire(self, now: float) -> list[SequenceOutput]:
         """Ends what is past its deadline, and what waits and cannot meet it, before it costs any prefill."""

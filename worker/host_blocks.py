@@ -3,8 +3,8 @@
 Owns the bytes of every host slot. Does not know whose blocks they are or which slots are free: the scheduler says
 in its plan what moves where.
 
-A slot holds one block of all layers in one piece, so that a block crosses the bus in one large copy. On the device
-the layers are gathered into, and scattered from, a staging buffer.
+A slot holds one block of all layers in one piece. On the device blocks are gathered into, and scattered from, a staging
+buffer, in one launch for all layers; from there slots that follow one another cross the bus in one copy.
 
 Everything is queued on the device's current stream and nothing waits for it, so the order of calls is the order of
 effects. A block may be written again as soon as `save` has returned: whatever writes it is queued behind the copy
@@ -12,17 +12,19 @@ that reads it. For the same reason the staging buffer serves one piece of a batc
 can be loaded, and one just loaded can be saved over. The buffer lives as long as this object: no copy under way
 reads memory that has gone back to the allocator. Work on another stream has to wait for this one.
 
-Shapes: S host slots of a chunk, G blocks in the staging buffer, L layers, B blocks in the pool, K kv heads, P tokens
-a block, D head size.
+Shapes: S host slots of a chunk, G blocks in the staging buffer, L layers, B blocks in the pool, N = L B of all layers,
+K kv heads, P tokens a block, D head size.
 """
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 from blockyard.worker.sequence import BlockId, HostSlot
+from blockyard.worker.transfers import upload
 
 # A pinned allocation is rounded up to a power of two. This many bytes at a time, filled with whole slots, waste little.
 CHUNK_BYTES = 256 << 20
@@ -39,34 +41,37 @@ class HostBlockCorrupted(RuntimeError):
 
 
 class HostBlocks:
-    """Host slots for the blocks of one pool: `kv_pools` has one [B, 2, K, P, D] for each layer.
+    """Host slots for the blocks of one pool: `blocks_N2KPD` has those of all layers, layer after layer.
 
     With `verify`, a checksum is kept of each slot and checked before its block is used; every save and load then
     waits for the device. Not thread-safe. Raises ValueError for fewer than one slot.
     """
 
-    def __init__(self, kv_pools: Sequence[torch.Tensor], num_slots: int, *, verify: bool = False) -> None:
+    def __init__(
+        self, blocks_N2KPD: torch.Tensor, num_layers: int, num_slots: int, *, verify: bool = False
+    ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}")
         self.num_slots = num_slots
-        self._kv_pools = kv_pools
-        self._device = kv_pools[0].device
-        self._block_shape_L2KPD = (len(kv_pools), *kv_pools[0].shape[1:])
-        self.slot_bytes = len(kv_pools) * kv_pools[0][0].nbytes
+        self._blocks_N2KPD = blocks_N2KPD
+        self._num_blocks = len(blocks_N2KPD) // num_layers
+        self._device = blocks_N2KPD.device
+        self._block_shape_L2KPD = (num_layers, *blocks_N2KPD.shape[1:])
+        self.slot_bytes = num_layers * blocks_N2KPD[0].nbytes
         self._slots_a_chunk = max(1, CHUNK_BYTES // self.slot_bytes)
         self._chunks_SL2KPD = self._allocate_chunks()
         num_staged = min(num_slots, max(1, STAGING_BYTES // self.slot_bytes))
-        self._staging_GL2KPD = kv_pools[0].new_empty(num_staged, *self._block_shape_L2KPD)
+        self._staging_GL2KPD = blocks_N2KPD.new_empty(num_staged, *self._block_shape_L2KPD)
         self._checksums: dict[HostSlot, int] | None = {} if verify else None
 
     def save(self, pairs: Sequence[tuple[BlockId, HostSlot]]) -> None:
         """Copy blocks to host slots. Slots are distinct."""
-        for piece in self._pieces(pairs):
-            blocks_G = self._indices([block for block, _ in piece])
-            for layer, kv_pool_B2KPD in enumerate(self._kv_pools):
-                self._staging_GL2KPD[: len(piece), layer] = kv_pool_B2KPD.index_select(0, blocks_G)
-            for staged_L2KPD, (_, slot) in zip(self._staging_GL2KPD, piece, strict=False):
-                self._place(slot).copy_(staged_L2KPD, non_blocking=True)
+        for piece in self._pieces(sorted(pairs, key=lambda pair: pair[1])):
+            places = self._places([block for block, _ in piece])
+            staged = self._staging_GL2KPD[: len(piece)].flatten(0, 1)
+            torch.index_select(self._blocks_N2KPD, 0, places, out=staged)
+            for first, slots_S in self._runs([slot for _, slot in piece]):
+                slots_S.copy_(self._staging_GL2KPD[first : first + len(slots_S)], non_blocking=True)
         if self._checksums is not None:
             self._synchronise()
             self._checksums |= {slot: self._checksum(slot) for _, slot in pairs}
@@ -81,19 +86,18 @@ class HostBlocks:
             for slot, _ in pairs:
                 if self._checksum(slot) != self._checksums[slot]:
                     raise HostBlockCorrupted(f"host slot {slot} does not hold what was saved there")
-        for piece in self._pieces(pairs):
-            for staged_L2KPD, (slot, _) in zip(self._staging_GL2KPD, piece, strict=False):
-                staged_L2KPD.copy_(self._place(slot), non_blocking=True)
-            blocks_G = self._indices([block for _, block in piece])
-            for layer, kv_pool_B2KPD in enumerate(self._kv_pools):
-                kv_pool_B2KPD.index_copy_(0, blocks_G, self._staging_GL2KPD[: len(piece), layer])
+        for piece in self._pieces(sorted(pairs)):
+            for first, slots_S in self._runs([slot for slot, _ in piece]):
+                self._staging_GL2KPD[first : first + len(slots_S)].copy_(slots_S, non_blocking=True)
+            places = self._places([block for _, block in piece])
+            self._blocks_N2KPD.index_copy_(0, places, self._staging_GL2KPD[: len(piece)].flatten(0, 1))
 
     def measure(self) -> float:
         """Blocks a second of a round trip, save and load, on the first slots and blocks.
 
         Blocks are as they were afterwards; slots are overwritten, so nothing may be in them yet.
         """
-        count = min(MEASURED_BLOCKS, self.num_slots, len(self._kv_pools[0]))
+        count = min(MEASURED_BLOCKS, self.num_slots, self._num_blocks)
         # The first touches memory for the first time, and any may be held up by others.
         return count / min(self._round_trip_seconds(count) for _ in range(MEASURED_ROUNDS))
 
@@ -109,10 +113,20 @@ class HostBlocks:
         size = len(self._staging_GL2KPD)
         return [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
 
-    def _indices(self, blocks: Sequence[BlockId]) -> torch.Tensor:
-        """Pinned where CUDA is, or the copy would wait for the stream."""
-        on_host = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        return on_host.to(self._device, non_blocking=True)
+    def _places(self, blocks: Sequence[BlockId]) -> torch.Tensor:
+        """Of each block in each layer, block by block."""
+        layers_L = np.arange(self._block_shape_L2KPD[0]) * self._num_blocks
+        return upload((np.array(blocks, dtype=np.int64)[:, None] + layers_L).reshape(-1), self._device)
+
+    def _runs(self, slots: Sequence[HostSlot]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Rising slots, cut where they do not follow one another in memory: each run's first index and its slots."""
+        first = 0
+        for end in range(1, len(slots) + 1):
+            is_last = end == len(slots)
+            if is_last or slots[end] != slots[end - 1] + 1 or slots[end] % self._slots_a_chunk == 0:
+                chunk, index = divmod(slots[first], self._slots_a_chunk)
+                yield first, self._chunks_SL2KPD[chunk][index : index + end - first]
+                first = end
 
     def _place(self, slot: HostSlot) -> torch.Tensor:
         assert 0 <= slot < self.num_slots, slot
@@ -124,7 +138,7 @@ class HostBlocks:
             min(self._slots_a_chunk, self.num_slots - first)
             for first in range(0, self.num_slots, self._slots_a_chunk)
         ]
-        dtype, pinned = self._kv_pools[0].dtype, self._device.type == "cuda"
+        dtype, pinned = self._blocks_N2KPD.dtype, self._device.type == "cuda"
         return [
             torch.empty((count, *self._block_shape_L2KPD), dtype=dtype, pin_memory=pinned) for count in counts
         ]

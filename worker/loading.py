@@ -13,35 +13,28 @@ from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.cpu_features import has_bfloat16
 from blockyard.worker.engine import Engine
-from blockyard.worker.host_blocks import STAGING_BYTES
+from blockyard.worker.gpu_memory import CudaMeter
 from blockyard.worker.host_size import size_host_memory
-from blockyard.worker.kv_size import (
-    DTYPE_BYTES,
-    HostSize,
-    KVSize,
-    blocks_in_budget,
-    bytes_per_block,
-    stored_dtype,
-)
+from blockyard.worker.kv_size import HostSize, KVSize, stored_dtype
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
-from blockyard.worker.model.weights import num_parameters
+from blockyard.worker.pool_size import (
+    check_one_full_sequence_fits,
+    known_budget,
+    measured_budget,
+    size_pool,
+)
 from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.simulated import SimulatedRunner
 from blockyard.worker.simulated_faults import SimulatedFault
 from blockyard.worker.simulated_grammars import SimulatedGrammars
+from blockyard.worker.step_graphs import CudaSteps
 
 if TYPE_CHECKING:
     from blockyard.worker.grammar.compiled import TokenizerSource
     from blockyard.worker.grammar.masks import Masks
 
 logger = logging.getLogger(__name__)
-
-CPU_KV_CACHE_BYTES = 2**30
-SAMPLING_BYTES = 48
-"""For each sequence and entry of the vocabulary: the logits, and their copies while all options are at work."""
-ACTIVATION_COPIES = 4
-"""Rows of (2 x intermediate + 6 x hidden) values that live at once in a step, generously."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +83,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
             f"max_model_len {max_model_len} is beyond the model's {model.max_position_embeddings}"
         )
     _check_stride_within_context(config, max_model_len)
-    kv_size = _size_pool(config, model, device, dtype, path)
-    for line in kv_size.describe(max_model_len):
-        logger.info(line)
-    _check_one_full_sequence_fits(kv_size, max_model_len)
-    host_size = size_host_memory(config, device, kv_size.block_bytes)
-    logger.info(host_size.describe())
+    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype, max_model_len)
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
-    runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks)
-    runner.warm_up()
     return LoadedEngine(
         engine=_make_engine(config, scheduling, runner, kv_size),
         runner=runner,
@@ -116,6 +102,32 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         device=str(device),
         masks=_give_masks(runner, model.vocab_size),
     )
+
+
+def _load_runner(
+    config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, dtype: str, max_model_len: int
+) -> tuple[Runner, KVSize, HostSize]:
+    """Warm, with its pools. Where the pool's size is measured, the weights are there first."""
+    budget = known_budget(config, device)
+    measured: TorchRunner | None = None
+    if budget is None:
+        measured = _make_torch_runner(config, path, device, num_blocks=1, num_host_slots=0)
+        budget = measured_budget(measured, config, CudaMeter(device))
+    kv_size = size_pool(config, model, dtype, budget)
+    for line in kv_size.describe(max_model_len):
+        logger.info(line)
+    check_one_full_sequence_fits(kv_size, max_model_len)
+    host_size = size_host_memory(config, device, kv_size.block_bytes)
+    logger.info(host_size.describe())
+    runner: Runner
+    if measured is None:
+        runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks)
+    else:
+        runner = measured
+        runner.allocate_pools(kv_size.num_blocks, host_size.num_blocks)
+    runner.warm_up()
+    _capture_graphs(config, runner, max_model_len)
+    return runner, kv_size, host_size
 
 
 def _arithmetic(config: EngineConfig, dtype: str) -> str:
@@ -161,7 +173,14 @@ def _make_engine(
         ageing_seconds=config.priority_ageing_seconds,
         mixed_step_seconds=config.mixed_step_seconds or None,
         swap_blocks_per_second=_swap_rate(runner),
+        overlap_steps=_overlaps(config, runner),
     )
+
+
+def _overlaps(config: EngineConfig, runner: Runner) -> bool:
+    if config.overlap_steps != "auto":
+        return config.overlap_steps == "on"
+    return isinstance(runner, TorchRunner) and runner.device.type == "cuda"
 
 
 def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
@@ -186,15 +205,6 @@ def _swap_rate(runner: Runner) -> float:
     if isinstance(runner, TorchRunner) and runner.host_blocks is not None:
         return runner.host_blocks.measure()
     return 0.0
-
-
-def _check_one_full_sequence_fits(kv_size: KVSize, max_model_len: int) -> None:
-    """Before the weights are loaded, which may take minutes."""
-    if kv_size.num_tokens < max_model_len:
-        raise ValueError(
-            f"the KV cache holds {kv_size.num_tokens} tokens, fewer than max_model_len {max_model_len}: give it "
-            "more memory (--kv-cache-memory, --gpu-memory-utilization) or lower --max-model-len"
-        )
 
 
 def _resolve_device(config: EngineConfig) -> torch.device:
@@ -222,54 +232,34 @@ def _make_runner(
                 fault=SimulatedFault.parse(config.simulated_fault) if config.simulated_fault else None,
             )
         case "model":
-            return TorchRunner.create(
-                path,
-                device=device,
-                dtype=config.dtype,
-                load_format=config.load_format,
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                num_host_slots=num_host_slots,
-                verify_host_blocks=config.verify_host_memory,
-                deterministic=config.deterministic,
-                linears=config.cpu_linears,
-                kv_cache_dtype=config.kv_cache_dtype,
-                seed=config.seed,
+            return _make_torch_runner(
+                config, path, device, num_blocks=num_blocks, num_host_slots=num_host_slots
             )
 
 
-def _size_pool(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str, path: Path
-) -> KVSize:
-    block_bytes = bytes_per_block(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+def _make_torch_runner(
+    config: EngineConfig, path: Path, device: torch.device, *, num_blocks: int, num_host_slots: int
+) -> TorchRunner:
+    return TorchRunner.create(
+        path,
+        device=device,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        num_blocks=num_blocks,
         block_size=config.block_size,
-        kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
+        num_host_slots=num_host_slots,
+        verify_host_blocks=config.verify_host_memory,
+        deterministic=config.deterministic,
+        linears=config.cpu_linears,
+        kv_cache_dtype=config.kv_cache_dtype,
+        seed=config.seed,
     )
-    if config.kv_cache_memory is not None:
-        budget = config.kv_cache_memory
-    elif device.type == "cpu":
-        budget = CPU_KV_CACHE_BYTES
-    else:
-        budget = _gpu_budget(config, model, device, dtype, path)
-    num_blocks = blocks_in_budget(budget, block_bytes)
-    if not num_blocks:
-        raise ValueError(f"{budget} bytes of KV cache hold no block of {block_bytes} bytes")
-    return KVSize(num_blocks=num_blocks, block_size=config.block_size, block_bytes=block_bytes)
 
 
-def _gpu_budget(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str, path: Path
-) -> int:
-    """What utilisation leaves beside what is taken, the weights, one step's activations, estimated, and blocks on
-    their way to host memory."""
-    free, total = torch.cuda.mem_get_info(device)
-    size = DTYPE_BYTES[dtype]
-    weights = num_parameters(model) * size
-    per_token = ACTIVATION_COPIES * (2 * model.intermediate_size + 6 * model.hidden_size) * size
-    logits = config.max_num_seqs * model.vocab_size * SAMPLING_BYTES
-    activations = config.max_num_batched_tokens * per_token + logits
-    wanted = weights + activations + STAGING_BYTES
-    return int(config.gpu_memory_utilization * total) - (total - free) - wanted
+def _capture_graphs(config: EngineConfig, runner: Runner, max_model_len: int) -> None:
+    if not isinstance(runner, TorchRunner) or runner.device.type != "cuda" or config.enforce_eager:
+        return
+    if runner.backend.name != "triton":
+        logger.info("decode graphs: none, the %s backend cannot be captured", runner.backend.name)
+        return
+    runner.capture_decodes(CudaSteps(), max_rows=config.max_num_seqs, max_context_tokens=max_model_len)

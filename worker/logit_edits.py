@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 from blockyard.worker.sampling_state import NO_COUNTS, Batch, Ids, SamplingState
+from blockyard.worker.transfers import upload
 
 IMPOSSIBLE = float("-inf")
 
@@ -44,7 +45,7 @@ def _restrict(logits_SV: torch.Tensor, rows_A: Ids, batch: Batch, state: Samplin
         return
     index = _entries(rows_A, "allowed", batch, state, logits_SV.device)
     allowed_N = logits_SV[index]
-    logits_SV[torch.from_numpy(rows_A).to(logits_SV.device)] = IMPOSSIBLE
+    logits_SV[upload(rows_A, logits_SV.device)] = IMPOSSIBLE
     logits_SV[index] = allowed_N
 
 
@@ -58,14 +59,14 @@ def _add_biases(logits_SV: torch.Tensor, rows: Ids, batch: Batch, state: Samplin
         return
     index = _entries(rows, "biased", batch, state, logits_SV.device)
     biases_N = np.concatenate([state.lists[slot].biases for slot in batch.slots_S[rows].tolist()])
-    logits_SV.index_put_(index, torch.from_numpy(biases_N).to(logits_SV.device), accumulate=True)
+    logits_SV.index_put_(index, upload(biases_N, logits_SV.device), accumulate=True)
 
 
 def _penalise(logits_SV: torch.Tensor, rows_P: Ids, batch: Batch, state: SamplingState) -> None:
     if not len(rows_P):
         return
     device = logits_SV.device
-    index_P = torch.from_numpy(rows_P).to(device)
+    index_P = upload(rows_P, device)
     logits_SV[index_P] = state.counts.penalise(
         logits_SV[index_P],
         batch.params_S["counts_row"][rows_P],
@@ -83,4 +84,4 @@ def _entries(
     lists = [getattr(state.lists[slot], kind) if slot in state.lists else _NONE for slot in slots]
     rows_N = np.repeat(rows, [len(ids) for ids in lists])
     tokens_N = np.concatenate([_NONE, *lists])
-    return torch.from_numpy(rows_N).to(device), torch.from_numpy(tokens_N).to(device)
+    return upload(rows_N, device), upload(tokens_N, device)

@@ -60,7 +60,7 @@ class Outcome:
         sequence.num_in_flight -= 1
         sequence.num_computed = row.end
         if sequence.is_over:
-            if token >= NO_TOKEN:
+            if token >= NO_TOKEN and sequence.state is not SequenceState.FAILED:
                 self._tables.confirm(sequence, row.start)
             self._queues.release_if_idle(sequence)
             return []

@@ -37,8 +37,9 @@ class Queues:
     def wait(self, sequence: Sequence) -> None:
         """From nowhere, or from the running."""
         if sequence.state is SequenceState.RUNNING:
-            assert not sequence.is_reserved, "who has all that it can ever need never gives way"
             self.running.remove(sequence)
+            if sequence.is_reserved:
+                self.reserved.remove(sequence)
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
@@ -110,6 +111,10 @@ class Queues:
 
     def forget_ended(self) -> None:
         self._ended.clear()
+
+    def tell_ended_again(self, ended: tuple[SequenceId, ...]) -> None:
+        """They were told with a step that perhaps never began."""
+        self._ended += ended
 
     def check_invariants(self) -> None:
         """Raises AssertionError where tables, counters, names and references disagree. O(blocks)."""

@@ -3,48 +3,60 @@
 Owns weights, KV pools and kernel backend of one worker. Does not decide what runs, where blocks lie or when a sequence
 ends: the scheduler does, and writes it into the plan; step_inputs.py makes tensors of that.
 
-Shapes: S rows that sample, Q positions that get logits, V vocabulary, B blocks in the pool,
+Shapes: S rows that sample, Q positions that get logits, V vocabulary, B blocks in the pool, N blocks of all layers,
 K kv heads, P tokens a block, D head size, C block copies.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_backend
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
-from blockyard.worker import sequence as sequences
+from blockyard.kernels.static_plan import StaticDecodes
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.kv_size import KVCacheDtype
 from blockyard.worker.logprobs import score
 from blockyard.worker.model.config import DataTypeName, ModelConfig, load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import Weights, load_weights, random_weights
+from blockyard.worker.newest_tokens import NewestTokens
 from blockyard.worker.prompt_scoring import SCORED_AT_ONCE
 from blockyard.worker.sampler import Sampler
 from blockyard.worker.sequence import (
     FAILED_TOKEN,
-    NO_TOKEN,
-    BlockId,
-    RowExtras,
-    SamplingParams,
     ScheduledRow,
     SequenceId,
     StepPlan,
     StepTokens,
     TokenLogprob,
 )
-from blockyard.worker.step_inputs import InputRows
+from blockyard.worker.started_step import Chunks, StartedStep
+from blockyard.worker.step_graphs import DecodeGraphs, StepGraph, ladder
+from blockyard.worker.step_inputs import InputRows, StepInputs
+from blockyard.worker.transfers import upload
+from blockyard.worker.trial_rows import largest_rows, warm_up_row
 
+logger = logging.getLogger(__name__)
 WARM_UP_PREFILL_TOKENS = 64
 
 LoadFormat = Literal["auto", "random"]
 RequestedDataType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PendingStep(Protocol):
+    """A step that has begun."""
+
+    def result(self) -> StepTokens:
+        """Waits until the step is over. May raise what it raised."""
+        ...
 
 
 class Runner(Protocol):
@@ -61,6 +73,16 @@ class Runner(Protocol):
         A row's input may be the token that the step before sampled, although it is not committed yet. A step that
         raised may be executed again, whole or in parts; its blocks move once.
         """
+        ...
+
+
+@runtime_checkable
+class StartingRunner(Runner, Protocol):
+    """A runner whose steps may overlap."""
+
+    def start(self, plan: StepPlan) -> PendingStep:
+        """Begins a step, whose result is as `execute` has it. Another may be started before the result is asked for,
+        where neither waits for the host (overlap.py)."""
         ...
 
 
@@ -83,7 +105,7 @@ class GrammarMasks(Protocol):
 class TorchRunner:
     """The model on one device. Not thread-safe: one step at a time.
 
-    `execute` reads tokens and block tables of the sequences when it starts, and not after that.
+    `start` reads tokens and block tables of the sequences, and nothing reads them after that.
     """
 
     def __init__(
@@ -104,13 +126,13 @@ class TorchRunner:
         self.block_size = block_size
         self.device = weights.embedding_VH.device
         self.dtype = weights.embedding_VH.dtype
-        stored = self.dtype if kv_cache_dtype == "auto" else QUANTISED_DTYPES[kv_cache_dtype]
-        shape = pool_shape(num_blocks, config.num_kv_heads, block_size, config.head_dim, stored)
-        self.kv_pools = [self._empty_pool(shape, stored) for _ in range(config.num_layers)]
-        moved = [movable(pool) for pool in self.kv_pools]
-        self.host_blocks = (
-            HostBlocks(moved, num_host_slots, verify=verify_host_blocks) if num_host_slots else None
-        )
+        self._stored_dtype = self.dtype if kv_cache_dtype == "auto" else QUANTISED_DTYPES[kv_cache_dtype]
+        self._verify_host_blocks = verify_host_blocks
+        self._blocks_N2KPD = torch.empty(0)
+        """Of all layers, layer after layer; `kv_pools` are its parts."""
+        self.kv_pools: list[torch.Tensor] = []
+        self.host_blocks: HostBlocks | None = None
+        self.allocate_pools(num_blocks, num_host_slots)
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
         self._sampler = Sampler(config.vocab_size, self.device)
@@ -120,15 +142,32 @@ class TorchRunner:
             device=self.device,
             with_items=backend.reads_items,
         )
-        self._sampled: dict[tuple[SequenceId, int], int] = {}
-        """What the last step sampled, by sequence and position: it may be the next step's input."""
-        self._moved_step: int | None = None
-        """The last whose blocks were all moved."""
+        self._graphs: DecodeGraphs | None = None
+        self.replays_graphs = True
+        """Where they were captured. May change between steps."""
+        self._newest = NewestTokens.none()
+        self._moved_steps = deque[int](maxlen=2)
+        """The last whose blocks were all moved: one in flight may be executed again."""
 
-    def _empty_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        pool = torch.empty(shape, dtype=dtype, device=self.device)
-        advise_empty(pool)
-        return pool.zero_()
+    def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
+        """Instead of those there are, whose blocks are gone. Before any graph is captured."""
+        self.kv_pools.clear()
+        self.host_blocks, self._blocks_N2KPD = None, torch.empty(0)
+        config, stored = self.config, self._stored_dtype
+        shape = pool_shape(
+            config.num_layers * num_blocks, config.num_kv_heads, self.block_size, config.head_dim, stored
+        )
+        self._blocks_N2KPD = torch.empty(shape, dtype=stored, device=self.device)
+        advise_empty(self._blocks_N2KPD)
+        self._blocks_N2KPD.zero_()
+        self.kv_pools = list(self._blocks_N2KPD.split(num_blocks))
+        if num_host_slots:
+            self.host_blocks = HostBlocks(
+                movable(self._blocks_N2KPD),
+                config.num_layers,
+                num_host_slots,
+                verify=self._verify_host_blocks,
+            )
 
     @classmethod
     def create(
@@ -174,25 +213,26 @@ class TorchRunner:
             kv_cache_dtype=kv_cache_dtype,
         )
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepTokens:
+        return self.start(plan).result()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> PendingStep:
         self._forget(plan.ended)
-        if not plan.has_work:
-            return StepTokens(tokens=[])
         self._move_blocks(plan)
         sampling = [row for row in plan.rows if row.samples]
         masks = self._masks_for(sampling)
         if masks is not None:
             masks.start(sampling)
-        logits_SV, prompt_logprobs, spoilt = self._logits(plan.rows)
-        sampled = self._sampler.sample(
-            logits_SV, sampling, in_flight=self._sampled, apply_masks=None if masks is None else masks.apply
-        )
-        self._sampled = {
-            (row.sequence.sequence_id, row.end): token
-            for row, token in zip(sampling, sampled.tokens, strict=True)
-        }
-        return _by_row_of_plan(plan.rows, sampled, prompt_logprobs, spoilt)
+        logits_SV, prompt_logprobs, chunks = self._logits(plan.rows)
+        drawing = None
+        if sampling:
+            apply_masks = None if masks is None else masks.apply
+            drawing = self._sampler.start(
+                logits_SV, sampling, in_flight=self._newest, apply_masks=apply_masks
+            )
+        self._newest = NewestTokens.none() if drawing is None else NewestTokens(sampling, drawing.tokens_SN)
+        return StartedStep(rows=plan.rows, drawing=drawing, chunks=chunks, prompt_logprobs=prompt_logprobs)
 
     def warm_up(self) -> None:
         """Run a decode and a prefill over blocks from 0 on, so that kernels are compiled and weights packed.
@@ -201,12 +241,50 @@ class TorchRunner:
         """
         fitting = min(len(self.kv_pools[0]) * self.block_size, self.config.max_position_embeddings)
         num_tokens = min(WARM_UP_PREFILL_TOKENS, fitting)
-        rows = (_warm_up_row(-1, 1, self.block_size), _warm_up_row(-2, num_tokens, self.block_size))
-        tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
-        self._forget(row.sequence.sequence_id for row in rows)
-        self._sampled = {}
+        tokens = self._try(warm_up_row(-1, 1, self.block_size), warm_up_row(-2, num_tokens, self.block_size))
         if FAILED_TOKEN in tokens:
             raise ValueError(f"the model's logits are not finite in {self.dtype}; try another dtype")
+
+    def run_largest_step(self, num_tokens: int, num_sequences: int) -> None:
+        """What takes the most memory beside the pools; one block is enough for it."""
+        longest = self.config.max_position_embeddings
+        self._try(
+            *largest_rows(num_tokens, num_sequences, block_size=self.block_size, max_row_tokens=longest)
+        )
+
+    def _try(self, *rows: ScheduledRow) -> list[int]:
+        """Leaves nothing behind but what it wrote."""
+        tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
+        self._forget(row.sequence.sequence_id for row in rows)
+        self._newest = NewestTokens.none()
+        return tokens
+
+    def capture_decodes(
+        self, make_graph: Callable[[], StepGraph], *, max_rows: int, max_context_tokens: int
+    ) -> None:
+        """From now on decode steps of up to so many rows are launched as graphs. To be called once, before the pool
+        holds anything; the backend must read a plan's tensors alone."""
+        if any(window is not None for window in self.config.layer_windows):
+            logger.info("decode graphs: none, the model has layers with a window")
+            return
+        static = StaticDecodes(
+            max_rows=max_rows,
+            max_context_tokens=max_context_tokens,
+            block_size=self.block_size,
+            num_kv_heads=self.config.num_kv_heads,
+            device=self.device,
+        )
+        graphs = DecodeGraphs(
+            self._decoder,
+            self.kv_pools,
+            static,
+            sizes=ladder(max_rows),
+            make_graph=make_graph,
+            device=self.device,
+        )
+        with torch.inference_mode():
+            graphs.capture()
+        self._graphs = graphs
 
     def _forget(self, ended: Iterable[SequenceId]) -> None:
         ended = tuple(ended)
@@ -217,7 +295,7 @@ class TorchRunner:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """In the plan's order: a block that goes to the host may be filled again in the same step."""
-        if plan.step == self._moved_step or not (plan.to_host or plan.from_host or plan.copies):
+        if plan.step in self._moved_steps or not (plan.to_host or plan.from_host or plan.copies):
             return
         if plan.to_host or plan.from_host:
             assert self.host_blocks is not None, (
@@ -228,10 +306,10 @@ class TorchRunner:
             if plan.from_host:
                 self.host_blocks.load(plan.from_host)
         if plan.copies:
-            src_dst_C2 = torch.tensor(plan.copies, dtype=torch.int64, device=self.device)
-            for pool in self.kv_pools:
-                self.backend.copy_blocks(pool, src_dst_C2)
-        self._moved_step = plan.step
+            layers_L11 = (np.arange(len(self.kv_pools)) * len(self.kv_pools[0]))[:, None, None]
+            src_dst_C2 = (layers_L11 + np.array(plan.copies, dtype=np.int64)).reshape(-1, 2)
+            self.backend.copy_blocks(self._blocks_N2KPD, upload(src_dst_C2, self.device))
+        self._moved_steps.append(plan.step)
 
     def _masks_for(self, sampling: Sequence[ScheduledRow]) -> GrammarMasks | None:
         is_needed = any(row.sequence.grammar is not None for row in sampling)
@@ -239,28 +317,23 @@ class TorchRunner:
 
     def _logits(
         self, rows: Sequence[ScheduledRow]
-    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]], frozenset[int]]:
-        """Logits [S, V] of the rows that sample, in order; prompt logprobs by index of the row; and the chunks of
-        prompts that hold NaN: nothing computed on top of them may be found by others."""
+    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]], Chunks | None]:
+        """Logits [S, V] of the rows that sample, in order; prompt logprobs by index of the row; and which chunks of
+        prompts hold NaN."""
         if not rows:
-            return torch.empty(0, self.config.vocab_size), {}, frozenset()
-        inputs = self._inputs.prepare(rows, self._sampled)
-        hidden_QH = self._decoder.hidden(inputs.tokens_T, self.kv_pools, inputs.plan, inputs.wanted_Q)
+            return torch.empty(0, self.config.vocab_size), {}, None
+        inputs = self._inputs.prepare(rows, self._newest)
+        hidden_QH = self._hidden(inputs)
         scores = {
             index: self._score(rows[index], hidden_QH[inputs.last_R[index] - num_scored :][:num_scored])
             for index, num_scored in inputs.num_scored.items()
         }
         sampling = [last for row, last in zip(rows, inputs.last_R, strict=True) if row.samples]
-        chunks = {index: inputs.last_R[index] for index, row in enumerate(rows) if not row.samples}
-        spoilt = self._spoilt(chunks, hidden_QH) if chunks else frozenset[int]()
+        last_of_chunks = {index: inputs.last_R[index] for index, row in enumerate(rows) if not row.samples}
+        chunks = Chunks.look_at(last_of_chunks, hidden_QH) if last_of_chunks else None
         if len(sampling) < len(hidden_QH):
-            hidden_QH = hidden_QH[sampling]
-        return self._decoder.logits(hidden_QH), scores, spoilt
-
-    def _spoilt(self, chunks: dict[int, int], hidden_QH: torch.Tensor) -> frozenset[int]:
-        """The last position sees all before it: where anything was NaN, it is."""
-        is_finite = torch.isfinite(hidden_QH[list(chunks.values())]).all(dim=-1).tolist()
-        return frozenset(index for index, finite in zip(chunks, is_finite, strict=True) if not finite)
+            hidden_QH = hidden_QH[upload(sampling, self.device)]
+        return self._decoder.logits(hidden_QH), scores, chunks
 
     def _score(self, row: ScheduledRow, hidden_QH: torch.Tensor) -> tuple[TokenLogprob, ...]:
         """How likely the prompt's next tokens were, a slice at a time."""
@@ -271,6 +344,14 @@ class TorchRunner:
             piece = slice(first, first + SCORED_AT_ONCE)
             scores += score(self._decoder.logits(hidden_QH[piece]), following[piece], num_top=num_top)
         return tuple(scores)
+
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
+        """[Q, H] of the wanted positions."""
+        if self._graphs is not None and self.replays_graphs and not inputs.num_scored:
+            hidden_QH = self._graphs.hidden(inputs.tokens_T, inputs.plan)
+            if hidden_QH is not None:
+                return hidden_QH
+        return self._decoder.hidden(inputs.tokens_T, self.kv_pools, inputs.plan, inputs.wanted_Q)
 
 
 def resolve_dtype(
@@ -293,33 +374,3 @@ def resolve_dtype(
     if requested != "auto":
         return requested
     return "float32" if device.type == "cpu" else config.dtype
-
-
-def _by_row_of_plan(
-    rows: Sequence[ScheduledRow],
-    sampled: StepTokens,
-    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
-    spoilt: frozenset[int],
-) -> StepTokens:
-    """What the rows that sample got, at their places among all rows."""
-    places = [index for index, row in enumerate(rows) if row.samples]
-    tokens = [FAILED_TOKEN if index in spoilt else NO_TOKEN for index in range(len(rows))]
-    for place, token in zip(places, sampled.tokens, strict=True):
-        tokens[place] = token
-    extras = {places[index]: extra for index, extra in sampled.extras.items()}
-    for index, scores in prompt_logprobs.items():
-        if scores:
-            extras[index] = replace(extras.get(index, RowExtras()), prompt_logprobs=scores)
-    return StepTokens(tokens=tokens, extras=extras)
-
-
-def _warm_up_row(number: int, num_tokens: int, block_size: int) -> ScheduledRow:
-    sequence = sequences.Sequence(
-        sequence_id=SequenceId(number),
-        tokens=[0] * num_tokens,
-        prompt_length=num_tokens,
-        sampling=SamplingParams(top_k=2, top_p=0.5),
-        names=[],
-        block_table=[BlockId(block) for block in range(-(-num_tokens // block_size))],
-    )
-    return ScheduledRow(sequence=sequence, start=0, num_tokens=num_tokens, samples=True)

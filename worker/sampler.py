@@ -14,6 +14,7 @@ report logprobs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,11 +31,33 @@ from blockyard.worker.sequence import (
     StepTokens,
     TokenLogprob,
 )
+from blockyard.worker.transfers import Readback, upload
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 
 ApplyMasks = Callable[[torch.Tensor, Sequence[ScheduledRow]], None]
 """Makes tokens impossible in logits [S, V], in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """What was drawn for the rows of a step: on the device already, and on its way to the host."""
+
+    tokens_SN: torch.Tensor
+    """FAILED_TOKEN or NO_CHOICE where there is none."""
+    on_host: Readback
+    logits_SV: torch.Tensor | None
+    """As the model gave them, and edited; None where no row asks for more than tokens."""
+    edited_SV: torch.Tensor | None
+    batch: Batch
+
+    def result(self) -> StepTokens:
+        """Waits for the device."""
+        tokens: list[list[int]] = self.on_host.wait().tolist()
+        extras: dict[int, RowExtras] = {}
+        if self.logits_SV is not None and self.edited_SV is not None:
+            extras = _extras(self.logits_SV, self.edited_SV, self.tokens_SN, tokens, self.batch)
+        return StepTokens(tokens=[row_tokens[0] for row_tokens in tokens], extras=extras)
 
 
 class Sampler:
@@ -54,28 +77,40 @@ class Sampler:
         in_flight: InFlight,
         apply_masks: ApplyMasks | None = None,
     ) -> StepTokens:
-        """One token a row and what else it asks for, by index in `rows`, which all sample.
-
-        FAILED_TOKEN where the logits hold NaN or infinity, NO_CHOICE where what the request asks for leaves no token.
-        `logits_SV` stays as it is.
-        """
+        """`start`, and its result."""
         if not rows:
             return StepTokens(tokens=[])
+        return self.start(logits_SV, rows, in_flight=in_flight, apply_masks=apply_masks).result()
+
+    def start(
+        self,
+        logits_SV: torch.Tensor,
+        rows: Sequence[ScheduledRow],
+        *,
+        in_flight: InFlight,
+        apply_masks: ApplyMasks | None = None,
+    ) -> Drawing:
+        """One token a row and what else it asks for, by index in `rows`, which all sample; there is one at least.
+
+        FAILED_TOKEN where the logits hold NaN or infinity, NO_CHOICE where what the request asks for leaves no token.
+        `logits_SV` stays as it is, and must until the result where a row asks for more than tokens.
+        """
         batch = self.state.gather(rows, in_flight)
         edited_SV = self._edited(logits_SV, rows, batch, apply_masks)
         finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
         usable_S = finite_S
         if edited_SV is not logits_SV:
             usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
-        if not bool(usable_S.all()):
-            edited_SV = edited_SV.masked_fill(~usable_S[:, None], 0.0)
         tokens_SN = _choose(edited_SV, batch)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
         tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)
-        tokens: list[list[int]] = tokens_SN.tolist()
-        return StepTokens(
-            tokens=[row_tokens[0] for row_tokens in tokens],
-            extras=_extras(logits_SV, edited_SV, tokens_SN, tokens, batch),
+        reports = _asks_for_more(batch)
+        return Drawing(
+            tokens_SN=tokens_SN,
+            on_host=Readback(tokens_SN),
+            logits_SV=logits_SV if reports else None,
+            edited_SV=edited_SV if reports else None,
+            batch=batch,
         )
 
     def _edited(
@@ -103,9 +138,15 @@ def _choose(logits_SV: torch.Tensor, batch: Batch) -> torch.Tensor:
     tokens_SN = logits_SV.max(dim=-1, keepdim=True).indices.repeat(1, batch.num_columns)
     rows_D = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
     if len(rows_D):
-        index_D = torch.from_numpy(rows_D).to(logits_SV.device)
+        index_D = upload(rows_D, logits_SV.device)
         tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D)
     return tokens_SN
+
+
+def _asks_for_more(batch: Batch) -> bool:
+    params_S = batch.params_S
+    more_S = (params_S["num_candidates"] > 0) | (params_S["logprobs"] != NO_LOGPROBS)
+    return bool((more_S | (batch.num_outputs_S > 1)).any())
 
 
 def _extras(

@@ -20,6 +20,7 @@ from blockyard.worker.beams import num_candidates
 from blockyard.worker.sequence import SamplingParams, ScheduledRow, SequenceId
 from blockyard.worker.sequence import Sequence as RunningSequence
 from blockyard.worker.token_counts import TokenCounts
+from blockyard.worker.transfers import upload
 
 FIRST_SLOTS = 64
 NO_COUNTS = -1
@@ -90,7 +91,7 @@ class Batch:
     def column(self, name: str, rows_X: Ids, device: torch.device) -> torch.Tensor:
         """[X, 1] in fp32."""
         values_X = self.params_S[name][rows_X].astype(np.float32)
-        return torch.from_numpy(values_X).to(device)[:, None]
+        return upload(values_X, device)[:, None]
 
 
 class _Slot(NamedTuple):
@@ -133,7 +134,7 @@ class SamplingState:
         rows_P = np.flatnonzero(batch.params_S["counts_row"] != NO_COUNTS)
         if not len(rows_P):
             return
-        index_P = torch.from_numpy(rows_P).to(tokens_S.device)
+        index_P = upload(rows_P, tokens_S.device)
         self.counts.add(batch.params_S["counts_row"][rows_P], tokens_S[index_P], usable_S[index_P])
         self._columns["num_counted"][batch.slots_S[rows_P]] = batch.positions_S[rows_P] + 1
 

@@ -265,11 +265,14 @@ class Scheduler:
                 self.num_swaps += 1
             else:
                 self.tables.release(sequence)
-            if sequence.group is not None:
-                sequence.group.forget_candidates()
             sequence.num_preemptions += 1
             self.num_preemptions += 1
-            self._queues.wait(sequence)
+            self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        if sequence.group is not None:
+            sequence.group.forget_candidates()
+        self._queues.wait(sequence)
 
     # Admission
 
@@ -333,12 +336,33 @@ class Scheduler:
         """Ends every sequence of a step that raised. Nothing that it computed is found again; where it moved blocks to
         or from host memory, nothing there is: what cannot be read once would fail everybody who hits it."""
         self._end_step(plan)
+        self._distrust_host_memory(plan)
+        return [update for row in plan.rows for update in self._outcome.fail(row)]
+
+    def abandon(self, plan: StepPlan, *, moved: bool) -> None:
+        """Takes a step back that was planned on one which has failed: its sequences wait, and compute again what is not
+        found. Unless its blocks are sure to have `moved`, nothing in host memory is, as after a failure."""
+        self._end_step(plan)
+        self._queues.tell_ended_again(plan.ended)
+        if not moved:
+            self._distrust_host_memory(plan)
+        for row in plan.rows:
+            row.sequence.num_in_flight -= 1
+            if row.sequence.is_over:
+                self._queues.release_if_idle(row.sequence)
+        for row in plan.rows:
+            group = row.sequence.group
+            for sequence in (row.sequence,) if group is None else tuple(group.live):
+                if sequence.state is SequenceState.RUNNING:
+                    self.tables.release(sequence)
+                    self._wait_again(sequence)
+
+    def _distrust_host_memory(self, plan: StepPlan) -> None:
         if plan.to_host or plan.from_host:
             for waiting in self.waiting:
                 self.tables.forget_swapped(waiting)
             if self.host_cache is not None:
                 self.host_cache.clear()
-        return [update for row in plan.rows for update in self._outcome.fail(row)]
 
     def _end_step(self, plan: StepPlan) -> None:
         if plan.has_work:

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
     from blockyard.worker.simulated_grammars import SimulatedGrammars
 
 
+class _Later:
+    """Implements `PendingStep`: its tokens depend on nothing that another step may change."""
+
+    def __init__(self, runner: "SimulatedRunner", plan: StepPlan) -> None:
+        self._runner = runner
+        self._plan = plan
+
+    def result(self) -> StepTokens:
+        return self._runner.execute(self._plan)
+
+
 class SimulatedRunner:
     """Implements `Runner`. `sleep` may move a virtual clock instead of waiting."""
 
@@ -51,6 +62,10 @@ class SimulatedRunner:
 
     def warm_up(self) -> None:
         """Nothing to warm: the clock is exact from its first step."""
+
+    def start(self, plan: StepPlan) -> "_Later":
+        """The clock moves when the result is asked for."""
+        return _Later(self, plan)
 
     def execute(self, plan: StepPlan) -> StepTokens:
         """Waits as long as the step would take; blocks move in no time."""

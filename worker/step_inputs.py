@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_rows
+from blockyard.worker.newest_tokens import NewestTokens
 from blockyard.worker.prompt_scoring import scored_positions
 from blockyard.worker.sequence import ScheduledRow, SequenceId
 from blockyard.worker.table_rows import TableRows
+from blockyard.worker.transfers import upload
 
 Int64Array = npt.NDArray[np.int64]
-InFlight = Mapping[tuple[SequenceId, int], int]
-"""Tokens sampled and not committed yet, by sequence and position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,9 @@ class InputRows:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def prepare(self, rows: Sequence[ScheduledRow], in_flight: InFlight) -> StepInputs:
-        """`rows` are one at least, decodes first."""
+    def prepare(self, rows: Sequence[ScheduledRow], newest: NewestTokens) -> StepInputs:
+        """`rows` are one at least, decodes first. What the step before drew and nobody has committed is taken where it
+        is: on the device."""
         query_R = np.array([row.num_tokens for row in rows], dtype=np.int64)
         context_R = query_R + np.array([row.start for row in rows], dtype=np.int64)
         num_blocks = -(-int(context_R.max()) // self._block_size)
@@ -66,40 +67,41 @@ class InputRows:
         num_scored = _num_scored(rows)
         wanted_Q, last_R = wanted_positions(query_R, num_scored)
         return StepInputs(
-            tokens_T=self._tensor(np.array(_input_tokens(rows, in_flight), dtype=np.int64)),
+            tokens_T=self._tokens(rows, newest),
             plan=plan,
-            wanted_Q=self._tensor(wanted_Q),
+            wanted_Q=upload(wanted_Q, self._device),
             last_R=tuple(last_R.tolist()),
             num_scored=num_scored,
         )
 
-    def _tensor(self, array: Int64Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _tokens(self, rows: Sequence[ScheduledRow], newest: NewestTokens) -> torch.Tensor:
+        tokens, unheard = _input_tokens(rows)
+        tokens_T = upload(tokens, self._device)
+        newest.fill_in(tokens_T, unheard)
+        return tokens_T
 
     def forget(self, ended: Sequence[SequenceId]) -> None:
         """Sequences that have left, whether known or not."""
         self._tables.forget(ended)
 
 
-def _input_tokens(rows: Sequence[ScheduledRow], in_flight: InFlight) -> list[int]:
+def _input_tokens(
+    rows: Sequence[ScheduledRow],
+) -> tuple[list[int], dict[int, tuple[SequenceId, int]]]:
+    """Row by row; and by place those that stand for a token of the step before, with its sequence and position."""
     tokens: list[int] = []
+    unheard: dict[int, tuple[SequenceId, int]] = {}
     for row in rows:
         known, start = row.sequence.tokens, row.start
         if row.num_tokens == 1 and start < len(known):
             tokens.append(known[start])
-        else:
-            tokens += _chunk(row, in_flight)
-    return tokens
-
-
-def _chunk(row: ScheduledRow, in_flight: InFlight) -> list[int]:
-    tokens = row.sequence.tokens[row.start : row.end]
-    if len(tokens) < row.num_tokens:
-        assert len(tokens) == row.num_tokens - 1, "only the last step's token may be uncommitted"
-        sampled = in_flight[row.sequence.sequence_id, row.end - 1]
-        # After NaN the sequence fails at its commit: until then any token will do as its input.
-        tokens.append(max(sampled, 0))
-    return tokens
+            continue
+        tokens += known[start : row.end]
+        if len(known) < row.end:
+            assert len(known) == row.end - 1, "only the last step's token may be uncommitted"
+            unheard[len(tokens)] = row.sequence.sequence_id, row.end - 1
+            tokens.append(0)
+    return tokens, unheard
 
 
 def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:

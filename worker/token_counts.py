@@ -9,6 +9,7 @@ Shapes: C rows of the buffers, P sequences of a step that penalise, V vocabulary
 import numpy as np
 import numpy.typing as npt
 import torch
+from blockyard.worker.transfers import upload
 
 FIRST_ROWS = 4
 
@@ -41,7 +42,7 @@ class TokenCounts:
 
     def add(self, rows_P: npt.NDArray[np.int64], tokens_P: torch.Tensor, usable_P: torch.Tensor) -> None:
         """One more token each, where there is one: nothing is read back from the device."""
-        index_P = torch.from_numpy(rows_P).to(tokens_P.device)
+        index_P = upload(rows_P, tokens_P.device)
         self._outputs_CV.index_put_((index_P, tokens_P), usable_P.to(torch.int32), accumulate=True)
 
     def penalise(
@@ -54,7 +55,7 @@ class TokenCounts:
         presence_P1: torch.Tensor,
     ) -> torch.Tensor:
         """Logits after the three penalties. A repeated token's becomes x / r if x > 0 and x * r otherwise."""
-        index_P = torch.from_numpy(rows_P).to(logits_PV.device)
+        index_P = upload(rows_P, logits_PV.device)
         counts_PV = self._outputs_CV[index_P]
         in_output_PV = counts_PV > 0
         had_PV = in_output_PV | self._prompts_CV[index_P]
@@ -69,7 +70,7 @@ class TokenCounts:
         ids = np.asarray(tokens, dtype=np.int64)
         known = ids[(ids >= 0) & (ids < vocab_size)]
         counts_V = np.bincount(known, minlength=vocab_size).astype(np.int32)
-        return torch.from_numpy(counts_V).to(self._outputs_CV.device)
+        return upload(counts_V, self._outputs_CV.device)
 
     def _grow(self) -> None:
         old = len(self._outputs_CV)

@@ -17,6 +17,7 @@ from blockyard.worker.model.weights import load_weights, random_weights
 from blockyard.worker.runner import TorchRunner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, SamplingParams
+from blockyard.worker.step_graphs import CudaSteps
 from blockyard.worker.trial import try_out
 
 BLOCK_SIZE = 16
@@ -43,7 +44,8 @@ class EngineSettings:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Warm: kernels are compiled and rates measured. A folder without weights gets random ones."""
+    """Warm: kernels are compiled and rates measured; on a GPU with graphs and steps that overlap, as a worker has it. A
+    folder without weights gets random ones."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     folder, device, dtype = Path(settings.model), torch.device(settings.device), DTYPES[settings.dtype]
@@ -71,6 +73,11 @@ def build_engine(settings: EngineSettings) -> Engine:
         kv_cache_dtype=settings.kv_cache_dtype,
     )
     runner.warm_up()
+    is_cuda = device.type == "cuda"
+    if is_cuda and runner.backend.name == "triton":
+        runner.capture_decodes(
+            CudaSteps(), max_rows=settings.max_num_seqs, max_context_tokens=settings.max_model_len
+        )
     engine = Engine(
         SchedulerConfig(
             block_size=BLOCK_SIZE,
@@ -82,6 +89,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         num_blocks=num_blocks,
         bytes_per_block=block_bytes,
         mixed_step_seconds=MIXED_STEP_SECONDS,
+        overlap_steps=is_cuda,
     )
     try_out(engine)
     return engine

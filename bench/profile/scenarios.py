@@ -44,8 +44,19 @@ def watch_scheduler(engine: Engine) -> Iterator[Stopwatch]:
     watch = Stopwatch()
     watch.wrap(engine.scheduler, "plan", PLAN)
     watch.wrap(runner._inputs, "prepare", PREPARE)
-    yield watch
+    with _one_by_one(engine):
+        yield watch
     watch.unwrap()
+
+
+@contextmanager
+def _one_by_one(engine: Engine) -> Iterator[None]:
+    """Steps one after the other, kernel by kernel: what overlaps, or is one graph, has no parts to be told apart."""
+    runner: Any = engine.runner
+    before = engine.steps.overlap, runner.replays_graphs
+    engine.steps.overlap = runner.replays_graphs = False
+    yield
+    engine.steps.overlap, runner.replays_graphs = before
 
 
 @contextmanager
@@ -59,13 +70,14 @@ def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
     watch.wrap(engine.scheduler.tables, "name_full_blocks", NAMING)
     watch.wrap(engine.scheduler.tables, "match", LOOK_UP)
     watch.wrap(runner._inputs, "prepare", PREPARE)
-    watch.wrap(runner._sampler, "sample", "sample", is_leaf=True)
+    watch.wrap(runner._sampler, "start", "sample", is_leaf=True)
     watch.wrap(runner._decoder, "hidden", "forward: between operations")
     for operation in OPERATIONS:
         if hasattr(runner.backend, operation):
             watch.wrap(runner.backend, operation, f"forward: {operation}", is_leaf=True)
     watch.wrap(runner.backend, "linear", _linear_label, is_leaf=True)
-    yield watch
+    with _one_by_one(engine):
+        yield watch
     watch.unwrap()
 
 

@@ -148,7 +148,7 @@ MUTANTS = (
         (
             "worker/sampler.py",
             "        usable_S = finite_S\n",
-            "        usable_S = finite_S | True\n",
+            "        usable_S = finite_S = finite_S | True\n",
         ),
     ),
 )

@@ -199,6 +199,16 @@ class Storm:
         while self._in_flight:
             self._take(self.scheduler.fail(self._in_flight.pop(0)[0]))
 
+    def take_back(self, *, moved: bool) -> None:
+        """The newest step is not committed, because of one before it; what it moved may or may not have moved."""
+        while len(self._in_flight) > 1:
+            self.commit()
+        for plan, _ in self._in_flight:
+            if not moved:
+                self.device.spoil(plan)
+            self.scheduler.abandon(plan, moved=moved)
+        self._in_flight.clear()
+
     def measure(self, prefill: float, swap: float, beside_decodes: int | None) -> None:
         rates = self.scheduler.rates
         rates.prefill_tokens_per_second, rates.swap_blocks_per_second = prefill, swap

@@ -8,7 +8,7 @@ from blockyard.proto.block_hash import chain
 from blockyard.worker.blame import MAX_BLAMED_IN_A_ROW, NothingSucceeds, execute, together
 from blockyard.worker.engine import MAX_FAILURES_IN_A_ROW, Engine, EngineFailed
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.runner import TorchRunner
+from blockyard.worker.runner import PendingStep, TorchRunner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import (
     BlockId,
@@ -29,18 +29,37 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 48
 
 
+class Raising:
+    """A step that was begun, and then raises."""
+
+    def result(self) -> StepTokens:
+        raise RuntimeError("an illegal access")
+
+
+def is_marked(plan: StepPlan) -> bool:
+    return any(MARKER in row.sequence.tokens[: row.sequence.prompt_length] for row in plan.rows)
+
+
 class MarkerRaises(TorchRunner):
     """Raises after the whole step was computed and its draws were counted: the worst moment. Asynchronous errors of a
     device come then."""
 
     attempts: list[int]
 
-    def execute(self, plan: StepPlan) -> StepTokens:
+    def start(self, plan: StepPlan) -> PendingStep:
         self.attempts.append(len(plan.rows))
-        tokens = super().execute(plan)
-        if any(MARKER in row.sequence.tokens[: row.sequence.prompt_length] for row in plan.rows):
-            raise RuntimeError("an illegal access")
-        return tokens
+        pending = super().start(plan)
+        return Raising() if is_marked(plan) else pending
+
+
+class MarkerRaisesAtOnce(MarkerRaises):
+    """While the step before is in flight, where steps overlap."""
+
+    def start(self, plan: StepPlan) -> PendingStep:
+        pending = super().start(plan)
+        if is_marked(plan):
+            raise RuntimeError("out of memory")
+        return pending
 
 
 def make_engine(
@@ -49,6 +68,7 @@ def make_engine(
     num_blocks: int = NUM_BLOCKS,
     host_blocks: int = 0,
     swap_blocks: int = 0,
+    overlap: bool = False,
 ) -> tuple[Engine, MarkerRaises]:
     runner = runner_class.create(
         shared_checkpoint("LlamaForCausalLM"),
@@ -69,7 +89,7 @@ def make_engine(
         swap_blocks=swap_blocks,
         preemption="swap" if swap_blocks else "recompute",
     )
-    return Engine(config, runner, num_blocks=num_blocks), runner
+    return Engine(config, runner, num_blocks=num_blocks, overlap_steps=overlap), runner
 
 
 def request(tokens: list[int], **sampling: Any) -> EngineRequest:
@@ -124,15 +144,18 @@ def marked(length: int = 30, **sampling: Any) -> EngineRequest:
 
 @pytest.mark.parametrize("num_poisons", [1, 2])
 @pytest.mark.parametrize("host_blocks", [0, 16])
+@pytest.mark.parametrize(
+    ("runner_class", "overlap"), [(MarkerRaises, False), (MarkerRaises, True), (MarkerRaisesAtOnce, True)]
+)
 def test_those_beside_a_poison_get_the_tokens_of_an_undisturbed_run(
-    num_poisons: int, host_blocks: int
+    num_poisons: int, host_blocks: int, runner_class: type[MarkerRaises], overlap: bool
 ) -> None:
     undisturbed, _ = make_engine(host_blocks=host_blocks)
     for innocent in innocents():
         undisturbed.submit(innocent)
     expected, none_failed = run(undisturbed)
     assert not none_failed
-    engine, runner = make_engine(host_blocks=host_blocks)
+    engine, runner = make_engine(runner_class, host_blocks=host_blocks, overlap=overlap)
     ids = [engine.submit(innocent) for innocent in innocents()]
     tokens, failed = run(engine, [marked(30 + number) for number in range(num_poisons)])
     assert failed == {RequestId(len(ids) + number) for number in range(num_poisons)}
@@ -143,26 +166,35 @@ def test_those_beside_a_poison_get_the_tokens_of_an_undisturbed_run(
 class RaisesAtFirst(MarkerRaises):
     """Every step of several requests raises after it was computed, and in parts it does not."""
 
-    last_step = -1
+    raises_each = 1
+    seen: frozenset[int] = frozenset()
 
-    def execute(self, plan: StepPlan) -> StepTokens:
-        tokens = super().execute(plan)
-        is_new, self.last_step = plan.step != self.last_step, plan.step
-        if is_new and len({row.sequence.request_id for row in plan.rows}) > 1:
-            raise RuntimeError("out of memory")
-        return tokens
+    def start(self, plan: StepPlan) -> PendingStep:
+        pending = super().start(plan)
+        is_new, self.seen = plan.step not in self.seen, self.seen | {plan.step}
+        is_in_turn = is_new and plan.step % self.raises_each == 0
+        has_parts = len({row.sequence.request_id for row in plan.rows}) > 1
+        return Raising() if is_in_turn and has_parts else pending
 
 
-def test_a_step_in_parts_is_the_same_step() -> None:
+class RaisesAtTimes(RaisesAtFirst):
+    """Every third, so that of steps that overlap not all are taken back."""
+
+    raises_each = 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_in_parts_is_the_same_step(overlap: bool) -> None:
     """Under pressure: what goes to host memory goes once, before its blocks are written anew; draws count once."""
     results, swaps = [], []
-    for runner_class in (MarkerRaises, RaisesAtFirst):
-        engine, _ = make_engine(runner_class, num_blocks=14, host_blocks=32, swap_blocks=32)
+    for runner_class in (MarkerRaises, RaisesAtTimes if overlap else RaisesAtFirst):
+        engine, _ = make_engine(runner_class, num_blocks=14, host_blocks=32, swap_blocks=32, overlap=overlap)
         for number in range(6):
             penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5} if number % 2 else {"n": 2}
             engine.submit(request([20 + number] * 40, max_tokens=40, **penalties))
         results.append(run(engine))
-        swaps.append(engine.scheduler.num_swaps)
+        # Who is taken back waits until there is room, and need not be swapped out; then the host cache moves blocks.
+        swaps.append(engine.load().host_cached_blocks if overlap else engine.scheduler.num_swaps)
     assert results[0] == results[1]
     assert not results[0][1]
     assert min(swaps) > 0

@@ -1,6 +1,7 @@
 """Greedy output equals transformers' token for token, whatever company, chunking, preemption or cache."""
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
     return shared_checkpoint(request.param)
 
 
+OVERLAP_STEPS = "off"
+
+
+@pytest.fixture(params=["off", "on"], ids=["one step at a time", "steps overlap"], autouse=True)
+def overlap_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every engine here."""
+    monkeypatch.setattr(sys.modules[__name__], "OVERLAP_STEPS", request.param)
+
+
+step_by_step = pytest.mark.parametrize("overlap_steps", ["off"], indirect=True)
+"""For tests that say what a single step brings."""
+
+
 def make_engine(
     checkpoint: Path, *, num_blocks: int = 256, deterministic: bool = True, **settings: Any
 ) -> Engine:
@@ -34,7 +48,7 @@ def make_engine(
         device="cpu",
         deterministic=deterministic,
         kv_cache_memory=num_blocks * BYTES_PER_BLOCK,
-        **settings,
+        **({"overlap_steps": OVERLAP_STEPS} | settings),
     )
     return load_engine(config).engine
 
@@ -254,6 +268,7 @@ def test_forks_penalties_and_logprobs_do_not_show_a_preemption(qwen2: Path, pree
     assert answers[0] == answers[1]
 
 
+@step_by_step
 def test_a_chunk_that_is_not_finite_ends_its_request_and_poisons_nobody() -> None:
     checkpoint = shared_checkpoint("LlamaForCausalLM")
     engine = make_engine(checkpoint, max_num_batched_tokens=32, max_num_seqs=8)
@@ -290,6 +305,7 @@ def test_a_request_that_leaves_itself_no_token_is_told_so_and_harms_nobody() -> 
     assert ended[other].finish_reason is FinishReason.LENGTH
 
 
+@step_by_step
 def test_a_changed_host_block_is_found_and_never_served() -> None:
     engine = make_engine(
         shared_checkpoint("LlamaForCausalLM"),

@@ -8,6 +8,7 @@ from blockyard.worker.sequence import BlockId, HostSlot
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 12
+NUM_LAYERS = 3
 SHAPE_B2KPD = (NUM_BLOCKS, 2, 3, 16, 8)
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -16,10 +17,16 @@ DTYPES = [torch.float32, torch.bfloat16]
 def kv_pools(request: pytest.FixtureRequest) -> list[torch.Tensor]:
     """Every layer and block has values of its own; some are NaN, as unwritten slots are."""
     generator = torch.Generator().manual_seed(3)
-    pools = [torch.randn(SHAPE_B2KPD, generator=generator).to(DEVICE, request.param) for _ in range(3)]
-    for pool in pools:
-        pool[:, :, :, 13:] = float("nan")
-    return pools
+    shape_N2KPD = (NUM_LAYERS * NUM_BLOCKS, *SHAPE_B2KPD[1:])
+    blocks_N2KPD = torch.randn(shape_N2KPD, generator=generator).to(DEVICE, request.param)
+    blocks_N2KPD[:, :, :, 13:] = float("nan")
+    return list(blocks_N2KPD.split(NUM_BLOCKS))
+
+
+def host_blocks_of(kv_pools: list[torch.Tensor], num_slots: int, *, verify: bool = False) -> HostBlocks:
+    whole = kv_pools[0]._base
+    assert whole is not None
+    return HostBlocks(whole, NUM_LAYERS, num_slots, verify=verify)
 
 
 def save_pairs(pairs: dict[int, int]) -> list[tuple[BlockId, HostSlot]]:
@@ -47,7 +54,7 @@ def test_a_block_comes_back_with_its_bytes_and_no_other_block_changes(
     monkeypatch.setattr(host_blocks, "CHUNK_BYTES", slots_a_chunk * slot_bytes)
     monkeypatch.setattr(host_blocks, "STAGING_BYTES", staged * slot_bytes)
     before = [pool.clone() for pool in kv_pools]
-    host = HostBlocks(kv_pools, 5, verify=verify)
+    host = host_blocks_of(kv_pools, 5, verify=verify)
     assert host.slot_bytes == slot_bytes
     host.save(save_pairs({7: 4, 0: 0, 3: 2, 11: 1}))
     # Whoever reuses the blocks writes over them at once.
@@ -63,7 +70,7 @@ def test_a_block_comes_back_with_its_bytes_and_no_other_block_changes(
 
 def test_a_slot_keeps_its_block_until_it_is_saved_over(kv_pools: list[torch.Tensor]) -> None:
     before = [pool.clone() for pool in kv_pools]
-    host = HostBlocks(kv_pools, 2, verify=True)
+    host = host_blocks_of(kv_pools, 2, verify=True)
     host.save(save_pairs({1: 0, 2: 1}))
     host.load(load_pairs({0: 5, 1: 6}))
     host.load(load_pairs({0: 8}))
@@ -75,7 +82,7 @@ def test_a_slot_keeps_its_block_until_it_is_saved_over(kv_pools: list[torch.Tens
 
 def test_nothing_to_move_is_no_error(kv_pools: list[torch.Tensor]) -> None:
     before = [pool.clone() for pool in kv_pools]
-    host = HostBlocks(kv_pools, 1, verify=True)
+    host = host_blocks_of(kv_pools, 1, verify=True)
     host.save([])
     host.load([])
     for pool, original in zip(kv_pools, before, strict=True):
@@ -83,7 +90,7 @@ def test_nothing_to_move_is_no_error(kv_pools: list[torch.Tensor]) -> None:
 
 
 def test_a_corrupted_slot_is_found_before_any_block_changes(kv_pools: list[torch.Tensor]) -> None:
-    host = HostBlocks(kv_pools, 3, verify=True)
+    host = host_blocks_of(kv_pools, 3, verify=True)
     host.save(save_pairs({0: 0, 1: 1, 2: 2}))
     before = [pool.clone() for pool in kv_pools]
     host._place(HostSlot(1)).view(torch.uint8)[2, 1, 2, 15, 3] ^= 1
@@ -97,16 +104,16 @@ def test_a_corrupted_slot_is_found_before_any_block_changes(kv_pools: list[torch
 def test_measuring_leaves_every_block_as_it_was(kv_pools: list[torch.Tensor]) -> None:
     before = [pool.clone() for pool in kv_pools]
     for num_slots in (1, 100):
-        assert HostBlocks(kv_pools, num_slots).measure() > 0
+        assert host_blocks_of(kv_pools, num_slots).measure() > 0
     for pool, original in zip(kv_pools, before, strict=True):
         assert_same_bytes(pool, original)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
 def test_host_slots_are_pinned_where_cuda_is(kv_pools: list[torch.Tensor]) -> None:
-    assert HostBlocks(kv_pools, 3)._place(HostSlot(2)).is_pinned()
+    assert host_blocks_of(kv_pools, 3)._place(HostSlot(2)).is_pinned()
 
 
 def test_a_host_pool_without_slots_is_refused(kv_pools: list[torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="at least 1, not 0"):
-        HostBlocks(kv_pools, 0)
+        host_blocks_of(kv_pools, 0)

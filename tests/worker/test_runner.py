@@ -146,4 +146,4 @@ def test_what_a_sequence_left_goes_when_it_ends_even_in_a_step_without_work(runn
 def test_warm_up_leaves_nothing_behind(runner: TorchRunner) -> None:
     runner.warm_up()
     assert len(runner._sampler.state) == 0
-    assert runner._sampled == {}
+    assert not runner._newest

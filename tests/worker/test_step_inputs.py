@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
+from blockyard.worker.newest_tokens import NewestTokens
 from blockyard.worker.prompt_scoring import scored_positions
 from blockyard.worker.scheduler import Scheduler
 from blockyard.worker.sequence import (
@@ -72,21 +73,18 @@ class PreparingDevice(Device):
         self.block_size = scheduler.config.block_size
         self.inputs = input_rows(self.block_size)
         self.num_prepared = 0
-        self._sampled: dict[tuple[SequenceId, int], int] = {}
+        self._newest = NewestTokens.none()
 
     def run(self, plan: StepPlan, *, failing_rows: frozenset[int] = frozenset()) -> StepTokens:
         self.inputs.forget(plan.ended)
         if plan.rows:
-            inputs = self.inputs.prepare(plan.rows, self._sampled)
+            inputs = self.inputs.prepare(plan.rows, self._newest)
             assert_from_scratch(inputs, plan.rows, self.block_size)
             tokens = [token for row in plan.rows for token in self._tokens(row)[row.start :]]
             assert inputs.tokens_T.tolist() == [max(token, 0) for token in tokens]
             self.num_prepared += 1
         result = super().run(plan, failing_rows=failing_rows)
-        self._sampled = {
-            (row.sequence.sequence_id, row.end): token
-            for row, token in zip(plan.rows, result.tokens, strict=True)
-        }
+        self._newest = NewestTokens(plan.rows, torch.tensor(result.tokens, dtype=torch.int64)[:, None])
         return result
 
 
@@ -122,10 +120,10 @@ def make_row(number: int, blocks: list[int], *, end: int, num_tokens: int = 1) -
 def test_more_sequences_and_longer_tables_than_there_was_room_for() -> None:
     inputs, num_rows, num_blocks = input_rows(), 2 * FIRST_ROWS + 1, 3 * FIRST_BLOCKS + 1
     few = (make_row(0, [3, 1], end=20), make_row(1, [4], end=9))
-    assert_from_scratch(inputs.prepare(few, {}), few, 16)
+    assert_from_scratch(inputs.prepare(few, NewestTokens.none()), few, 16)
     tables = np.random.default_rng(0).integers(0, 9999, (num_rows, num_blocks)).tolist()
     many = tuple(make_row(2 + row, table, end=16 * num_blocks - row) for row, table in enumerate(tables))
-    assert_from_scratch(inputs.prepare((*few, *many), {}), (*few, *many), 16)
+    assert_from_scratch(inputs.prepare((*few, *many), NewestTokens.none()), (*few, *many), 16)
     assert len(inputs) == num_rows + 2
 
 
@@ -133,7 +131,7 @@ def test_an_id_that_has_come_to_mean_another_sequence_has_that_ones_table() -> N
     inputs = input_rows()
     for blocks in ([5, 6], [7, 6]):
         rows = (make_row(3, blocks, end=18),)
-        assert_from_scratch(inputs.prepare(rows, {}), rows, 16)
+        assert_from_scratch(inputs.prepare(rows, NewestTokens.none()), rows, 16)
 
 
 @given(rows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=12))
@@ -158,7 +156,7 @@ def test_planning_and_preparing_256_decodes_stay_within_ten_times_their_millisec
     for _ in range(20):
         begin = time.perf_counter()
         plan = scheduler.plan()
-        inputs.prepare(plan.rows, {})
+        inputs.prepare(plan.rows, NewestTokens.none())
         durations.append(time.perf_counter() - begin)
         scheduler.commit(plan, run(plan))
     assert len(plan.rows) == 256

@@ -48,8 +48,10 @@ def blow(storm: Storm, chance: random.Random) -> None:
         storm.cancel_request(-chance.randint(1, 12))
     elif kind < 0.27:
         storm.cancel_request(-chance.randint(1, 12), index=chance.randint(0, 2))
-    elif kind < 0.275:
+    elif kind < 0.273:
         storm.fail()
+    elif kind < 0.275:
+        storm.take_back(moved=kind < 0.274)
     elif kind < 0.29:
         storm.measure(
             chance.choice([0.0, 50.0]), chance.choice([0.0, 1.0, 1000.0]), chance.choice([None, 16])
@@ -118,6 +120,10 @@ class StormMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         self.storm.fail()
+
+    @rule(moved=st.booleans())
+    def take_back(self, moved: bool) -> None:
+        self.storm.take_back(moved=moved)
 
     @rule(
         prefill=st.sampled_from([0.0, 50.0]),

@@ -1,0 +1,107 @@
+"""How much of a GPU's memory is left for KV: measured by running the largest step that there can be, not estimated.
+
+The arithmetic is pure and knows no GPU; `Meter` is what it needs of one, `CudaMeter` asks torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+GIB = 2**30
+
+
+class Meter(Protocol):
+    """What is known of a device's memory, in bytes."""
+
+    def taken(self) -> tuple[int, int]:
+        """Of the whole device, by whomever, and how much it has."""
+        ...
+
+    def reserved(self) -> int:
+        """Of `taken`, what the allocator holds, used or not."""
+        ...
+
+    def allocated(self) -> int:
+        """Of `reserved`, what tensors take now."""
+        ...
+
+    def forget_peak(self) -> None:
+        """`peak` counts from now on."""
+        ...
+
+    def peak(self) -> int:
+        """The most that tensors took at once."""
+        ...
+
+
+class CudaMeter:
+    """Implements `Meter` for one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def taken(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free, total
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def forget_peak(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Of one device, in bytes, with the weights loaded and before there is a pool."""
+
+    total: int
+    foreign: int
+    """Taken by other processes, by CUDA itself and by libraries beside torch's allocator."""
+    resident: int
+    """Weights, and whatever else stays from step to step."""
+    step: int
+    """What the largest step takes on top of that."""
+
+    def for_pool(self, utilization: float, *, later: int) -> int:
+        """What `utilization` of the device leaves beside `later`, which is taken after the pool. Raises ValueError
+        where that is nothing."""
+        left = int(utilization * self.total) - self.foreign - self.resident - self.step - later
+        if left <= 0:
+            raise ValueError(
+                f"no memory is left for the KV cache: of {self.total / GIB:.2f} GiB, --gpu-memory-utilization "
+                f"{utilization:g} gives {utilization * self.total / GIB:.2f}, and {self.describe(later)} take "
+                f"{-left / GIB:.2f} more. Raise it, or lower --max-num-batched-tokens or --max-num-seqs"
+            )
+        return left
+
+    def describe(self, later: int) -> str:
+        """Where the memory goes, for a log."""
+        return (
+            f"weights {self.resident / GIB:.2f}, the largest step {self.step / GIB:.2f}, graphs and staging "
+            f"{later / GIB:.2f}, CUDA and others {self.foreign / GIB:.2f} GiB"
+        )
+
+
+def measure(meter: Meter, largest_step: Callable[[], object]) -> MemoryUse:
+    """Runs the largest step twice: what the first leaves behind for good is resident, not the step's."""
+    largest_step()
+    meter.forget_peak()
+    resident = meter.allocated()
+    largest_step()
+    peak = meter.peak()
+    taken, total = meter.taken()
+    return MemoryUse(
+        total=total, foreign=taken - meter.reserved(), resident=resident, step=max(0, peak - resident)
+    )

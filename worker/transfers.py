@@ -1,0 +1,41 @@
+"""Small arrays on their way to the device and back, queued behind what the device computes and waited for by nobody.
+
+A copy from or to pageable memory waits until the stream before it is done, and a step could not be prepared while
+another runs. From pinned memory it is queued; the allocator keeps such memory until the copy is over. On a CPU nothing
+is copied.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
+    """On the device, in the array's data type; integers of a list as int64. A CPU's tensor is the array itself."""
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda" or not array.size:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Readback:
+    """A tensor that the host wants once the device has it. The tensor may be let go, and must not be written."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._done: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> torch.Tensor:
+        """On the host. Raises what the device has raised since the copy was queued."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._values
