@@ -11,9 +11,9 @@ every operation that rounds in an order of its own gets operands of one fixed sh
 - SiLU sees slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
 
 Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they
-are, and a mean over the last dimension adds each row by itself. A quantised pool
-keeps all this: each head is quantised by itself, and what is read back is one product a number. fp32 on a CPU, for one
-number of threads. Slower by design.
+are, and a mean over the last dimension adds each row by itself. A quantised pool keeps all this: each head is
+quantised by itself, and what is read back is one product a number. fp32 on a CPU, for one number of threads. Slower by
+design.
 
 Shapes: as in `torch_backend`, and A keys of a chunk, M = query tile * G packed query rows.
 """

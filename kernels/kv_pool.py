@@ -21,7 +21,7 @@ SCALE_BYTES = 4
 QUANTISED_DTYPES: dict[QuantisedName, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # What the largest magnitude of a head becomes.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# A head of smaller numbers is stored as zeros: LARGEST divided by it stays finite.
+# Of a head with a smaller peak what is read back is too small, down to zero: LARGEST divided by it stays finite.
 SMALLEST_PEAK = 1e-30
 
 

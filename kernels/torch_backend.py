@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import HeadNorms, place_heads_apart
 from blockyard.kernels.huge_pages import collapse_packed
-from blockyard.kernels.kv_pool import gather, head_dim_of, movable, store
+from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
 
 # Rows are attended together while the shortest is at least this share of the longest: less is padding.
@@ -154,7 +154,9 @@ class TorchBackend:
 
 def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> _Prepared:
     num_kv_heads = kv_pool_B2KPD.shape[2]
-    block_bytes = 2 * num_kv_heads * plan.block_size * head_dim_of(kv_pool_B2KPD) * dtype.itemsize
+    # 8 bits are widened by way of fp32, whose copy lives beside the result.
+    number_bytes = dtype.itemsize + (4 if is_quantised(kv_pool_B2KPD) else 0)
+    block_bytes = 2 * num_kv_heads * plan.block_size * head_dim_of(kv_pool_B2KPD) * number_bytes
     decode_groups = tuple(
         _prepare_group(plan, rows, num_kv_heads, dtype) for rows in _similar_rows(plan, block_bytes)
     )

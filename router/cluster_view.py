@@ -119,8 +119,12 @@ class ClusterView:
         self._workers.pop(address, None)
 
     def accepted(self, address: str, hello: session_pb2.Hello) -> None:
-        """A worker introduced itself and is of our model: a fresh life, nothing placed on it."""
-        now = self._clock()
+        """A worker introduced itself and is of our model: nothing is placed on it. A life that comes back keeps the
+        age of its rates."""
+        now, before = self._clock(), self._workers.get(address)
+        is_same = (
+            before is not None and before.hello is not None and before.hello.incarnation == hello.incarnation
+        )
         worker = self._workers[address] = WorkerView(
             address=address,
             link=LinkState.ACCEPTED,
@@ -128,6 +132,7 @@ class ClusterView:
             load=hello.load,
             is_draining=hello.is_draining,
             last_heard=now,
+            rates=before.rates if before is not None and is_same else WorkerRates(),
         )
         worker.rates.report(hello.load, now)
 

@@ -1,7 +1,8 @@
 """What workers have measured of themselves, and how long it is believed.
 
 A rate is measured by work. Who was slow once is given little, measures little, and would be slow for ever: so a rate
-that nothing renews is believed whole for a while, and then fades into the cluster's. Pure: time is an argument.
+that nothing renews is believed whole for a while, and then rises to the cluster's. Who is faster than that stays so:
+fast workers are chosen, and measure. Pure: time is an argument.
 """
 
 from collections.abc import Iterable
@@ -28,9 +29,14 @@ def typical(rates: Iterable[float]) -> float:
 
 def faded(own: float, usual: float, *, age_seconds: float, half_life_seconds: float) -> float:
     """What is believed of a rate that was renewed so long ago: itself for a half-life, and after each further one half
-    as far, in proportion, from the usual. A half-life of 0 keeps it for ever."""
+    as far, in proportion, below the usual. A half-life of 0 keeps it for ever."""
     fading_seconds = age_seconds - half_life_seconds
-    if fading_seconds <= 0 or not half_life_seconds or not (is_measured(own) and is_measured(usual)):
+    if (
+        own >= usual
+        or fading_seconds <= 0
+        or not half_life_seconds
+        or not (is_measured(own) and is_measured(usual))
+    ):
         return own
     return float(usual * (own / usual) ** (0.5 ** (fading_seconds / half_life_seconds)))
 
@@ -40,13 +46,13 @@ class Measured:
     """One rate of one worker."""
 
     tokens_per_second: float = 0.0
-    tokens: int = 0
-    """Counted by the worker where it measures: more of them renew the rate, even if it comes out the same."""
     renewed_at: float = float("-inf")
 
-    def report(self, tokens_per_second: float, tokens: int, now: float) -> None:
-        if (tokens_per_second, tokens) != (self.tokens_per_second, self.tokens):
-            self.tokens_per_second, self.tokens, self.renewed_at = tokens_per_second, tokens, now
+    def report(self, tokens_per_second: float, now: float) -> None:
+        """Every load report brings the rate, measured anew or not. It is a smoothed quotient of times: if it was, it
+        differs."""
+        if tokens_per_second != self.tokens_per_second:
+            self.tokens_per_second, self.renewed_at = tokens_per_second, now
 
     def believed(self, usual: float, now: float, half_life_seconds: float) -> float:
         age_seconds = now - self.renewed_at
@@ -63,7 +69,5 @@ class WorkerRates:
         self.decode = Measured()
 
     def report(self, load: cluster_pb2.WorkerLoad, now: float) -> None:
-        """Every load report brings both, measured anew or not."""
-        computed_tokens = load.prompt_tokens - load.cached_tokens
-        self.prefill.report(load.prefill_tokens_per_second, computed_tokens, now)
-        self.decode.report(load.decode_tokens_per_second, load.generated_tokens, now)
+        self.prefill.report(load.prefill_tokens_per_second, now)
+        self.decode.report(load.decode_tokens_per_second, now)

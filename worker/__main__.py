@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
@@ -28,7 +28,10 @@ from blockyard.worker.config import (
     add_engine_arguments,
     engine_config,
 )
-from blockyard.worker.server import WorkerServer
+from blockyard.worker.openmp import bound_spinning
+
+if TYPE_CHECKING:
+    from blockyard.worker.server import WorkerServer
 
 logger = logging.getLogger("blockyard.worker")
 
@@ -108,6 +111,9 @@ async def serve(config: WorkerConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.set)
+    bound_spinning()
+    from blockyard.worker.server import WorkerServer
+
     server = WorkerServer(config)
     configure_logging(config.log, worker_id=config.worker_id, incarnation=server.incarnation)
     await server.start()
@@ -131,7 +137,7 @@ def _tell_of_loop() -> None:
 
 
 @contextmanager
-def _metrics(server: WorkerServer) -> Iterator[None]:
+def _metrics(server: "WorkerServer") -> Iterator[None]:
     config = server.config
     if config.metrics_port is None:
         yield

@@ -18,6 +18,7 @@ from blockyard.proto.logs import configure_logging
 from blockyard.proto.metric_table import WORKER_METRICS
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.worker.config import WorkerConfig
+from blockyard.worker.openmp import bound_spinning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class WorkerActor:
     def __init__(self, config: WorkerConfig) -> None:
         self._worker_id = config.worker_id
         self._model = Path(config.engine.model).name
+        bound_spinning()
         # Here, because whoever names this class to Ray, `up` and the supervisor, would load torch with it.
         from blockyard.worker.server import WorkerServer
 

@@ -12,7 +12,7 @@ from blockyard.proto.text import load_tokenizer
 from blockyard.worker.completions import Completion, GrowingOutput
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
-from blockyard.worker.loading import load_engine
+from blockyard.worker.openmp import bound_spinning
 from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
+        bound_spinning()
+        from blockyard.worker.loading import load_engine
+
         self._loaded = load_engine(self.config)
         self._engine = self._loaded.engine
         self._model_ends = self._loaded.model.eos_token_ids

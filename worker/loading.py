@@ -75,8 +75,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     model = load_config(path)
     device = _resolve_device(config)
     dtype = resolve_dtype(config.dtype, model, device, deterministic=config.deterministic)
-    if dtype == "bfloat16" and device.type == "cpu" and not has_bfloat16():
-        logger.warning("this CPU has no instructions for bfloat16: float32 is several times as fast")
+    if config.engine == "model" and dtype == "bfloat16" and device.type == "cpu" and not has_bfloat16():
+        logger.warning("this CPU has no instructions for bfloat16, and computes it with those for float32")
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(

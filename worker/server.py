@@ -121,7 +121,7 @@ class WorkerServer:
 
     async def _load_aside(self) -> LoadedEngine:
         """In a thread that ends. OpenMP keeps a team for every thread that has computed, and where all teams together
-        are more than the cores, none of them spins while it waits: a third of the engine's speed."""
+        are more than the cores, none of them spins while it waits (openmp.py)."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="loading")
         try:
             return await asyncio.get_running_loop().run_in_executor(executor, self._load)

@@ -54,11 +54,10 @@ class InputRows:
         is: on the device."""
         query_R = np.array([row.num_tokens for row in rows], dtype=np.int64)
         context_R = query_R + np.array([row.start for row in rows], dtype=np.int64)
-        num_blocks = -(-int(context_R.max()) // self._block_size)
         plan = plan_rows(
             query_R,
             context_R,
-            self._tables.gather((row.sequence for row in rows), num_blocks),
+            self._tables.gather((row.sequence for row in rows), -(-context_R // self._block_size)),
             block_size=self._block_size,
             device=self._device,
             num_kv_heads=self._num_kv_heads,

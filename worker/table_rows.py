@@ -38,10 +38,11 @@ class TableRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def gather(self, sequences: Iterable[Sequence], num_blocks: int) -> npt.NDArray[np.int32]:
-        """The first `num_blocks` blocks of each as a new array [R, num_blocks]; what lies beyond a sequence's own means
-        nothing. Each has a block at least, and no two have one id."""
-        numbers = []
+    def gather(self, sequences: Iterable[Sequence], needed_R: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
+        means nothing. Each needs a block at least, and no two have one id. Raises ValueError where one has fewer than
+        it needs: behind its own lie those of others."""
+        numbers, lengths = [], []
         rows = self._rows
         for sequence in sequences:
             table = sequence.block_table
@@ -54,6 +55,12 @@ class TableRows:
             ):
                 row = self._write(sequence)
             numbers.append(row.number)
+            lengths.append(row.num_blocks)
+        short = np.flatnonzero(np.array(lengths) < needed_R)
+        if len(short):
+            row_number = int(short[0])
+            raise ValueError(f"row {row_number}: {lengths[row_number]} blocks, {needed_R[row_number]} needed")
+        num_blocks = int(needed_R.max())
         self._widen(num_blocks)
         return self._tables_NB[:, :num_blocks][numbers]
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from blockyard.worker import SPIN_COUNT
 from blockyard.worker.kv_size import KVCacheDtype
+from blockyard.worker.openmp import SPIN_COUNT
 
 from bench.engine import report
 from bench.engine.figures import Results, figures_of
@@ -44,7 +44,11 @@ from bench.proof import prove
 from bench.reporting import REPORTS
 
 PEERS = ("transformers", "vllm", "openvino")
-PROOF = ("tests/worker/test_engine_tokens.py", "tests/worker/test_decoder.py")
+PROOF = (
+    "tests/worker/test_engine_tokens.py",
+    "tests/worker/test_decoder.py",
+    "tests/worker/test_quantised_kv.py",
+)
 GIB = 2**30
 
 

@@ -181,8 +181,11 @@ def our_systems(
 ) -> list[System]:
     """Our engine on each backend, without a shared cache, and through worker, router and clients."""
     settings = {**settings, "backend": backends[0], "shares": True}
+    stored = settings.get("kv_cache_dtype", "auto")
+    suffix = "" if stored == "auto" else f", KV in {stored}"
     rows = [
-        _ours(f"blockyard {backend}", "ours_run", {**settings, "backend": backend}) for backend in backends
+        _ours(f"blockyard {backend}{suffix}", "ours_run", {**settings, "backend": backend})
+        for backend in backends
     ]
     if is_unshared:
         rows.append(_ours("blockyard, nothing shared", "ours_run", {**settings, "shares": False}))

@@ -50,7 +50,7 @@ from bench.profile.stopwatch import Stopwatch
 from bench.proof import prove
 from bench.reporting import REPORTS, percentile, write_report
 
-PROOF = ("tests/worker/test_scheduler.py", "tests/worker/test_engine.py")
+PROOF = ("tests/worker/test_scheduler.py", "tests/worker/test_engine.py", "tests/worker/test_step_inputs.py")
 PLANNED_STEPS = 50
 GIB = 2**30
 

@@ -1,6 +1,7 @@
-// Vectors of 16 floats: loaded from fp32 or bf16, computed in fp32, stored rounded to the nearest even.
+// Vectors of 16 floats: loaded from fp32, bf16, int8 or e4m3, computed in fp32, stored rounded to the nearest even.
 //
-// One AVX-512 register, two of AVX2, four of NEON: gcc's vector types leave that to the compiler. Compiled without
+// One AVX-512 register, two of AVX2, four of NEON: gcc's vector types leave that to the compiler, but for conversions
+// that gcc would do number by number where AVX-512 has one instruction. Compiled without
 // -ffast-math, so NaN stays NaN and reaches the sampler, which fails the row.
 
 #pragma once

@@ -65,6 +65,26 @@ def assert_from_scratch(inputs: StepInputs, rows: tuple[ScheduledRow, ...], bloc
     assert (inputs.wanted_Q.tolist(), list(inputs.last_R)) == (wanted, lasts)
 
 
+def test_a_table_too_short_for_its_context_is_refused_whatever_lay_in_its_row_before() -> None:
+    rows = input_rows(block_size=4)
+    sequences = [
+        Sequence(
+            sequence_id=SequenceId(number),
+            tokens=[1] * 9,
+            prompt_length=9,
+            sampling=SamplingParams(),
+            names=[],
+            block_table=[BlockId(3 * number + index) for index in range(3)],
+        )
+        for number in (0, 1)
+    ]
+    rows.prepare([ScheduledRow(sequence, 8, 1, True) for sequence in sequences], NewestTokens.none())
+    rows.forget([SequenceId(1)])
+    sequences[1].block_table = sequences[1].block_table[:2]
+    with pytest.raises(ValueError, match="row 1: 2 blocks, 3 needed"):
+        rows.prepare([ScheduledRow(sequence, 8, 1, True) for sequence in sequences], NewestTokens.none())
+
+
 class PreparingDevice(Device):
     """Prepares each step before it runs, as a runner does."""
 
