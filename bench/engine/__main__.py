@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
+from blockyard.worker.host_size import available_bytes
 from blockyard.worker.kv_size import KVCacheDtype
 from blockyard.worker.openmp import SPIN_COUNT
 
@@ -50,6 +51,7 @@ PROOF = (
     "tests/worker/test_quantised_kv.py",
 )
 GIB = 2**30
+SPARE_BYTES = 2 * GIB
 
 
 def parse() -> argparse.Namespace:
@@ -78,7 +80,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second of `serve`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--kv-gib", type=float, default=2.0)
+    parser.add_argument(
+        "--kv-gib", type=float, default=0.75, help="KV cache of each system; all of them stand ready at once"
+    )
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto", help="of ours")
     parser.add_argument("--memory-gib", type=float, default=6.0, help="a system that takes more is ended")
     parser.add_argument(
@@ -170,10 +174,20 @@ async def measure(
     return results
 
 
+def check_memory(available: int | None) -> None:
+    """Raises RuntimeError where the systems that stand ready have left so little of the machine that what their
+    programs need again would be read from the disk. `available` in bytes, None where nobody knows."""
+    if available is not None and available < SPARE_BYTES:
+        raise RuntimeError(
+            f"the systems leave {available / GIB:.1f} GiB of memory: measure fewer at once, or with a smaller --kv-gib"
+        )
+
+
 async def _measure_workload(
     arguments: argparse.Namespace, workload: str, ready: dict[str, Running], vocab_size: int, results: Results
 ) -> None:
     """In turns: another system begins each repeat."""
+    check_memory(available_bytes())
     draws = [
         requests_of(workload, vocab_size=vocab_size, rate=arguments.rate, repeat=repeat)
         for repeat in range(arguments.repeats)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.engine.__main__ import check_memory
 from bench.engine.figures import GOALS, Results, figures_of, floors_of, not_judged, tokens_per_second
 from bench.engine.peers.protocol import Course, Request, drive
 from bench.engine.report import write
@@ -283,3 +284,19 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
     }
     assert report.with_suffix(".png").stat().st_size > 10_000
     assert str(tmp_path) not in report.with_suffix(".md").read_text()
+
+
+def test_systems_that_leave_too_little_memory_end_the_run() -> None:
+    check_memory(None)
+    check_memory(2 * 2**30)
+    with pytest.raises(RuntimeError, match=r"leave 1\.0 GiB"):
+        check_memory(2**30)
+
+
+def test_a_cache_of_ours_in_8_bits_is_named_and_has_no_goals() -> None:
+    settings = {"model": "m", "kv_cache_dtype": "int8"}
+    (system,) = our_systems(settings, backends=["cpu"], is_served=False, is_unshared=False)
+    assert system.name == "blockyard cpu, KV in int8"
+    figures = figures_of({"float32": results()}, {**SETTING, "kv_cache_dtype": "int8"})
+    assert floors_of(figures) == []
+    assert not_judged(figures) == []
