@@ -3,7 +3,7 @@
 from math import inf, nan
 
 import pytest
-from blockyard.proto.v1 import cluster_pb2
+from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster_view import ClusterView
 from blockyard.router.placement import PlacementRequest
 from blockyard.router.placement_config import PlacementConfig
@@ -143,7 +143,8 @@ def test_a_new_life_is_believed_at_its_first_word() -> None:
     worker = view.at("b")
     assert worker is not None
     assert worker.hello is not None
-    worker.hello.load.prefill_tokens_per_second = 10.0
-    worker.hello.incarnation = "another"
-    view.accepted("b", worker.hello)
+    hello = session_pb2.Hello()
+    hello.CopyFrom(worker.hello)
+    hello.incarnation, hello.load.prefill_tokens_per_second = "another", 10.0
+    view.accepted("b", hello)
     assert rates(view)["b"][0] == 10.0
