@@ -1,7 +1,8 @@
-"""The fast backend for CPUs: attention, rotary embedding with the KV write, norms and SiLU-mul in C++ (`native/`).
+"""The fast backend for CPUs: attention, rotary embedding with the KV write, norms, SiLU-mul and linears in C++
+(`native/`).
 
-Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): packed linears, block
-copies, and all of it for what the C++ does not do, which is fp16, head sizes that are no multiple of 16 or beyond
+Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears where oneDNN's
+are faster (`panel_linear`), block copies, and all of it for what the C++ does not do, which is fp16, head sizes that are no multiple of 16 or beyond
 MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is one vector: `to_native` says
 how. Copies and swaps move whole blocks and need not know. Linears may be in int8 instead. Must never import triton.
 
@@ -24,6 +25,7 @@ from blockyard.kernels.cpu_checks import (
 from blockyard.kernels.cpu_library import Attention, CpuLibrary, Norm, Placement, SiluMul
 from blockyard.kernels.int8_linear import can_quantise, int8_linear, quantise
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
+from blockyard.kernels.panel_linear import can_lay_out, lay_out, panel_linear
 from blockyard.kernels.torch_backend import TorchBackend
 
 LANES = 16
@@ -217,6 +219,8 @@ class CpuBackend(TorchBackend):
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if self._linears == "int8" and can_quantise(weight_OI):
             return quantise(weight_OI)
+        if can_lay_out(self._library, weight_OI):
+            return lay_out(weight_OI)
         return super().pack_linear(weight_OI)
 
     def linear(
@@ -224,6 +228,8 @@ class CpuBackend(TorchBackend):
     ) -> torch.Tensor:
         if weight_OI.dtype == torch.int8:
             return int8_linear(self._library, x_TI, weight_OI, bias_O)
+        if weight_OI.dim() > 2:
+            return panel_linear(self._library, x_TI, weight_OI, bias_O)
         return super().linear(x_TI, weight_OI, bias_O)
 
 

@@ -53,8 +53,8 @@ class SiluMul(ctypes.Structure):
     ]
 
 
-class Int8Linear(ctypes.Structure):
-    """`Int8Linear` of native/int8.cpp."""
+class Linear(ctypes.Structure):
+    """`Linear` of native/lanes.h."""
 
     _fields_: ClassVar[Any] = [
         *((name, _Address) for name in ("x", "weight", "bias", "out")),
@@ -70,8 +70,14 @@ class CpuLibrary:
         self.place = _function(library, "by_place", ctypes.POINTER(Placement))
         self.normalise = _function(library, "by_norm", ctypes.POINTER(Norm))
         self.silu_mul = _function(library, "by_silu_mul", ctypes.POINTER(SiluMul))
-        self.int8_linear = _function(library, "by_int8_linear", ctypes.POINTER(Int8Linear))
+        self.linear = _function(library, "by_linear", ctypes.POINTER(Linear))
+        self.int8_linear = _function(library, "by_int8_linear", ctypes.POINTER(Linear))
         self.has_int8 = bool(library.by_has_int8())
+        self._has_linear = library.by_has_linear
+
+    def has_linear(self, *, is_bf16: bool) -> bool:
+        """Whether `linear` is there, and the best that this CPU can do."""
+        return bool(self._has_linear(int(is_bf16)))
 
 
 def _function(library: ctypes.CDLL, name: str, work: Any) -> Callable[..., None]:

@@ -8,8 +8,9 @@ Shapes: T tokens, I input size, O output size, U = O / 16 groups, Q = I / 4.
 
 import torch
 from blockyard.kernels.cpu_checks import need
-from blockyard.kernels.cpu_library import CpuLibrary, Int8Linear
+from blockyard.kernels.cpu_library import CpuLibrary
 from blockyard.kernels.huge_pages import advise_empty
+from blockyard.kernels.panel_linear import run_linear
 
 LANES = 16
 LINE_BYTES = 64
@@ -40,29 +41,9 @@ def int8_linear(
     library: CpuLibrary, x_TI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
     """x @ weight^T + bias, for a weight from `quantise`."""
-    num_rows, num_inputs = x_TI.shape
-    num_outputs = weight.shape[0] * LANES
+    num_inputs = x_TI.shape[1]
     need(
-        weight.shape[1:] == (num_inputs // 4 + _TAIL_LINES, LINE_BYTES) and weight.is_contiguous(),
+        weight.shape[1:] == (num_inputs // 4 + _TAIL_LINES, LINE_BYTES),
         f"a weight {tuple(weight.shape)} in int8 for {num_inputs} inputs",
     )
-    need(x_TI.dtype in (torch.float32, torch.bfloat16) and x_TI.stride(1) == 1, f"inputs of {x_TI.dtype}")
-    need(
-        bias_O is None
-        or (bias_O.dtype == x_TI.dtype and bias_O.shape == (num_outputs,) and bias_O.is_contiguous()),
-        f"a bias that is not {num_outputs} of {x_TI.dtype}",
-    )
-    out_TO = x_TI.new_empty(num_rows, num_outputs)
-    work = Int8Linear(
-        x=x_TI.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=None if bias_O is None else bias_O.data_ptr(),
-        out=out_TO.data_ptr(),
-        x_stride=x_TI.stride(0),
-        out_stride=num_outputs,
-        num_rows=num_rows,
-        num_inputs=num_inputs,
-        num_outputs=num_outputs,
-    )
-    library.int8_linear(x_TI.dtype == torch.bfloat16, torch.get_num_threads(), work)
-    return out_TO
+    return run_linear(library.int8_linear, x_TI, weight, bias_O, weight.shape[0] * LANES)

@@ -11,16 +11,7 @@
 
 #include "lanes.h"
 
-struct Int8Linear {
-    const void* x;
-    const int8_t* weight;
-    const void* bias;  // null: none
-    void* out;
-    int64_t x_stride, out_stride, num_rows, num_inputs, num_outputs;
-};
-
 #ifdef __AVX512VNNI__
-#include <immintrin.h>
 
 constexpr int ROWS = 4;
 constexpr int GROUPS = 4;
@@ -49,9 +40,9 @@ static float quantise(const T* x, uint8_t* q, int64_t width) {
 }
 
 template <class T, int R, int G>
-static inline void multiply(const Int8Linear& l, const uint8_t* q, const float* scales, int64_t row, int64_t group) {
+static inline void multiply(const Linear& l, const uint8_t* q, const float* scales, int64_t row, int64_t group) {
     const int64_t lines = l.num_inputs / 4, group_bytes = (lines + 2) * LINE;
-    const int8_t* weight = l.weight + group * group_bytes;
+    const int8_t* weight = (const int8_t*)l.weight + group * group_bytes;
     __m512i sums[R][G] = {};
     for (int64_t k = 0; k < lines; k++) {
         __m512i values[G];
@@ -77,7 +68,7 @@ static inline void multiply(const Int8Linear& l, const uint8_t* q, const float* 
 }
 
 template <class T>
-static void linear(const Int8Linear& l, int threads) {
+static void linear(const Linear& l, int threads) {
     std::vector<uint8_t> q(l.num_rows * l.num_inputs);
     std::vector<float> scales(l.num_rows);
     const int num_groups = l.num_outputs / LANES;
@@ -97,10 +88,10 @@ static void linear(const Int8Linear& l, int threads) {
 }
 
 extern "C" int by_has_int8() { return 1; }
-extern "C" void by_int8_linear(int is_bf16, int threads, const Int8Linear* l) {
+extern "C" void by_int8_linear(int is_bf16, int threads, const Linear* l) {
     is_bf16 ? linear<bf16>(*l, threads) : linear<float>(*l, threads);
 }
 #else
 extern "C" int by_has_int8() { return 0; }
-extern "C" void by_int8_linear(int, int, const Int8Linear*) {}
+extern "C" void by_int8_linear(int, int, const Linear*) {}
 #endif

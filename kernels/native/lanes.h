@@ -173,3 +173,12 @@ static inline void stored_as(bool is_bf16, int64_t stored, F f) {
     };
     is_bf16 ? of(bf16()) : of(float());
 }
+
+// A linear layer: x [T, I] and the bias, if any, in the elements' type; the weight as its kernel lays it out.
+struct Linear {
+    const void* x;
+    const void* weight;
+    const void* bias;  // null: none
+    void* out;         // [T, O]
+    int64_t x_stride, out_stride, num_rows, num_inputs, num_outputs;
+};

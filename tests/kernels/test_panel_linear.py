@@ -1,0 +1,91 @@
+"""Linears on panels of 64 outputs: exact where numbers are whole, the same in any batch, and only for what fits."""
+
+from typing import cast
+
+import pytest
+import torch
+from blockyard.kernels.backend import Backend
+from blockyard.kernels.cpu_backend import CpuBackend
+from blockyard.kernels.panel_linear import PANEL, can_lay_out, lay_out
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+DTYPES = [torch.float32, torch.bfloat16]
+PROPERTY = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="session")
+def panels(cpu_backend: Backend) -> CpuBackend:
+    backend = cast(CpuBackend, cpu_backend)
+    if not backend._library.has_linear(is_bf16=False):
+        pytest.skip("this CPU has no AVX-512")
+    return backend
+
+
+@PROPERTY
+@given(
+    rows=st.one_of(st.integers(0, 40), st.integers(500, 530)),
+    inputs=st.integers(1, 300).map(lambda pair: 2 * pair),
+    outputs=st.integers(1, 5).map(lambda panel: PANEL * panel),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_products_of_any_shape_are_exact_in_whole_numbers(
+    panels: CpuBackend, rows: int, inputs: int, outputs: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    """Also bf16 where this CPU's oneDNN would be asked for it."""
+    x_TI = torch.randint(-8, 9, (rows, inputs)).to(dtype)
+    weight_OI = torch.randint(-8, 9, (outputs, inputs)).to(dtype)
+    bias_O = torch.randint(-100, 101, (outputs,)).to(dtype) if has_bias else None
+    actual = panels.linear(x_TI, lay_out(weight_OI), bias_O)
+    expected = x_TI.float() @ weight_OI.float().t() + (0 if bias_O is None else bias_O.float())
+    assert torch.equal(actual, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_is_the_same_bits_whoever_stands_beside_it(panels: CpuBackend, dtype: torch.dtype) -> None:
+    x_TI, weight = torch.randn(45, 700).to(dtype), lay_out(torch.randn(192, 700).to(dtype))
+    together = panels.linear(x_TI, weight)
+    for rows in (1, 2, 5, 7, 13, 20, 31):
+        for first in (0, 45 - rows):
+            alone = panels.linear(x_TI[first : first + rows], weight)
+            assert torch.equal(alone, together[first : first + rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_lie_apart(panels: CpuBackend, dtype: torch.dtype) -> None:
+    wide, weight_OI = torch.randint(-8, 9, (9, 300)).to(dtype), torch.randint(-8, 9, (128, 260)).to(dtype)
+    expected = wide[:, 17:277].float() @ weight_OI.float().t()
+    assert torch.equal(panels.linear(wide[:, 17:277], lay_out(weight_OI)), expected.to(dtype))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_fails_its_own_token_alone(panels: CpuBackend, value: float) -> None:
+    x_TI = torch.randn(7, 64)
+    x_TI[2, 17] = value
+    result = panels.linear(x_TI, lay_out(torch.randn(64, 64)))
+    assert not result[2].isfinite().any()
+    assert result[[0, 1, 3, 4, 5, 6]].isfinite().all()
+
+
+def test_large_weights_of_whole_panels_are_laid_out_and_others_left_to_onednn(panels: CpuBackend) -> None:
+    assert panels.pack_linear(torch.zeros(512, 512)).shape == (8, 512, 64)
+    for weight_OI in (torch.zeros(64, 64), torch.zeros(500, 512), torch.zeros(512, 501)):
+        assert not can_lay_out(panels._library, weight_OI)
+        assert panels.pack_linear(weight_OI).dim() == 2
+    assert not can_lay_out(panels._library, torch.zeros(512, 512, dtype=torch.float16))
+
+
+def test_what_does_not_fit_is_refused(panels: CpuBackend) -> None:
+    weight = lay_out(torch.zeros(128, 256))
+    for x_TI, bias_O in (
+        (torch.zeros(3, 254), None),
+        (torch.zeros(3, 256, dtype=torch.bfloat16), None),
+        (torch.zeros(256, 3).t(), None),
+        (torch.zeros(3, 256), torch.zeros(127)),
+        (torch.zeros(3, 256), torch.zeros(128, dtype=torch.bfloat16)),
+    ):
+        with pytest.raises(ValueError):
+            panels.linear(x_TI, weight, bias_O)
