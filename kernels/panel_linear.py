@@ -3,7 +3,7 @@
 A token's result is the same whatever else is in the step: its products are added in the order of the inputs. Must never
 import triton.
 
-Shapes: T tokens, I input size, O output size, U = O / 64 panels.
+Shapes: T tokens, I input size, O output size, U = O / 16 groups.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from blockyard.kernels.cpu_library import CpuLibrary, Linear
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.packed_linear import MIN_PACKED_NUMEL
 
+LANES = 16
 PANEL = 64
+"""Outputs that are computed together."""
 
 
 def can_lay_out(library: CpuLibrary, weight_OI: torch.Tensor) -> bool:
@@ -30,28 +32,27 @@ def can_lay_out(library: CpuLibrary, weight_OI: torch.Tensor) -> bool:
 
 
 def lay_out(weight_OI: torch.Tensor) -> torch.Tensor:
-    """A copy: [U, I, 64] in fp32, [U, I / 2, 64, 2] in bf16. Only where `can_lay_out`."""
+    """A copy: [U, I, 16] in fp32, [U, I / 2, 16, 2] in bf16. Only where `can_lay_out`."""
     outputs, inputs = weight_OI.shape
     together = 4 // weight_OI.itemsize
-    panels = torch.empty(
-        outputs // PANEL, inputs // together, PANEL, *((together,) * (together > 1)), dtype=weight_OI.dtype
-    )
-    advise_empty(panels)
-    for panel, weight_64I in zip(panels, weight_OI.split(PANEL), strict=True):
-        panel.view(-1, PANEL, together).copy_(weight_64I.unflatten(1, (-1, together)).transpose(0, 1))
-    return panels
+    groups = torch.empty(outputs // LANES, inputs // together, LANES, together, dtype=weight_OI.dtype)
+    advise_empty(groups)
+    for group, weight_16I in zip(groups, weight_OI.split(LANES), strict=True):
+        group.copy_(weight_16I.unflatten(1, (-1, together)).transpose(0, 1))
+    return groups if together > 1 else groups.squeeze(-1)
 
 
 def panel_linear(
-    library: CpuLibrary, x_TI: torch.Tensor, panels: torch.Tensor, bias_O: torch.Tensor | None
+    library: CpuLibrary, x_TI: torch.Tensor, groups: torch.Tensor, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
     """x @ weight^T + bias, for a weight from `lay_out`."""
+    num_inputs = x_TI.shape[1]
+    shape = (num_inputs, LANES) if groups.itemsize == 4 else (num_inputs // 2, LANES, 2)
     need(
-        panels.shape[1:] == (x_TI.shape[1] * panels.itemsize // 4, PANEL, 2)[: panels.dim() - 1]
-        and panels.dtype == x_TI.dtype,
-        f"panels {tuple(panels.shape)} in {panels.dtype} for {x_TI.shape[1]} inputs in {x_TI.dtype}",
+        groups.shape[1:] == shape and groups.dtype == x_TI.dtype,
+        f"a weight {tuple(groups.shape)} in {groups.dtype} for {num_inputs} inputs in {x_TI.dtype}",
     )
-    return run_linear(library.linear, x_TI, panels, bias_O, len(panels) * PANEL)
+    return run_linear(library.linear, x_TI, groups, bias_O, len(groups) * LANES)
 
 
 def run_linear(

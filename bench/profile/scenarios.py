@@ -82,7 +82,8 @@ def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
 
 
 def _linear_label(x_TI: torch.Tensor, weight_OI: torch.Tensor, *_: object) -> str:
-    return f"forward: linear {weight_OI.shape[1]} -> {weight_OI.shape[0]}"
+    outputs = len(weight_OI) * (16 if weight_OI.dim() > 2 else 1)  # our own kernels have them in groups
+    return f"forward: linear {x_TI.shape[1]} -> {outputs}"
 
 
 class Delivery:

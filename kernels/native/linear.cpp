@@ -1,9 +1,10 @@
 // Linear layers on packed weights in fp32 or bf16, for AVX-512: sums in fp32, input after input, whatever the batch.
 //
-// A weight is [O / 64, I, 64] in fp32, and [O / 64, I / 2, 64, 2] in bf16: panels of 64 outputs. A piece of a panel, 128
-// inputs deep, stays in the first cache while all rows pass over it, tile by tile, and each tile fetches its share of the
-// next piece: so the weight streams from memory while the rows compute. Of bf16 an instruction widens 16 numbers, the
-// even inputs by a shift, the odd ones by a mask; rows are widened once a call.
+// A weight is [O / 16, I, 16] in fp32, and [O / 16, I / 2, 16, 2] in bf16. Four groups of 16 outputs are a panel, read as
+// four streams: that is what the CPU fetches ahead best. Where rows make several tiles, a piece of the panel, 128 inputs
+// deep, stays in the first cache while all of them pass over it, and each tile fetches its share of the next piece: so
+// the weight streams from memory while the rows compute. Of bf16 an instruction widens 16 numbers, the even inputs by a
+// shift, the odd ones by a mask; rows are widened once a call.
 //
 // T tokens, I input size, O output size.
 
@@ -17,27 +18,29 @@ constexpr int ROWS = 6;  // of a tile: with GROUPS vectors each, and the weights
 constexpr int GROUPS = 4;
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t DEPTH = 128;
-constexpr int64_t LINE = 64;  // bytes
 // At once: their inputs stay in the cache, and their copies small.
 constexpr int64_t MOST_ROWS = 512;
 // Of a matrix: below it waking other threads costs more than they save.
 constexpr int64_t PARALLEL_WEIGHTS = 1 << 18;
 
+template <class W>
+constexpr int64_t TOGETHER = sizeof(float) / sizeof(W);
+
 // The weights of one input, or of two, for the outputs of a panel: each with the number of the input.
 template <class F>
-static inline void each_input(const float* weight, F f) {
+static inline void each_input(const float* weight, int64_t apart, F f) {
     f32x16 values[GROUPS];
-    for (int g = 0; g < GROUPS; g++) values[g] = load(weight + g * LANES);
+    for (int g = 0; g < GROUPS; g++) values[g] = load(weight + g * apart);
     f(0, values);
 }
 // The pairs are loaded twice: kept, they would take registers from the sums.
 template <class F>
-static inline void each_input(const bf16* weight, F f) {
+static inline void each_input(const bf16* weight, int64_t apart, F f) {
     auto some = [&](int which, auto widened) {
         f32x16 values[GROUPS];
         for (int g = 0; g < GROUPS; g++) {
             u32x16 pairs;
-            memcpy(&pairs, weight + 2 * g * LANES, sizeof pairs);
+            memcpy(&pairs, weight + g * apart, sizeof pairs);
             values[g] = (f32x16)widened(pairs);
         }
         f(which, values);
@@ -45,18 +48,26 @@ static inline void each_input(const bf16* weight, F f) {
     some(0, [](u32x16 pairs) { return pairs << 16; });
     some(1, [](u32x16 pairs) { return pairs & 0xffff0000u; });
 }
-template <class W>
-constexpr int64_t TOGETHER = sizeof(float) / sizeof(W);
 
-// Adds `depth` inputs to the sums of R rows, and asks for FETCHED lines an input group from `ahead`.
+// A piece of a panel, whose groups lie `apart`, and what a tile fetches meanwhile: of two groups, or of none, `share`
+// inputs each. Of the last piece of all it would be what lies behind, to no harm.
+template <class W>
+struct Piece {
+    const W* weight;
+    int64_t apart, depth, share;
+    const W* ahead[2];
+};
+
+// Adds the piece's inputs to the sums of R rows, and fetches of as many groups as FETCHED says.
 template <class W, int R, int FETCHED>
-static inline void add(const float* x, int64_t stride, const W* weight, int64_t depth, float* sums, const char* ahead) {
+static inline void add(const float* x, int64_t stride, Piece<W> piece, float* sums) {
     f32x16 sum[R][GROUPS];
     for (int r = 0; r < R; r++)
         for (int g = 0; g < GROUPS; g++) sum[r][g] = load(sums + r * PANEL + g * LANES);
-    for (int64_t i = 0; i < depth; i += TOGETHER<W>) {
-        for (int line = 0; line < FETCHED; line++, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
-        each_input(weight + i * PANEL, [&](int which, const f32x16* values) {
+    for (int64_t i = 0; i < piece.depth; i += TOGETHER<W>) {
+        if (FETCHED && i < piece.share)
+            for (int f = 0; f < FETCHED; f++) __builtin_prefetch(piece.ahead[f] + i * LANES, 0, 2);
+        each_input(piece.weight + i * LANES, piece.apart, [&](int which, const f32x16* values) {
             for (int r = 0; r < R; r++) {
                 const f32x16 factor = x[r * stride + i + which] - f32x16{};  // minus 0 is no operation
                 for (int g = 0; g < GROUPS; g++) sum[r][g] += factor * values[g];
@@ -73,24 +84,38 @@ static inline void as_constant(int64_t n, F f) {
     if constexpr (MOST > 0) n == MOST ? f(std::integral_constant<int, MOST>()) : as_constant<MOST - 1>(n, f);
 }
 
+// Tile `tile`'s part of the piece that begins at `next`.
+template <class W>
+static inline void share_out(Piece<W>& piece, const W* next, int64_t tile, int64_t tiles) {
+    auto first_of = [&](int64_t group) { return (group * tiles + GROUPS - 1) / GROUPS; };
+    if (tiles < GROUPS) {  // whole groups
+        piece.share = piece.depth;
+        piece.ahead[0] = next + tile * piece.apart;
+        piece.ahead[1] = tile + tiles < GROUPS ? next + (tile + tiles) * piece.apart : piece.ahead[0];
+        return;
+    }
+    const int64_t group = tile * GROUPS / tiles, first = first_of(group), sharers = first_of(group + 1) - first;
+    piece.share = (piece.depth / 2 + sharers - 1) / sharers * 2;
+    piece.ahead[0] = next + group * piece.apart + (tile - first) * piece.share * LANES;
+}
+
 // All rows over one panel: `sums` is [T, 64].
 template <class W>
 static void multiply(const float* x, int64_t stride, int64_t num_rows, const W* panel, int64_t num_inputs, float* sums) {
-    const int64_t tiles = (num_rows + ROWS - 1) / ROWS, fetched = tiles < 2 ? 4 : tiles < 4 ? 2 : 1;
+    const int64_t tiles = (num_rows + ROWS - 1) / ROWS;
+    Piece<W> piece{.weight = panel, .apart = num_inputs * LANES};
     for (int64_t i = 0; i < num_inputs; i += DEPTH) {
-        const int64_t depth = std::min(DEPTH, num_inputs - i), share = depth / TOGETHER<W> * fetched * LINE;
-        const W* piece = panel + i * PANEL;
-        const char *ahead = (const char*)(piece + depth * PANEL), *end = ahead + depth * PANEL * sizeof(W);
+        piece.depth = std::min(DEPTH, num_inputs - i);
+        piece.weight = panel + i * LANES;
+        const W* next = i + DEPTH < num_inputs ? piece.weight + DEPTH * LANES : panel + GROUPS * piece.apart;
         for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
             const int64_t rows = (num_rows - row + tiles - tile - 1) / (tiles - tile);
+            share_out(piece, next, tile, tiles);
             as_constant<ROWS>(rows, [&](auto r) {
-                auto with = [&](auto lines) {
-                    add<W, r, lines>(x + row * stride + i, stride, piece, depth, sums + row * PANEL, ahead + tile * share);
-                };
-                if (ahead + (tile + 1) * share > end) return with(std::integral_constant<int, 0>());
-                fetched == 4   ? with(std::integral_constant<int, 4>())
-                : fetched == 2 ? with(std::integral_constant<int, 2>())
-                               : with(std::integral_constant<int, 1>());
+                auto with = [&](auto fetched) { add<W, r, fetched>(x + row * stride + i, stride, piece, sums + row * PANEL); };
+                tiles == 1       ? with(std::integral_constant<int, 0>())  // the CPU does it better
+                : tiles < GROUPS ? with(std::integral_constant<int, 2>())
+                                 : with(std::integral_constant<int, 1>());
             });
             row += rows;
         }
