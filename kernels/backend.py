@@ -124,7 +124,7 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values, as views of what a layer's first projection gave."""
     counts = [heads_TXD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
-    q_TND, k_TKD, v_TKD = torch.split(heads_TXD, counts, dim=1)
+    q_TND, k_TKD, v_TKD = heads_TXD.split_with_sizes(counts, dim=1)
     return q_TND, k_TKD, v_TKD
 
 

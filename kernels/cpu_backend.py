@@ -2,9 +2,10 @@
 (`native/`).
 
 Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears where oneDNN's
-are faster (`panel_linear`), block copies, and all of it for what the C++ does not do, which is fp16, head sizes that are no multiple of 16 or beyond
-MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is one vector: `to_native` says
-how. Copies and swaps move whole blocks and need not know. Linears may be in int8 instead. Must never import triton.
+are faster (`panel_linear`), block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
+are no multiple of 16 or beyond MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is
+one vector: `to_native` says how. Copies and swaps move whole blocks and need not know. Linears may be in int8 instead.
+Must never import triton.
 
 Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
 size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles of a block. A pool may be quantised
@@ -80,8 +81,11 @@ class CpuBackend(TorchBackend):
         num_tokens, num_kv_heads, head_dim = k_TKD.shape
         check_pool(kv_pool_B2KPD, k_TKD, plan)
         check_heads(kv_pool_B2KPD, q_TND, k_TKD, v_TKD)
-        num_positions = self._plans.check(plan, len(kv_pool_B2KPD))
-        need(len(q_TND) == len(v_TKD) == num_tokens <= len(plan.slot_mapping_T), "tokens without a slot")
+        num_positions = self._plans.check(plan, kv_pool_B2KPD.shape[0])
+        need(
+            q_TND.shape[0] == v_TKD.shape[0] == num_tokens <= plan.slot_mapping_T.shape[0],
+            "tokens without a slot",
+        )
         need(v_TKD.shape[1] == num_kv_heads, "more keys than values")
         if cos_sin_SD is not None:
             check_rotary_table(cos_sin_SD, head_dim, num_positions)
@@ -125,13 +129,17 @@ class CpuBackend(TorchBackend):
         num_kv_heads = kv_pool_B2KPD.shape[2]
         check_pool(kv_pool_B2KPD, q_TND[:, :num_kv_heads], plan)
         check_heads(kv_pool_B2KPD, q_TND, out_TND)
-        self._plans.check(plan, len(kv_pool_B2KPD))
+        self._plans.check(plan, kv_pool_B2KPD.shape[0])
         need(
             num_heads % num_kv_heads == 0,
-            f"{num_heads} query heads do not divide among {num_kv_heads} kv heads",
+            "{} query heads do not divide among {} kv heads",
+            num_heads,
+            num_kv_heads,
         )
         need(out_TND.shape[1] == num_heads, "an output of other heads")
-        need(plan.num_query_tokens <= min(len(q_TND), len(out_TND)), "fewer queries than the plan has")
+        need(
+            plan.num_query_tokens <= min(q_TND.shape[0], out_TND.shape[0]), "fewer queries than the plan has"
+        )
         work = Attention(
             q=q_TND.data_ptr(),
             out=out_TND.data_ptr(),
@@ -182,7 +190,7 @@ class CpuBackend(TorchBackend):
         out_TH: torch.Tensor,
     ) -> None:
         num_rows, hidden = x_TH.shape
-        need(weight_H.shape == (hidden,), f"a norm of {tuple(weight_H.shape)} for {hidden}")
+        need(weight_H.shape == (hidden,), "a norm of {} for {}", weight_H.shape, hidden)
         need(out_TH.shape == x_TH.shape, "an output of another shape")
         need(residual_TH is None or residual_TH.shape == x_TH.shape, "a residual of another shape")
         work = Norm(
@@ -204,7 +212,10 @@ class CpuBackend(TorchBackend):
             return super().silu_mul(gate_up_T2I, out_TI=out_TI)
         num_rows, width = out_TI.shape
         need(
-            gate_up_T2I.shape == (num_rows, 2 * width), f"gate and up {tuple(gate_up_T2I.shape)} for {width}"
+            gate_up_T2I.shape == (num_rows, 2 * width),
+            "gate and up {} for {}",
+            gate_up_T2I.shape,
+            width,
         )
         work = SiluMul(
             gate_up=gate_up_T2I.data_ptr(),
@@ -276,6 +287,7 @@ def _keys_of(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
 def _is_native(*tensors: torch.Tensor) -> bool:
     """fp32 or bf16 on the CPU, all of one type, rows dense."""
     dtype = tensors[0].dtype
-    return dtype in _NATIVE_DTYPES and all(
-        tensor.dtype == dtype and tensor.stride(-1) == 1 and tensor.device.type == "cpu" for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.stride(-1) != 1 or not tensor.is_cpu:
+            return False
+    return dtype in _NATIVE_DTYPES

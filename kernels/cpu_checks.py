@@ -29,9 +29,10 @@ class PlanChecks:
         return num_positions
 
 
-def need(holds: bool, what: str) -> None:
+def need(holds: bool, what: str, *values: object) -> None:
+    """`what` has a {} for each value, put together only where it is told: checks run some hundred times a step."""
     if not holds:
-        raise ValueError(what)
+        raise ValueError(what.format(*values))
 
 
 def check_pool(kv_pool_B2KPD: torch.Tensor, heads_TKD: torch.Tensor, plan: AttentionPlan) -> None:
@@ -39,8 +40,11 @@ def check_pool(kv_pool_B2KPD: torch.Tensor, heads_TKD: torch.Tensor, plan: Atten
     held = (*kv_pool_B2KPD.shape[1:4], head_dim_of(kv_pool_B2KPD))
     need(
         held == (2, num_kv_heads, plan.block_size, head_dim),
-        f"a pool of shape {tuple(kv_pool_B2KPD.shape)} does not hold {num_kv_heads} kv heads "
-        f"of size {head_dim} in blocks of {plan.block_size}",
+        "a pool of shape {} does not hold {} kv heads of size {} in blocks of {}",
+        kv_pool_B2KPD.shape,
+        num_kv_heads,
+        head_dim,
+        plan.block_size,
     )
     need(_on_cpu(kv_pool_B2KPD) and kv_pool_B2KPD.is_contiguous(), "the pool is not one piece of this memory")
 
@@ -52,7 +56,10 @@ def check_heads(kv_pool_B2KPD: torch.Tensor, *tensors: torch.Tensor) -> None:
     for tensor in tensors:
         need(
             tensor.dtype == dtype and tensor.shape[2] == head_dim and tensor.stride()[1:] == (head_dim, 1),
-            f"heads {tuple(tensor.shape)} {tensor.dtype} strided {tensor.stride()} beside a pool of {dtype}",
+            "heads {} {} in rows that are not dense, beside a pool of {}",
+            tensor.shape,
+            tensor.dtype,
+            dtype,
         )
         need(_on_cpu(tensor), "heads in another memory")
 
@@ -63,18 +70,27 @@ def check_norms(norms: HeadNorms, heads_TKD: torch.Tensor) -> None:
             weight_D.dtype == heads_TKD.dtype
             and weight_D.shape == heads_TKD.shape[2:]
             and _is_dense(weight_D),
-            f"a norm of {tuple(weight_D.shape)} {weight_D.dtype} for heads of {heads_TKD.shape[2]} {heads_TKD.dtype}",
+            "a norm of {} {} for heads {} {}",
+            weight_D.shape,
+            weight_D.dtype,
+            heads_TKD.shape,
+            heads_TKD.dtype,
         )
 
 
 def check_rotary_table(cos_sin_SD: torch.Tensor, head_dim: int, num_positions: int) -> None:
     need(
         cos_sin_SD.dtype == torch.float32 and _is_dense(cos_sin_SD) and cos_sin_SD.shape[1:] == (head_dim,),
-        f"a rotary table {tuple(cos_sin_SD.shape)} {cos_sin_SD.dtype} for heads of {head_dim}",
+        "a rotary table {} {} for heads of {}",
+        cos_sin_SD.shape,
+        cos_sin_SD.dtype,
+        head_dim,
     )
     need(
-        len(cos_sin_SD) >= num_positions,
-        f"{num_positions} positions, and a rotary table of {len(cos_sin_SD)}",
+        cos_sin_SD.shape[0] >= num_positions,
+        "{} positions, and a rotary table {}",
+        num_positions,
+        cos_sin_SD.shape,
     )
 
 
@@ -95,14 +111,14 @@ def _check_indices(plan: AttentionPlan, num_blocks: int) -> None:
         "a plan's tensors are of different steps",
     )
     if len(slots_T):
-        need(int(slots_T.max()) < num_blocks * plan.block_size, f"a slot beyond {num_blocks} blocks")
+        need(int(slots_T.max()) < num_blocks * plan.block_size, "a slot beyond {} blocks", num_blocks)
         need(int(plan.positions_T.min()) >= 0, "a position before the first")
     # What lies beyond a row's own blocks means nothing and is not read.
     num_blocks_R1 = (plan.context_lens_R[:, None] + plan.block_size - 1) // plan.block_size
     need(bool((num_blocks_R1 <= table_RB.shape[1]).all()), "a table shorter than its context")
     strays_RB = (table_RB < 0) | (table_RB >= num_blocks)
     strays_RB &= torch.arange(table_RB.shape[1]) < num_blocks_R1
-    need(not bool(strays_RB.any()), f"a block beyond the pool's {num_blocks}")
+    need(not bool(strays_RB.any()), "a block beyond the pool's {}", num_blocks)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -110,4 +126,4 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu

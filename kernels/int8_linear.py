@@ -44,6 +44,8 @@ def int8_linear(
     num_inputs = x_TI.shape[1]
     need(
         weight.shape[1:] == (num_inputs // 4 + _TAIL_LINES, LINE_BYTES),
-        f"a weight {tuple(weight.shape)} in int8 for {num_inputs} inputs",
+        "a weight {} in int8 for {} inputs",
+        weight.shape,
+        num_inputs,
     )
     return run_linear(library.int8_linear, x_TI, weight, bias_O, weight.shape[0] * LANES)

@@ -50,9 +50,13 @@ def panel_linear(
     shape = (num_inputs, LANES) if groups.itemsize == 4 else (num_inputs // 2, LANES, 2)
     need(
         groups.shape[1:] == shape and groups.dtype == x_TI.dtype,
-        f"a weight {tuple(groups.shape)} in {groups.dtype} for {num_inputs} inputs in {x_TI.dtype}",
+        "a weight {} in {} for {} inputs in {}",
+        groups.shape,
+        groups.dtype,
+        num_inputs,
+        x_TI.dtype,
     )
-    return run_linear(library.linear, x_TI, groups, bias_O, len(groups) * LANES)
+    return run_linear(library.linear, x_TI, groups, bias_O, groups.shape[0] * LANES)
 
 
 def run_linear(
@@ -62,13 +66,19 @@ def run_linear(
     bias_O: torch.Tensor | None,
     num_outputs: int,
 ) -> torch.Tensor:
-    """[T, O] by a linear of the library, for a weight that fits the inputs. Raises ValueError for what it cannot read."""
+    """[T, O] by a linear of the library, for a weight that fits the inputs. Raises ValueError for the rest."""
     need(weight.is_contiguous(), "a weight in pieces")
-    need(x_TI.dtype in (torch.float32, torch.bfloat16) and x_TI.stride(1) == 1, f"inputs of {x_TI.dtype}")
+    need(
+        x_TI.dtype in (torch.float32, torch.bfloat16) and x_TI.stride(1) == 1,
+        "inputs of {}, or not in rows",
+        x_TI.dtype,
+    )
     need(
         bias_O is None
         or (bias_O.dtype == x_TI.dtype and bias_O.shape == (num_outputs,) and bias_O.is_contiguous()),
-        f"a bias that is not {num_outputs} of {x_TI.dtype}",
+        "a bias that is not {} of {}",
+        num_outputs,
+        x_TI.dtype,
     )
     num_rows, num_inputs = x_TI.shape
     out_TO = x_TI.new_empty(num_rows, num_outputs)

@@ -80,12 +80,12 @@ def test_large_weights_of_whole_panels_are_laid_out_and_others_left_to_onednn(pa
 
 def test_what_does_not_fit_is_refused(panels: CpuBackend) -> None:
     weight = lay_out(torch.zeros(128, 256))
-    for x_TI, bias_O in (
-        (torch.zeros(3, 254), None),
-        (torch.zeros(3, 256, dtype=torch.bfloat16), None),
-        (torch.zeros(256, 3).t(), None),
-        (torch.zeros(3, 256), torch.zeros(127)),
-        (torch.zeros(3, 256), torch.zeros(128, dtype=torch.bfloat16)),
+    for x_TI, bias_O, told in (
+        (torch.zeros(3, 254), None, "for 254 inputs"),
+        (torch.zeros(3, 256, dtype=torch.bfloat16), None, "inputs in torch.bfloat16"),
+        (torch.zeros(256, 3).t(), None, "not in rows"),
+        (torch.zeros(3, 256), torch.zeros(127), "a bias that is not 128"),
+        (torch.zeros(3, 256), torch.zeros(128, dtype=torch.bfloat16), "a bias that is not 128"),
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=told):
             panels.linear(x_TI, weight, bias_O)

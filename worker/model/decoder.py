@@ -80,7 +80,7 @@ class Decoder:
     ) -> torch.Tensor:
         config = self._config
         qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
-        heads_TXD = qkv.view(len(x_TH), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        heads_TXD = qkv.view(x_TH.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         norms, cos_sin_MD = self._head_norms(layer), self._cos_sin_MD
         q_TND = self._backend.place_heads(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
@@ -95,7 +95,7 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
-        hidden_TI = gate_up_T2I.new_empty(len(x_TH), self._config.intermediate_size)
+        hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], self._config.intermediate_size)
         self._backend.silu_mul(gate_up_T2I, out_TI=hidden_TI)
         return self._backend.linear(hidden_TI, layer.down_HI)
 
