@@ -41,6 +41,11 @@ class Backend(Protocol):
         """Whether its attention reads the plan's work items; if not, they need not be made."""
         ...
 
+    @property
+    def widens_bfloat16(self) -> bool:
+        """Whether bfloat16 is as fast as float32 on a CPU that does not multiply it."""
+        ...
+
     def place_heads(
         self,
         heads_TXD: torch.Tensor,

@@ -1,8 +1,8 @@
 """The fast backend for CPUs: attention, rotary embedding with the KV write, norms, SiLU-mul and linears in C++
 (`native/`).
 
-Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears where oneDNN's
-are faster (`panel_linear`), block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
+Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears that
+`can_lay_out` refuses, block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
 are no multiple of 16 or beyond MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is
 one vector: `to_native` says how. Copies and swaps move whole blocks and need not know. Linears may be in int8 instead.
 Must never import triton.
@@ -46,6 +46,7 @@ class CpuBackend(TorchBackend):
         self._library = library
         self._plans = PlanChecks()
         self._linears = linears
+        self.widens_bfloat16 = library.has_linear(is_bf16=True)
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan

@@ -56,7 +56,7 @@ def check_heads(kv_pool_B2KPD: torch.Tensor, *tensors: torch.Tensor) -> None:
     for tensor in tensors:
         need(
             tensor.dtype == dtype and tensor.shape[2] == head_dim and tensor.stride()[1:] == (head_dim, 1),
-            "heads {} {} in rows that are not dense, beside a pool of {}",
+            "heads {} {}, or not in dense rows, beside a pool of {}",
             tensor.shape,
             tensor.dtype,
             dtype,

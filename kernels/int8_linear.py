@@ -10,9 +10,8 @@ import torch
 from blockyard.kernels.cpu_checks import need
 from blockyard.kernels.cpu_library import CpuLibrary
 from blockyard.kernels.huge_pages import advise_empty
-from blockyard.kernels.panel_linear import run_linear
+from blockyard.kernels.native_linear import LANES, run_linear
 
-LANES = 16
 LINE_BYTES = 64
 _TAIL_LINES = 2  # 16 scales, 16 corrections
 
@@ -43,7 +42,7 @@ def int8_linear(
     """x @ weight^T + bias, for a weight from `quantise`."""
     num_inputs = x_TI.shape[1]
     need(
-        weight.shape[1:] == (num_inputs // 4 + _TAIL_LINES, LINE_BYTES),
+        weight.shape[2:] == (LINE_BYTES,) and (weight.shape[1] - _TAIL_LINES) * 4 == num_inputs,
         "a weight {} in int8 for {} inputs",
         weight.shape,
         num_inputs,

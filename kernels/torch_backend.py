@@ -59,6 +59,7 @@ class TorchBackend:
 
     name = "torch"
     reads_items = False
+    widens_bfloat16 = False
 
     def __init__(self) -> None:
         self._prepared_by_window: dict[int | None, _Prepared] = {}

@@ -47,6 +47,7 @@ class TritonBackend:
 
     name = "triton"
     reads_items = True
+    widens_bfloat16 = False
 
     def __init__(self) -> None:
         self._partials = torch.empty(0)

@@ -6,7 +6,7 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def has_bfloat16(cpuinfo: str | None = None) -> bool:
-    """Whether the CPU multiplies bfloat16; elsewhere each product is made of several of float32. `cpuinfo` is the text
+    """Whether the CPU multiplies bfloat16; elsewhere it is widened to float32 first. `cpuinfo` is the text
     of /proc/cpuinfo; where there is none nobody knows, and the answer is yes."""
     if cpuinfo is None:
         try:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.cpu_features import has_bfloat16
 from blockyard.worker.engine import Engine
 from blockyard.worker.gpu_memory import CudaMeter
 from blockyard.worker.host_size import size_host_memory
@@ -75,8 +74,6 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     model = load_config(path)
     device = _resolve_device(config)
     dtype = resolve_dtype(config.dtype, model, device, deterministic=config.deterministic)
-    if config.engine == "model" and dtype == "bfloat16" and device.type == "cpu" and not has_bfloat16():
-        logger.warning("this CPU has no instructions for bfloat16, and computes it with those for float32")
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(

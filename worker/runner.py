@@ -19,6 +19,7 @@ from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
 from blockyard.kernels.static_plan import StaticDecodes
+from blockyard.worker.cpu_features import has_bfloat16
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.kv_size import KVCacheDtype
 from blockyard.worker.logprobs import score
@@ -197,6 +198,8 @@ class TorchRunner:
         if linears == "int8" and name == "float16":
             raise ValueError("linears in int8 take float32 or bfloat16 around them, not float16")
         kernels = choose_backend(place, requested=backend, deterministic=deterministic, linears=linears)
+        if name == "bfloat16" and place.type == "cpu" and not (kernels.widens_bfloat16 or has_bfloat16()):
+            logger.warning("bfloat16 is slow here: this CPU has no instructions for it; try --dtype float32")
         match load_format:
             case "auto":
                 weights = load_weights(model_path, config, dtype=_DTYPES[name], device=place)

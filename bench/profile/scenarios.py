@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from blockyard.kernels.native_linear import LANES
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput, StepResult
 
@@ -82,7 +83,7 @@ def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
 
 
 def _linear_label(x_TI: torch.Tensor, weight_OI: torch.Tensor, *_: object) -> str:
-    outputs = len(weight_OI) * (16 if weight_OI.dim() > 2 else 1)  # our own kernels have them in groups
+    outputs = len(weight_OI) * (LANES if weight_OI.dim() > 2 else 1)  # our own kernels have them in groups
     return f"forward: linear {x_TI.shape[1]} -> {outputs}"
 
 

@@ -50,12 +50,15 @@ struct Part {
     const float *key_scales, *value_scales;
 };
 
+// Each asks meanwhile for what it will read of the next tile, if one is named: blocks lie scattered, no prefetcher of the
+// hardware guesses the next, and all at once would wait for one another.
 template <class S, int R, int J>
-static inline void score(const float* q, int64_t dim, const Part<S>* parts, float* scores) {
+static inline void score(const float* q, int64_t dim, const Part<S>* parts, const Part<S>* next, float* scores) {
     f32x16 sums[R][J] = {};
     for (int64_t d = 0; d < dim; d++)
         for (int j = 0; j < J; j++) {
             f32x16 keys = load(parts[j].keys + d * LANES);
+            if (next) __builtin_prefetch(next[j].keys + d * LANES);
             for (int r = 0; r < R; r++) sums[r][j] += q[r * dim + d] * keys;
         }
     for (int r = 0; r < R; r++)
@@ -66,15 +69,16 @@ static inline void score(const float* q, int64_t dim, const Part<S>* parts, floa
 }
 
 template <class S, int R, int J>
-static inline void weigh(const float* weights, const float* rescale, const Part<S>* parts, int first, int end, int64_t dim,
-                         int64_t column, float* acc) {
+static inline void weigh(const float* weights, const float* rescale, const Part<S>* parts, const Part<S>* next, int first,
+                         int end, int64_t dim, int64_t column, float* acc) {
     f32x16 sums[R][J];
     for (int r = 0; r < R; r++)
         for (int j = 0; j < J; j++) sums[r][j] = load(acc + r * dim + column + j * LANES) * rescale[r];
     for (int key = first; key < end; key++) {
-        const S* value = parts[key / LANES].values + key % LANES * dim + column;
+        const int64_t place = key % LANES * dim + column;
         for (int j = 0; j < J; j++) {
-            f32x16 part = load(value + j * LANES);
+            f32x16 part = load(parts[key / LANES].values + place + j * LANES);
+            if (next) __builtin_prefetch(next[key / LANES].values + place + j * LANES);
             for (int r = 0; r < R; r++) sums[r][j] += weights[r * TILE_KEYS + key] * part;
         }
     }
@@ -127,7 +131,7 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
     const int64_t end = position + item.count;
     const int64_t first_key = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
     const int64_t row_numbers = a.block_size * dim, row_bytes = stored_bytes<S>(a.block_size, dim);
-    Part<S> parts[TILE_PARTS], next[TILE_PARTS];
+    Part<S> parts[TILE_PARTS], next[TILE_PARTS] = {};
     auto locate = [&](int64_t base) {
         for (int64_t j = 0, key = base; j < TILE_PARTS && key < end; j++, key += LANES) {
             int64_t head_row = (int64_t)table[key / a.block_size] * 2 * a.num_kv_heads + item.head;
@@ -136,11 +140,6 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
             next[j] = {(const S*)keys + offset * dim, (const S*)values + offset * dim,
                        (const float*)((const S*)keys + row_numbers) + offset,
                        (const float*)((const S*)values + row_numbers) + offset};
-            // Blocks lie scattered: no prefetcher of the hardware guesses the next.
-            for (int64_t i = 0; i < LANES * dim; i += 64 / (int64_t)sizeof(S)) {
-                __builtin_prefetch(next[j].keys + i);
-                __builtin_prefetch(next[j].values + i);
-            }
             if constexpr (QUANTISED<S>) {
                 __builtin_prefetch(next[j].key_scales);
                 __builtin_prefetch(next[j].value_scales);
@@ -152,10 +151,12 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
     for (int64_t base = first_base; base < end; base += TILE_KEYS) {
         std::copy(next, next + TILE_PARTS, parts);
         locate(base + TILE_KEYS);
+        const bool has_next = base + TILE_KEYS < end;
         const int num_keys = std::min<int64_t>(TILE_KEYS, end - base), num_parts = (num_keys + LANES - 1) / LANES;
         in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
             in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
-                score<S, rows, vectors>(q + m * dim, dim, parts + j, scores + m * TILE_KEYS + j * LANES);
+                score<S, rows, vectors>(q + m * dim, dim, parts + j, has_next && !m ? next + j : nullptr,
+                                        scores + m * TILE_KEYS + j * LANES);
             });
         });
         for (int64_t m = 0; m < num_packed; m++) {
@@ -166,8 +167,8 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
         const int first = std::max<int64_t>(0, first_key - base);
         in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
             in_tiles<VECTORS>(dim / LANES, [&](int j, auto vectors) {
-                weigh<S, rows, vectors>(scores + m * TILE_KEYS, rescale + m, parts, first, num_keys, dim, j * LANES,
-                                        acc + m * dim);
+                weigh<S, rows, vectors>(scores + m * TILE_KEYS, rescale + m, parts, has_next && !m ? next : nullptr,
+                                        first, num_keys, dim, j * LANES, acc + m * dim);
             });
         });
     }

@@ -16,8 +16,6 @@
 constexpr int ROWS = 4;
 constexpr int GROUPS = 4;
 constexpr int LINE = 64;  // bytes
-// Of a matrix: below it waking other threads costs more than they save.
-constexpr int64_t PARALLEL_WEIGHTS = 1 << 18;
 
 // Raised by 128 into q, and the scale. What is not finite makes the scale NaN, and so the row's result.
 template <class T>

@@ -174,6 +174,9 @@ static inline void stored_as(bool is_bf16, int64_t stored, F f) {
     is_bf16 ? of(bf16()) : of(float());
 }
 
+// Of a matrix: below it waking other threads costs more than they save.
+constexpr int64_t PARALLEL_WEIGHTS = 1 << 18;
+
 // A linear layer: x [T, I] and the bias, if any, in the elements' type; the weight as its kernel lays it out.
 struct Linear {
     const void* x;

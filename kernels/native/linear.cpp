@@ -1,4 +1,4 @@
-// Linear layers on packed weights in fp32 or bf16, for AVX-512: sums in fp32, input after input, whatever the batch.
+// Linear layers on packed weights in fp32 or bf16, for AVX-512: sums in fp32, in one order whatever the batch.
 //
 // A weight is [O / 16, I, 16] in fp32, and [O / 16, I / 2, 16, 2] in bf16. Four groups of 16 outputs are a panel, read as
 // four streams: that is what the CPU fetches ahead best. Where rows make several tiles, a piece of the panel, 128 inputs
@@ -18,10 +18,9 @@ constexpr int ROWS = 6;  // of a tile: with GROUPS vectors each, and the weights
 constexpr int GROUPS = 4;
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t DEPTH = 128;
+constexpr int64_t MANY_TILES = 16;
 // At once: their inputs stay in the cache, and their copies small.
-constexpr int64_t MOST_ROWS = 512;
-// Of a matrix: below it waking other threads costs more than they save.
-constexpr int64_t PARALLEL_WEIGHTS = 1 << 18;
+constexpr int64_t MOST_ROWS = 256;
 
 template <class W>
 constexpr int64_t TOGETHER = sizeof(float) / sizeof(W);
@@ -58,15 +57,16 @@ struct Piece {
     const W* ahead[2];
 };
 
-// Adds the piece's inputs to the sums of R rows, and fetches of as many groups as FETCHED says.
-template <class W, int R, int FETCHED>
+// Adds the piece's inputs to the sums of R rows, and fetches of as many groups as FETCHED says. What MANY rows have of
+// these inputs does not stay in the cache either: then the next R rows' is fetched too.
+template <class W, int R, int FETCHED, bool MANY>
 static inline void add(const float* x, int64_t stride, Piece<W> piece, float* sums) {
-    f32x16 sum[R][GROUPS];
-    for (int r = 0; r < R; r++)
-        for (int g = 0; g < GROUPS; g++) sum[r][g] = load(sums + r * PANEL + g * LANES);
+    f32x16 sum[R][GROUPS] = {};
     for (int64_t i = 0; i < piece.depth; i += TOGETHER<W>) {
         if (FETCHED && i < piece.share)
             for (int f = 0; f < FETCHED; f++) __builtin_prefetch(piece.ahead[f] + i * LANES, 0, 2);
+        if (MANY && i % LANES == 0)
+            for (int r = 0; r < R; r++) __builtin_prefetch(x + (R + r) * stride + i);
         each_input(piece.weight + i * LANES, piece.apart, [&](int which, const f32x16* values) {
             for (int r = 0; r < R; r++) {
                 const f32x16 factor = x[r * stride + i + which] - f32x16{};  // minus 0 is no operation
@@ -75,7 +75,10 @@ static inline void add(const float* x, int64_t stride, Piece<W> piece, float* su
         });
     }
     for (int r = 0; r < R; r++)
-        for (int g = 0; g < GROUPS; g++) store(sums + r * PANEL + g * LANES, sum[r][g]);
+        for (int g = 0; g < GROUPS; g++) {
+            float* whole = sums + r * PANEL + g * LANES;
+            store(whole, load(whole) + sum[r][g]);
+        }
 }
 
 // Calls f(n) with n as a constant of the compiler, up to MOST.
@@ -112,10 +115,14 @@ static void multiply(const float* x, int64_t stride, int64_t num_rows, const W* 
             const int64_t rows = (num_rows - row + tiles - tile - 1) / (tiles - tile);
             share_out(piece, next, tile, tiles);
             as_constant<ROWS>(rows, [&](auto r) {
-                auto with = [&](auto fetched) { add<W, r, fetched>(x + row * stride + i, stride, piece, sums + row * PANEL); };
-                tiles == 1       ? with(std::integral_constant<int, 0>())  // the CPU does it better
-                : tiles < GROUPS ? with(std::integral_constant<int, 2>())
-                                 : with(std::integral_constant<int, 1>());
+                auto with = [&](auto fetched, auto many) {
+                    add<W, r, fetched, many>(x + row * stride + i, stride, piece, sums + row * PANEL);
+                };
+                const std::false_type few;
+                tiles == 1          ? with(std::integral_constant<int, 0>(), few)  // the CPU does it better
+                : tiles < GROUPS    ? with(std::integral_constant<int, 2>(), few)
+                : tiles < MANY_TILES ? with(std::integral_constant<int, 1>(), few)
+                                     : with(std::integral_constant<int, 1>(), std::true_type());
             });
             row += rows;
         }

@@ -29,7 +29,12 @@ from blockyard.kernels.cpu_backend import CpuBackend, from_native, to_native
 from blockyard.kernels.cpu_extension import ExtensionUnavailable, load_extension
 from blockyard.kernels.kv_pool import numbers_of, pool_shape, quantise, scales_of
 
-NEED_HYPOTHESIS = ["test_cpu_backend.py", "test_int8_linear.py", "test_shared_prefix_property.py"]
+NEED_HYPOTHESIS = [
+    "test_cpu_backend.py",
+    "test_int8_linear.py",
+    "test_panel_linear.py",
+    "test_shared_prefix_property.py",
+]
 """`make gpu-check` runs on machines that have none; these are about CPUs or plain arithmetic."""
 collect_ignore = [] if importlib.util.find_spec("hypothesis") else NEED_HYPOTHESIS
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -7,6 +7,7 @@ import torch
 from blockyard.kernels.backend import Backend
 from blockyard.kernels.cpu_backend import CpuBackend
 from blockyard.kernels.panel_linear import PANEL, can_lay_out, lay_out
+from blockyard.worker.cpu_features import has_bfloat16
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,21 @@ def test_a_token_is_the_same_bits_whoever_stands_beside_it(panels: CpuBackend, d
             assert torch.equal(alone, together[first : first + rows])
 
 
+@pytest.mark.parametrize("rows", [0, 1, 7, 40, 530])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_a_large_weight(panels: CpuBackend, dtype: torch.dtype, rows: int) -> None:
+    x_TI = torch.randint(-8, 9, (rows, 1000)).to(dtype)
+    weight_OI = torch.randint(-8, 9, (960, 1000)).to(dtype)
+    expected = (x_TI.float() @ weight_OI.float().t()).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(panels.linear(x_TI, lay_out(weight_OI)), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_lie_apart(panels: CpuBackend, dtype: torch.dtype) -> None:
     wide, weight_OI = torch.randint(-8, 9, (9, 300)).to(dtype), torch.randint(-8, 9, (128, 260)).to(dtype)
@@ -76,16 +92,26 @@ def test_large_weights_of_whole_panels_are_laid_out_and_others_left_to_onednn(pa
         assert not can_lay_out(panels._library, weight_OI)
         assert panels.pack_linear(weight_OI).dim() == 2
     assert not can_lay_out(panels._library, torch.zeros(512, 512, dtype=torch.float16))
+    assert not can_lay_out(panels._library, torch.zeros(512, 512, device="meta"))
+    packed = panels.pack_linear(torch.zeros(512, 512, dtype=torch.bfloat16))
+    assert packed.shape == ((512, 512) if has_bfloat16() else (32, 256, 16, 2))
 
 
 def test_what_does_not_fit_is_refused(panels: CpuBackend) -> None:
     weight = lay_out(torch.zeros(128, 256))
-    for x_TI, bias_O, told in (
-        (torch.zeros(3, 254), None, "for 254 inputs"),
-        (torch.zeros(3, 256, dtype=torch.bfloat16), None, "inputs in torch.bfloat16"),
-        (torch.zeros(256, 3).t(), None, "not in rows"),
-        (torch.zeros(3, 256), torch.zeros(127), "a bias that is not 128"),
-        (torch.zeros(3, 256), torch.zeros(128, dtype=torch.bfloat16), "a bias that is not 128"),
+    half = lay_out(torch.zeros(128, 256, dtype=torch.bfloat16))
+    for laid_out, x_TI, bias_O, told in (
+        (weight, torch.zeros(3, 254), None, "for 254 inputs"),
+        (weight, torch.zeros(3, 256, dtype=torch.bfloat16), None, "inputs in torch.bfloat16"),
+        (half, torch.zeros(3, 255, dtype=torch.bfloat16), None, "for 255 inputs"),
+        (half, torch.zeros(3, 257, dtype=torch.bfloat16), None, "for 257 inputs"),
+        (lay_out(torch.zeros(80, 256)), torch.zeros(3, 256), None, "a weight"),
+        (lay_out(torch.zeros(128, 512))[:, :256], torch.zeros(3, 256), None, "in pieces"),
+        (weight.half(), torch.zeros(3, 256, dtype=torch.float16), None, "a weight"),
+        (weight, torch.zeros(256, 3).t(), None, "not in rows"),
+        (weight, torch.zeros(3, 256, device="meta"), None, "another memory"),
+        (weight, torch.zeros(3, 256), torch.zeros(127), "a bias that is not 128"),
+        (weight, torch.zeros(3, 256), torch.zeros(128, dtype=torch.bfloat16), "a bias that is not 128"),
     ):
         with pytest.raises(ValueError, match=told):
-            panels.linear(x_TI, weight, bias_O)
+            panels.linear(x_TI, laid_out, bias_O)

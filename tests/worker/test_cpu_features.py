@@ -3,7 +3,9 @@
 import logging
 
 import pytest
-from blockyard.worker import loading
+from blockyard.kernels.cpu_extension import ExtensionUnavailable, load_extension
+from blockyard.kernels.cpu_library import CpuLibrary
+from blockyard.worker import loading, runner
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.cpu_features import has_bfloat16
 
@@ -25,11 +27,18 @@ def test_bfloat16_is_there_where_a_flag_names_it(cpuinfo: str, is_there: bool) -
     assert has_bfloat16(cpuinfo) is is_there
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_bfloat16_on_a_cpu_without_it_is_warned_of(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("is_there", "is_widened"), [(True, False), (False, True), (False, False)])
+def test_slow_bfloat16_is_warned_of(
+    is_there: bool, is_widened: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loading, "has_bfloat16", lambda: is_there)
+    """Where the CPU has no instructions for it, and no kernel of ours widens it."""
+    if is_widened:
+        try:
+            load_extension()
+        except ExtensionUnavailable as error:
+            pytest.skip(str(error))
+    monkeypatch.setattr(runner, "has_bfloat16", lambda: is_there)
+    monkeypatch.setattr(CpuLibrary, "has_linear", lambda _, is_bf16: is_widened)
     config = EngineConfig(
         model=str(shared_checkpoint("LlamaForCausalLM")),
         dtype="bfloat16",
@@ -38,4 +47,4 @@ def test_bfloat16_on_a_cpu_without_it_is_warned_of(
     )
     with caplog.at_level(logging.WARNING):
         loading.load_engine(config)
-    assert ("no instructions for bfloat16" in caplog.text) is not is_there
+    assert ("bfloat16 is slow here" in caplog.text) is not (is_there or is_widened)

@@ -203,6 +203,19 @@ def test_variants_of_a_configuration_equal_transformers(overrides: dict[str, obj
     )
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_of_large_matrices_equals_transformers(mode: str, tmp_path: Path) -> None:
+    """Large enough to be packed, or laid out for the CPU's own linears."""
+    large = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320, "head_dim": 64}
+    folder = make_checkpoint(tmp_path, "LlamaForCausalLM", **large)
+    tokens = prompt(200)
+    with torch.inference_mode():
+        expected = reference_model(folder)(torch.tensor([tokens])).logits[0]
+    difference, largest = (forward(folder, [tokens], mode).cpu() - expected).abs().max(), expected.abs().max()
+    print(f"{mode}: largest logit {largest:.1f}, largest difference {difference:.1e}")
+    assert difference <= LOGIT_TOLERANCE * largest
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_equal_transformers_alone(architecture: str, make_runner: MakeRunner) -> None:
     prompts = [prompt(29)]
