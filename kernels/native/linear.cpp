@@ -119,8 +119,8 @@ static void multiply(const float* x, int64_t stride, int64_t num_rows, const W* 
                     add<W, r, fetched, many>(x + row * stride + i, stride, piece, sums + row * PANEL);
                 };
                 const std::false_type few;
-                tiles == 1          ? with(std::integral_constant<int, 0>(), few)  // the CPU does it better
-                : tiles < GROUPS    ? with(std::integral_constant<int, 2>(), few)
+                tiles == 1           ? with(std::integral_constant<int, 0>(), few)  // the CPU does it better
+                : tiles < GROUPS     ? with(std::integral_constant<int, 2>(), few)
                 : tiles < MANY_TILES ? with(std::integral_constant<int, 1>(), few)
                                      : with(std::integral_constant<int, 1>(), std::true_type());
             });
@@ -131,13 +131,13 @@ static void multiply(const float* x, int64_t stride, int64_t num_rows, const W* 
 
 template <class T>
 static void linear(Linear l, int threads) {
-    if (l.num_rows > MOST_ROWS) {  // one part after the other
+    if (l.num_rows > MOST_ROWS) {  // one half after the other
         Linear first = l;
-        first.num_rows = MOST_ROWS;
+        first.num_rows = l.num_rows / 2;
         linear<T>(first, threads);
-        l.x = (const T*)l.x + MOST_ROWS * l.x_stride;
-        l.out = (T*)l.out + MOST_ROWS * l.out_stride;
-        l.num_rows -= MOST_ROWS;
+        l.x = (const T*)l.x + first.num_rows * l.x_stride;
+        l.out = (T*)l.out + first.num_rows * l.out_stride;
+        l.num_rows -= first.num_rows;
         return linear<T>(l, threads);
     }
     static thread_local std::vector<float> widened;  // kept: a step asks for it a hundred times
