@@ -1,5 +1,6 @@
 """The engine benchmark's report as text, and its writing. Owns the words; the figures are from figures.py."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.engine.figures import DISTURBING_CORES, MIN_PAIRS, UNDECIDED, Figures, floors_of, not_judged
@@ -11,9 +12,10 @@ after the other, repeat by repeat, and each repeat has other tokens. All answer 
 `First` is from a request's arrival to its first token, `token` the mean time between two tokens of a request, `pause`
 the longest between two of its tokens; `a core-second` is output tokens for each second of a core that the system took,
 waiting threads that spin among it; `foreign cores` were taken by other programs and, on a virtual machine, by others.
-A ratio is ours over the other's output tokens/s, of pairs in the same repeat. It is of the pairs beside which foreign
-cores stayed at {DISTURBING_CORES} or less, if there are {MIN_PAIRS} of them, otherwise of all, and says so;
-under {UNDECIDED} (or over {1 / UNDECIDED:.2f}) it is undecided on a machine that drifts."""
+A ratio is ours over the other's output tokens/s, of pairs in the same repeat: the median of those beside which foreign
+cores stayed at {DISTURBING_CORES} or less, if there are {MIN_PAIRS} of them, otherwise of all. In brackets are the
+lowest and highest, how many pairs were undisturbed, and `all` where all count. Under {UNDECIDED} (or over
+{1 / UNDECIDED:.2f}) it is undecided on a machine that drifts."""
 HEAD = (
     "| system | output tokens/s | lowest-highest | a core-second | first ms p50 / p99 | token ms p50 / p99 "
     "| pause ms p50 / p99 | cores | foreign cores | same first tokens |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -58,19 +60,38 @@ def _workload(title: str, workload: Figures) -> str:
         _row(system, row, workload["equal_first_tokens"][system])
         for system, row in workload["systems"].items()
     ]
-    ratios = [
-        f"- {ours} / {other}: **{ratio['median']:.2f}** ({ratio['lowest']:.2f}-{ratio['highest']:.2f}; {_pairs(ratio)})"
-        for ours, others in workload["ratios"].items()
-        for other, ratio in others.items()
-    ]
     about = f"{workload['about']} {workload['prompt_tokens']:,} tokens in, {workload['output_tokens']:,} out."
-    return "\n".join([f"### {title}", "", about, "", HEAD, *rows, "", *ratios])
+    return "\n".join(
+        [
+            f"### {title}",
+            "",
+            about,
+            "",
+            HEAD,
+            *rows,
+            "",
+            *_ratios(workload["ratios"], list(workload["systems"])),
+        ]
+    )
 
 
-def _pairs(ratio: Figures) -> str:
-    if ratio["undisturbed"] >= MIN_PAIRS:
-        return f"{ratio['undisturbed']} undisturbed pairs of {ratio['pairs']}"
-    return f"all {ratio['pairs']} pairs, {ratio['undisturbed']} undisturbed"
+def _ratios(ratios: Mapping[str, Mapping[str, Figures]], systems: Sequence[str]) -> list[str]:
+    """A table: ours down, all systems across."""
+    columns = [system for system in systems if any(system in others for others in ratios.values())]
+    lines = [
+        f"| {' | '.join([ours, *(_ratio(others[other]) if other in others else '' for other in columns)])} |"
+        for ours, others in ratios.items()
+    ]
+    return (
+        [f"| ratio to | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|", *lines] if lines else []
+    )
+
+
+def _ratio(ratio: Figures) -> str:
+    pairs = (
+        f"{ratio['undisturbed']} of {ratio['pairs']}{'' if ratio['undisturbed'] >= MIN_PAIRS else ': all'}"
+    )
+    return f"**{ratio['median']:.2f}** ({ratio['lowest']:.2f}-{ratio['highest']:.2f}; {pairs})"
 
 
 def _row(system: str, row: Figures, equal: float) -> str:

@@ -190,7 +190,7 @@ def test_a_report_names_who_was_absent_and_has_a_json_twin(tmp_path: Path) -> No
     path = write(figures_of({"float32": results()}, SETTING), tmp_path)
     text = path.read_text(encoding="utf-8")
     assert "openvino: not measured, no Python of it was named." in text
-    assert "blockyard torch / vllm: **1.25** (0.50-2.00; all 2 pairs, 2 undisturbed)" in text
+    assert "**1.25** (0.50-2.00; 2 of 2: all)" in text
     missed = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["figures"]["not_judged"]
     assert missed
     assert all(f"\n- {line}\n" in text for line in missed)
