@@ -87,14 +87,8 @@ class AttentionPlan:
             raise ValueError(f"a window of {window} tokens: a query sees itself, so at least 1")
         if self.window is None and window >= max(self.context_lens, default=0):
             return self
-        items = NO_ITEMS
-        if self.has_items:
-            query_R = np.asarray(self.query_lens, dtype=np.int64)
-            context_R = np.asarray(self.context_lens, dtype=np.int64)
-            no_prefixes = SharedPrefixes.none()
-            items = items_of_step(
-                query_R, context_R, window, no_prefixes, self.num_kv_heads, self.target_programs
-            )
+        query_R = np.asarray(self.query_lens, dtype=np.int64)
+        items = self._items(query_R, window)
         tensors = _to_device(items, self.positions_T.device)
         return replace(
             self,
@@ -105,6 +99,48 @@ class AttentionPlan:
             shared_items_Y5=tensors["shared"],
             shared_members_M=tensors["members"],
             partial_starts_D1=tensors["partials"],
+        )
+
+    def of_last_queries(self) -> Self:
+        """This step as if each row had its last query alone, and nothing were to be written: what a last layer attends
+        where no other query's output is wanted. No prefix is shared in it."""
+        query_R = np.ones(self.num_rows, dtype=np.int64)
+        items = self._items(query_R, self.window)
+        tensors = _to_device(
+            {
+                "slots": np.full(self.num_rows, PADDING_SLOT, dtype=np.int64),
+                "positions": np.asarray(self.context_lens, dtype=np.int64) - 1,
+                "starts": np.arange(self.num_rows + 1, dtype=np.int32),
+                **items,
+            },
+            self.positions_T.device,
+        )
+        return replace(
+            self,
+            num_decodes=self.num_rows,
+            num_partials=int(items["partials"][-1]),
+            query_lens=(1,) * self.num_rows,
+            query_starts_R1=tensors["starts"],
+            slot_mapping_T=tensors["slots"],
+            positions_T=tensors["positions"],
+            decode_items_W6=tensors["decode"],
+            prefill_items_X6=tensors["prefill"],
+            shared_items_Y5=tensors["shared"],
+            shared_members_M=tensors["members"],
+            partial_starts_D1=tensors["partials"],
+        )
+
+    def _items(self, query_R: Int64Array, window: int | None) -> Mapping[str, Int32Array]:
+        """Of rows with so many queries, without a shared prefix."""
+        if not self.has_items:
+            return NO_ITEMS
+        return items_of_step(
+            query_R,
+            np.asarray(self.context_lens, dtype=np.int64),
+            window,
+            SharedPrefixes.none(),
+            self.num_kv_heads,
+            self.target_programs,
         )
 
 

@@ -354,7 +354,9 @@ class TorchRunner:
             hidden_QH = self._graphs.hidden(inputs.tokens_T, inputs.plan)
             if hidden_QH is not None:
                 return hidden_QH
-        return self._decoder.hidden(inputs.tokens_T, self.kv_pools, inputs.plan, inputs.wanted_Q)
+        return self._decoder.hidden(
+            inputs.tokens_T, self.kv_pools, inputs.plan, inputs.wanted_Q, rows_plan=inputs.wanted_plan
+        )
 
 
 def resolve_dtype(

@@ -29,6 +29,8 @@ class StepInputs:
     plan: AttentionPlan
     wanted_Q: torch.Tensor
     """Indices in T: row by row the positions that score its prompt, then its last."""
+    wanted_plan: AttentionPlan | None
+    """Of the wanted positions alone, where there are fewer of them than tokens and it can be had."""
     last_R: tuple[int, ...]
     """Indices in Q: the last position of each row, which it samples from, or which tells whether a chunk is sound."""
     num_scored: Mapping[int, int]
@@ -65,10 +67,12 @@ class InputRows:
         )
         num_scored = _num_scored(rows)
         wanted_Q, last_R = wanted_positions(query_R, num_scored)
+        has_unwanted = len(wanted_Q) < plan.num_query_tokens
         return StepInputs(
             tokens_T=self._tokens(rows, newest),
             plan=plan,
             wanted_Q=upload(wanted_Q, self._device),
+            wanted_plan=plan.of_last_queries() if has_unwanted and not num_scored else None,
             last_R=tuple(last_R.tolist()),
             num_scored=num_scored,
         )

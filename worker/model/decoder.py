@@ -2,7 +2,8 @@
 
 Owns the order of operations of a layer, nothing of their arithmetic: every operation is the kernel backend's.
 Every layer stores all keys and values of the step before any token attends, so a sequence may read blocks
-that another sequence fills in the same step. Layers that attend within a window get the step's plan cut to it.
+that another sequence fills in the same step. Layers that attend within a window get the step's plan cut to it. What
+nobody reads of the last layer's output is not computed.
 
 Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads,
 A = N D attention width, D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions
@@ -53,36 +54,50 @@ class Decoder:
         kv_pools: Sequence[torch.Tensor],
         plan: AttentionPlan,
         rows_S: torch.Tensor,
+        *,
+        rows_plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
         """The last layer's normalised output [S, H] for the tokens at the indices `rows_S`.
 
-        `tokens_T` stand at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer.
+        `tokens_T` stand at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. `rows_plan` is the
+        attention of these rows alone: then the last layer computes no others.
         """
         weights, eps = self._weights, self._config.rms_norm_eps
         # The residual stays as it is in the first norm, and takes each block's output in the following ones.
         residual_TH = weights.embedding_VH[tokens_T]
         x_TH = torch.empty_like(residual_TH)
-        plans = {window: _within(plan, window) for window in set(self._config.layer_windows)}
+        windows = self._config.layer_windows
+        plans = {window: _within(plan, window) for window in set(windows)}
         self._backend.rms_norm(residual_TH, weights.layers[0].input_norm_H, eps, out_TH=x_TH)
-        for index, layer in enumerate(weights.layers):
-            x_TH = self._attend(layer, x_TH, kv_pools[index], plans[self._config.layer_windows[index]])
+        for layer, next_layer, pool_B2KPD, window in zip(
+            weights.layers, (*weights.layers[1:], None), kv_pools, windows, strict=True
+        ):
+            q_TND, attends = self._place(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
+            if next_layer is None and rows_plan is not None:
+                q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
+            x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
             self._backend.add_rms_norm(x_TH, residual_TH, layer.mlp_norm_H, eps, out_TH=x_TH)
             x_TH = self._mlp(layer, x_TH)
-            if index + 1 < len(weights.layers):
-                next_norm_H = weights.layers[index + 1].input_norm_H
-                self._backend.add_rms_norm(x_TH, residual_TH, next_norm_H, eps, out_TH=x_TH)
-        last_SH, residual_SH = x_TH[rows_S], residual_TH[rows_S]
-        self._backend.add_rms_norm(last_SH, residual_SH, weights.final_norm_H, eps, out_TH=last_SH)
-        return last_SH
+            if next_layer is not None:
+                self._backend.add_rms_norm(x_TH, residual_TH, next_layer.input_norm_H, eps, out_TH=x_TH)
+        if rows_plan is None:
+            x_TH, residual_TH = x_TH[rows_S], residual_TH[rows_S]
+        self._backend.add_rms_norm(x_TH, residual_TH, weights.final_norm_H, eps, out_TH=x_TH)
+        return x_TH
 
-    def _attend(
+    def _place(
         self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
+        """Stores keys and values; the queries [T, N, D]."""
         config = self._config
         qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
         heads_TXD = qkv.view(x_TH.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         norms, cos_sin_MD = self._head_norms(layer), self._cos_sin_MD
-        q_TND = self._backend.place_heads(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
+        return self._backend.place_heads(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
+
+    def _attend(
+        self, layer: LayerWeights, q_TND: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         self._backend.attention(q_TND, kv_pool_B2KPD, plan, scale=self._scale, out_TND=out_TND)
         return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA, layer.attention_out_bias_H)
