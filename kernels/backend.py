@@ -2,7 +2,7 @@
 
 Shapes: T tokens in the step, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool,
 X = N + 2 K heads of queries, keys and values, H hidden size, I input (or intermediate) size, O output size, S positions
-in the rotary table, C block copies.
+in the rotary table, C block copies, V vocabulary.
 """
 
 import logging
@@ -44,6 +44,10 @@ class Backend(Protocol):
     @property
     def widens_bfloat16(self) -> bool:
         """Whether bfloat16 is as fast as float32 on a CPU that does not multiply it."""
+        ...
+
+    def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """The table's rows [T, H] of these tokens, for the caller to write to."""
         ...
 
     def place_heads(

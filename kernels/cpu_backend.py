@@ -12,6 +12,8 @@ size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles
 (`kv_pool`): then its scales lie as everywhere.
 """
 
+from collections.abc import Callable
+
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import HeadNorms, LinearsName, split_heads
@@ -23,7 +25,8 @@ from blockyard.kernels.cpu_checks import (
     check_rotary_table,
     need,
 )
-from blockyard.kernels.cpu_library import Attention, CpuLibrary, Norm, Placement, SiluMul
+from blockyard.kernels.cpu_library import Attention, CpuLibrary, Gather, Norm, Placement, SiluMul
+from blockyard.kernels.cpu_recording import Allocations, Arena, RecordedCalls, RecordingLibrary
 from blockyard.kernels.int8_linear import can_quantise, int8_linear, quantise
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
 from blockyard.kernels.panel_linear import can_lay_out, lay_out, panel_linear
@@ -47,6 +50,21 @@ class CpuBackend(TorchBackend):
         self._plans = PlanChecks()
         self._linears = linears
         self.widens_bfloat16 = library.has_linear(is_bf16=True)
+
+    def record(self, compute: Callable[[], torch.Tensor], arena: Arena) -> "RecordedStep":
+        """Runs what is to be replayed. Every tensor that it reads must live, and stay, as long as the recording does.
+
+        Raises NotRecordable where some of it is PyTorch's to compute.
+        """
+        library, plans = self._library, self._plans
+        recording = self._library = RecordingLibrary(library)
+        checks = self._plans = PlanChecks()
+        try:
+            with Allocations(arena):
+                result = compute()
+        finally:
+            self._library, self._plans = library, plans
+        return RecordedStep(RecordedCalls(recording, arena, result), checks)
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
@@ -82,14 +100,15 @@ class CpuBackend(TorchBackend):
         num_tokens, num_kv_heads, head_dim = k_TKD.shape
         check_pool(kv_pool_B2KPD, k_TKD, plan)
         check_heads(kv_pool_B2KPD, q_TND, k_TKD, v_TKD)
-        num_positions = self._plans.check(plan, kv_pool_B2KPD.shape[0])
+        num_positions = None if cos_sin_SD is None else cos_sin_SD.shape[0]
+        self._plans.check(plan, kv_pool_B2KPD.shape[0], num_positions)
         need(
             q_TND.shape[0] == v_TKD.shape[0] == num_tokens <= plan.slot_mapping_T.shape[0],
             "tokens without a slot",
         )
         need(v_TKD.shape[1] == num_kv_heads, "more keys than values")
         if cos_sin_SD is not None:
-            check_rotary_table(cos_sin_SD, head_dim, num_positions)
+            check_rotary_table(cos_sin_SD, head_dim)
         if norms is not None:
             check_norms(norms, k_TKD)
         placement = Placement(
@@ -228,6 +247,27 @@ class CpuBackend(TorchBackend):
         )
         self._library.silu_mul(gate_up_T2I.dtype == torch.bfloat16, torch.get_num_threads(), work)
 
+    def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """A token that the table does not have becomes NaN."""
+        if not _is_native(table_VH) or not table_VH.is_contiguous():
+            return super().embed(table_VH, tokens_T)
+        need(
+            tokens_T.dtype == torch.int64 and tokens_T.is_contiguous() and tokens_T.is_cpu,
+            "tokens of {}",
+            tokens_T.dtype,
+        )
+        out_TH = table_VH.new_empty(tokens_T.shape[0], table_VH.shape[1])
+        work = Gather(
+            table=table_VH.data_ptr(),
+            rows=tokens_T.data_ptr(),
+            out=out_TH.data_ptr(),
+            table_rows=table_VH.shape[0],
+            num_rows=tokens_T.shape[0],
+            row_bytes=table_VH.shape[1] * table_VH.itemsize,
+        )
+        self._library.gather(table_VH.dtype == torch.bfloat16, torch.get_num_threads(), work)
+        return out_TH
+
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if self._linears == "int8" and can_quantise(weight_OI):
             return quantise(weight_OI)
@@ -243,6 +283,20 @@ class CpuBackend(TorchBackend):
         if weight_OI.dim() > 2:
             return panel_linear(self._library, x_TI, weight_OI, bias_O)
         return super().linear(x_TI, weight_OI, bias_O)
+
+
+class RecordedStep:
+    """A computation of the backend, over tensors that may hold another step each time."""
+
+    def __init__(self, calls: RecordedCalls, checks: PlanChecks) -> None:
+        self._calls = calls
+        self._checks = checks
+
+    def replay(self) -> torch.Tensor:
+        """Its result, where it always is. Raises ValueError for a plan that points where it must not."""
+        self._checks.check_again()
+        self._calls.replay()
+        return self._calls.result
 
 
 def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:

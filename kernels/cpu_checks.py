@@ -6,6 +6,7 @@ may be switched off. What is the same for all layers is looked at once a plan.
 Shapes: as in `cpu_backend`.
 """
 
+import numpy as np
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import HeadNorms
@@ -16,17 +17,20 @@ class PlanChecks:
     """Remembers the last sound plan of each window, so that one step's layers look at its indices once."""
 
     def __init__(self) -> None:
-        self._sound: dict[int | None, tuple[AttentionPlan, int, int]] = {}
+        self._sound: dict[int | None, tuple[AttentionPlan, int, int | None]] = {}
 
-    def check(self, plan: AttentionPlan, num_blocks: int) -> int:
-        """How many positions a rotary table must have for it."""
-        known = self._sound.get(plan.window)
-        if known is not None and known[0] is plan and known[1] == num_blocks:
-            return known[2]
-        _check_indices(plan, num_blocks)
-        num_positions = int(plan.positions_T.max()) + 1 if len(plan.positions_T) else 0
+    def check(self, plan: AttentionPlan, num_blocks: int, num_positions: int | None = None) -> None:
+        """For a pool of so many blocks, and a rotary table of so many positions if any is read."""
+        known = self._sound.get(plan.window, (None, 0, None))
+        if known[0] is plan and known[1] == num_blocks and num_positions in (None, known[2]):
+            return
+        _check_indices(plan, num_blocks, num_positions)
         self._sound[plan.window] = (plan, num_blocks, num_positions)
-        return num_positions
+
+    def check_again(self) -> None:
+        """The last plans: their tensors may hold another step."""
+        for plan, num_blocks, num_positions in self._sound.values():
+            _check_indices(plan, num_blocks, num_positions)
 
 
 def need(holds: bool, what: str, *values: object) -> None:
@@ -78,7 +82,7 @@ def check_norms(norms: HeadNorms, heads_TKD: torch.Tensor) -> None:
         )
 
 
-def check_rotary_table(cos_sin_SD: torch.Tensor, head_dim: int, num_positions: int) -> None:
+def check_rotary_table(cos_sin_SD: torch.Tensor, head_dim: int) -> None:
     need(
         cos_sin_SD.dtype == torch.float32 and _is_dense(cos_sin_SD) and cos_sin_SD.shape[1:] == (head_dim,),
         "a rotary table {} {} for heads of {}",
@@ -86,39 +90,40 @@ def check_rotary_table(cos_sin_SD: torch.Tensor, head_dim: int, num_positions: i
         cos_sin_SD.dtype,
         head_dim,
     )
-    need(
-        cos_sin_SD.shape[0] >= num_positions,
-        "{} positions, and a rotary table {}",
-        num_positions,
-        cos_sin_SD.shape,
-    )
 
 
-def _check_indices(plan: AttentionPlan, num_blocks: int) -> None:
-    slots_T, table_RB = plan.slot_mapping_T, plan.block_table_RB
-    for tensor, dtype in (
+def _check_indices(plan: AttentionPlan, num_blocks: int, num_positions: int | None) -> None:
+    """In numpy, whose calls cost less than PyTorch's and are none of a recorded step's."""
+    tensors = (
         (plan.query_starts_R1, torch.int32),
         (plan.context_lens_R, torch.int32),
-        (table_RB, torch.int32),
-        (slots_T, torch.int64),
+        (plan.block_table_RB, torch.int32),
+        (plan.slot_mapping_T, torch.int64),
         (plan.positions_T, torch.int64),
-    ):
+    )
+    for tensor, dtype in tensors:
         need(tensor.dtype == dtype and _is_dense(tensor), "a plan's tensor is of another type or memory")
+    starts_R1, context_R, table_RB, slots_T, positions_T = (tensor.numpy() for tensor, _ in tensors)
     need(
-        len(plan.query_starts_R1) == plan.num_rows + 1
-        and len(plan.context_lens_R) == len(table_RB) == plan.num_rows
-        and len(plan.positions_T) == len(slots_T) >= plan.num_query_tokens,
+        len(starts_R1) == plan.num_rows + 1
+        and len(context_R) == len(table_RB) == plan.num_rows
+        and len(positions_T) == len(slots_T) >= plan.num_query_tokens,
         "a plan's tensors are of different steps",
     )
     if len(slots_T):
         need(int(slots_T.max()) < num_blocks * plan.block_size, "a slot beyond {} blocks", num_blocks)
-        need(int(plan.positions_T.min()) >= 0, "a position before the first")
+        need(int(positions_T.min()) >= 0, "a position before the first")
+        if num_positions is not None:
+            needed = int(positions_T.max()) + 1
+            need(needed <= num_positions, "{} positions, and a rotary table of {}", needed, num_positions)
     # What lies beyond a row's own blocks means nothing and is not read.
-    num_blocks_R1 = (plan.context_lens_R[:, None] + plan.block_size - 1) // plan.block_size
-    need(bool((num_blocks_R1 <= table_RB.shape[1]).all()), "a table shorter than its context")
-    strays_RB = (table_RB < 0) | (table_RB >= num_blocks)
-    strays_RB &= torch.arange(table_RB.shape[1]) < num_blocks_R1
-    need(not bool(strays_RB.any()), "a block beyond the pool's {}", num_blocks)
+    num_blocks_R1 = -(-context_R[:, None] // plan.block_size)
+    width = int(num_blocks_R1.max(initial=0))
+    need(width <= table_RB.shape[1], "a table shorter than its context")
+    read_RB = table_RB[:, :width]
+    strays_RB = (read_RB < 0) | (read_RB >= num_blocks)
+    strays_RB &= np.arange(width) < num_blocks_R1
+    need(not strays_RB.any(), "a block beyond the pool's {}", num_blocks)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -62,22 +62,43 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Gather(ctypes.Structure):
+    """`Gather` of native/replay.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("table", "rows", "out")),
+        *((name, _Int) for name in ("table_rows", "num_rows", "row_bytes")),
+    ]
+
+
+class Call(ctypes.Structure):
+    """`Call` of native/replay.cpp."""
+
+    _fields_: ClassVar[Any] = [("function", _Address), ("is_bf16", _Int), ("work", _Address)]
+
+
 class CpuLibrary:
     """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its work."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.loaded = library
         self.attend = _function(library, "by_attend", ctypes.POINTER(Attention))
         self.place = _function(library, "by_place", ctypes.POINTER(Placement))
         self.normalise = _function(library, "by_norm", ctypes.POINTER(Norm))
         self.silu_mul = _function(library, "by_silu_mul", ctypes.POINTER(SiluMul))
         self.linear = _function(library, "by_linear", ctypes.POINTER(Linear))
         self.int8_linear = _function(library, "by_int8_linear", ctypes.POINTER(Linear))
+        self.gather = _function(library, "by_gather", ctypes.POINTER(Gather))
         self.has_int8 = bool(library.by_has_int8())
         self._has_linear = library.by_has_linear
 
     def has_linear(self, *, is_bf16: bool) -> bool:
         """Whether `linear` is there, and the best that this CPU can do."""
         return bool(self._has_linear(int(is_bf16)))
+
+    def replay(self, threads: int, calls: "ctypes.Array[Call]") -> None:
+        """One after the other."""
+        self.loaded.by_replay(ctypes.c_int(threads), calls, ctypes.c_int64(len(calls)))
 
 
 def _function(library: ctypes.CDLL, name: str, work: Any) -> Callable[..., None]:

@@ -11,10 +11,9 @@ from blockyard.kernels.cpu_checks import need
 from blockyard.kernels.cpu_library import CpuLibrary
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.native_linear import LANES, run_linear
-from blockyard.kernels.packed_linear import MIN_PACKED_NUMEL
 
 PANEL = 64
-"""Outputs that are computed together."""
+"""Outputs that are computed together. Memory behind a weight's last group makes its last panel whole."""
 
 
 def can_lay_out(library: CpuLibrary, weight_OI: torch.Tensor) -> bool:
@@ -24,18 +23,20 @@ def can_lay_out(library: CpuLibrary, weight_OI: torch.Tensor) -> bool:
         weight_OI.is_cpu
         and weight_OI.dtype in (torch.float32, torch.bfloat16)
         and library.has_linear(is_bf16=weight_OI.dtype == torch.bfloat16)
-        and outputs % PANEL == 0
+        and outputs % LANES == 0
         and inputs % 2 == 0
-        and weight_OI.numel() >= MIN_PACKED_NUMEL
     )
 
 
 def lay_out(weight_OI: torch.Tensor) -> torch.Tensor:
-    """A copy: [U, I, 16] in fp32, [U, I / 2, 16, 2] in bf16, for whole panels and even inputs."""
+    """A copy: [U, I, 16] in fp32, [U, I / 2, 16, 2] in bf16, for whole groups and even inputs."""
     outputs, inputs = weight_OI.shape
     together = _inputs_together(weight_OI)
-    groups = torch.empty(outputs // LANES, inputs // together, LANES, together, dtype=weight_OI.dtype)
+    in_panels = _in_panels(outputs // LANES)
+    groups = torch.empty(in_panels, inputs // together, LANES, together, dtype=weight_OI.dtype)
     advise_empty(groups)
+    groups[outputs // LANES :] = 0
+    groups = groups[: outputs // LANES]
     for group, weight_16I in zip(groups, weight_OI.split(LANES), strict=True):
         group.copy_(weight_16I.unflatten(1, (-1, together)).transpose(0, 1))
     return groups if together > 1 else groups.squeeze(-1)
@@ -51,7 +52,8 @@ def panel_linear(
         groups.shape[2:] == ((LANES, together) if together > 1 else (LANES,))
         and groups.shape[1] * together == x_TI.shape[1]
         and groups.dtype == x_TI.dtype
-        and groups.shape[0] * LANES % PANEL == 0,
+        and groups.untyped_storage().nbytes()
+        >= _in_panels(groups.shape[0]) * groups.stride(0) * groups.itemsize,
         "a weight {} in {} for {} inputs in {}",
         groups.shape,
         groups.dtype,
@@ -64,3 +66,8 @@ def panel_linear(
 def _inputs_together(weight: torch.Tensor) -> int:
     """Of one output side by side: what makes 32 bits."""
     return 4 // weight.itemsize
+
+
+def _in_panels(groups: int) -> int:
+    """Groups of whole panels."""
+    return -(-groups * LANES // PANEL) * PANEL // LANES

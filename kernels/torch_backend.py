@@ -65,6 +65,9 @@ class TorchBackend:
         self._prepared_by_window: dict[int | None, _Prepared] = {}
         self._can_pack = can_pack()
 
+    def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        return table_VH[tokens_T]
+
     def place_heads(
         self,
         heads_TXD: torch.Tensor,

@@ -55,6 +55,9 @@ class TritonBackend:
         self._outgrown: list[torch.Tensor] = []
         """A graph that was captured with a smaller workspace still writes there."""
 
+    def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        return table_VH[tokens_T]
+
     def place_heads(
         self,
         heads_TXD: torch.Tensor,

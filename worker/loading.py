@@ -27,7 +27,7 @@ from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.simulated import SimulatedRunner
 from blockyard.worker.simulated_faults import SimulatedFault
 from blockyard.worker.simulated_grammars import SimulatedGrammars
-from blockyard.worker.step_graphs import CudaSteps
+from blockyard.worker.step_graphs import sizes_for
 
 if TYPE_CHECKING:
     from blockyard.worker.grammar.compiled import TokenizerSource
@@ -254,9 +254,10 @@ def _make_torch_runner(
 
 
 def _capture_graphs(config: EngineConfig, runner: Runner, max_model_len: int) -> None:
-    if not isinstance(runner, TorchRunner) or runner.device.type != "cuda" or config.enforce_eager:
+    if not isinstance(runner, TorchRunner) or config.enforce_eager:
         return
-    if runner.backend.name != "triton":
+    sizes = sizes_for(runner.backend, runner.device, config.max_num_seqs)
+    if sizes is None:
         logger.info("decode graphs: none, the %s backend cannot be captured", runner.backend.name)
         return
-    runner.capture_decodes(CudaSteps(), max_rows=config.max_num_seqs, max_context_tokens=max_model_len)
+    runner.capture_decodes(sizes, max_context_tokens=max_model_len)

@@ -9,13 +9,14 @@ K kv heads, P tokens a block, D head size, C block copies.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
 from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_backend
+from blockyard.kernels.cpu_recording import NotRecordable
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
 from blockyard.kernels.static_plan import StaticDecodes
@@ -38,7 +39,7 @@ from blockyard.worker.sequence import (
     TokenLogprob,
 )
 from blockyard.worker.started_step import Chunks, StartedStep
-from blockyard.worker.step_graphs import DecodeGraphs, StepGraph, ladder
+from blockyard.worker.step_graphs import DecodeGraphs, GraphSizes
 from blockyard.worker.step_inputs import InputRows, StepInputs
 from blockyard.worker.transfers import upload
 from blockyard.worker.trial_rows import largest_rows, warm_up_row
@@ -262,31 +263,26 @@ class TorchRunner:
         self._newest = NewestTokens.none()
         return tokens
 
-    def capture_decodes(
-        self, make_graph: Callable[[], StepGraph], *, max_rows: int, max_context_tokens: int
-    ) -> None:
-        """From now on decode steps of up to so many rows are launched as graphs. To be called once, before the pool
-        holds anything; the backend must read a plan's tensors alone."""
+    def capture_decodes(self, sizes: GraphSizes, *, max_context_tokens: int) -> None:
+        """From now on decode steps of these sizes are launched as graphs. To be called once, before the pool holds
+        anything; the backend must read a plan's tensors alone."""
         if any(window is not None for window in self.config.layer_windows):
             logger.info("decode graphs: none, the model has layers with a window")
             return
         static = StaticDecodes(
-            max_rows=max_rows,
+            max_rows=sizes.rows[-1],
             max_context_tokens=max_context_tokens,
             block_size=self.block_size,
             num_kv_heads=self.config.num_kv_heads,
             device=self.device,
         )
-        graphs = DecodeGraphs(
-            self._decoder,
-            self.kv_pools,
-            static,
-            sizes=ladder(max_rows),
-            make_graph=make_graph,
-            device=self.device,
-        )
-        with torch.inference_mode():
-            graphs.capture()
+        graphs = DecodeGraphs(self._decoder, self.kv_pools, static, sizes=sizes, device=self.device)
+        try:
+            with torch.inference_mode():
+                graphs.capture()
+        except NotRecordable as error:
+            logger.info("decode graphs: none, %s", error)
+            return
         self._graphs = graphs
 
     def _forget(self, ended: Iterable[SequenceId]) -> None:

@@ -1,8 +1,10 @@
-"""Decode steps that are launched as one graph instead of kernel by kernel, on a ladder of batch sizes.
+"""Decode steps that are launched as one graph instead of kernel by kernel, for some batch sizes.
 
-A graph reads static buffers (static_plan.py): a step is copied there, padded to the next size of the ladder, and the
+A graph reads static buffers (static_plan.py): a step is copied there, padded to the next size that there is, and the
 whole forward pass up to the last norm is replayed. What does not fit runs kernel by kernel: prompts, windows, a shared
-prefix that is read once for many, more rows than the ladder has.
+prefix that is read once for many, more rows than the largest size. On a GPU the sizes are a ladder, and all graphs are
+captured before the first request. On a CPU a graph is the recorded calls of its kernels; there a row of padding costs
+as much as any other, so that each size is one, captured when it is first met.
 
 Shapes: T tokens in the step, H hidden size.
 """
@@ -10,10 +12,14 @@ Shapes: T tokens in the step, H hidden size.
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.backend import Backend
+from blockyard.kernels.cpu_backend import CpuBackend, RecordedStep
+from blockyard.kernels.cpu_recording import Arena
 from blockyard.kernels.static_plan import StaticDecodes
 from blockyard.worker.model.decoder import Decoder
 
@@ -22,6 +28,8 @@ GRAPH_BYTES = 8 << 20
 """Beside its tensors, an estimate for each graph."""
 _STEPS_OF_LADDER = ((256, 8), (512, 16))
 """Up to so many rows in steps of so many; beyond them of 32."""
+MAX_CPU_ROWS = 64
+"""Beyond it a step computes for so long that Python between its kernels is nothing."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
@@ -46,7 +54,7 @@ class StepGraph(Protocol):
         ...
 
 
-class RecordedStep:
+class RepeatedStep:
     """Implements `StepGraph` anywhere, by calling again what was captured: gains nothing, and proves the buffers."""
 
     def __init__(self) -> None:
@@ -91,6 +99,55 @@ class CudaStep:
         return self._result
 
 
+class CpuSteps:
+    """Makes recordings of C++ kernels whose tensors share one arena: no two of them are replayed at a time."""
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self._backend = backend
+        self._arena = Arena()
+
+    def __call__(self) -> "CpuStep":
+        return CpuStep(self._backend, self._arena)
+
+
+class CpuStep:
+    """Implements `StepGraph` on a CPU. `capture` raises NotRecordable for what is not the C++ kernels' alone."""
+
+    def __init__(self, backend: CpuBackend, arena: Arena) -> None:
+        self._backend = backend
+        self._arena = arena
+        self._recorded: RecordedStep | None = None
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._recorded = self._backend.record(compute, self._arena)
+
+    def replay(self) -> torch.Tensor:
+        assert self._recorded is not None
+        return self._recorded.replay()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """Which graphs there are to be."""
+
+    make_graph: Callable[[], StepGraph]
+    rows: tuple[int, ...]
+    """Of each, rising."""
+    at_start: tuple[int, ...]
+    """Captured before the first request; the others when they are first met."""
+
+
+def sizes_for(backend: Backend, device: torch.device, max_rows: int) -> GraphSizes | None:
+    """None where nothing can be captured."""
+    if device.type == "cuda" and backend.name == "triton":
+        rows = ladder(max_rows)
+        return GraphSizes(make_graph=CudaSteps(), rows=rows, at_start=rows)
+    if isinstance(backend, CpuBackend):
+        rows = tuple(range(1, min(max_rows, MAX_CPU_ROWS) + 1))
+        return GraphSizes(make_graph=CpuSteps(backend), rows=rows, at_start=(1,))
+    return None
+
+
 class DecodeGraphs:
     """The graphs of one runner. Not thread-safe: one step at a time."""
 
@@ -100,39 +157,40 @@ class DecodeGraphs:
         kv_pools: Sequence[torch.Tensor],
         static: StaticDecodes,
         *,
-        sizes: Sequence[int],
-        make_graph: Callable[[], StepGraph],
+        sizes: GraphSizes,
         device: torch.device,
     ) -> None:
-        """`sizes` rise. The pools must stay where they are."""
+        """The pools must stay where they are."""
         self._decoder = decoder
         self._kv_pools = kv_pools
         self._static = static
-        self._sizes = tuple(sizes)
-        self._make_graph = make_graph
-        self._tokens_T = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
-        self._places_T = torch.arange(self._sizes[-1], device=device)
+        self._sizes = sizes
+        self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)
         self._graphs: dict[int, StepGraph] = {}
 
     def capture(self) -> None:
-        """All sizes, the largest first, whose memory the others use. All rows are padding: no block is written."""
-        for number, size in enumerate(reversed(self._sizes), start=1):
-            graph = self._make_graph()
-            graph.capture(self._forward(size))
-            self._graphs[size] = graph
-            if number % 8 == 0 or number == len(self._sizes):
-                logger.info("decode graphs: %d of %d captured", number, len(self._sizes))
+        """Those of the start, the largest first, whose memory the others use. All rows are padding: no block is
+        written."""
+        sizes = self._sizes.at_start
+        for number, size in enumerate(reversed(sizes), start=1):
+            self._graphs[size] = self._captured(size)
+            if number % 8 == 0 or number == len(sizes):
+                logger.info("decode graphs: %d of %d captured", number, len(sizes))
 
-    def _forward(self, size: int) -> Callable[[], torch.Tensor]:
-        tokens_T, places_T, plan = self._tokens_T[:size], self._places_T[:size], self._static.plan(size)
-        return lambda: self._decoder.hidden(tokens_T, self._kv_pools, plan, places_T)
+    def _captured(self, size: int) -> StepGraph:
+        tokens_T, plan = self._tokens_T[:size], self._static.plan(size)
+        graph = self._sizes.make_graph()
+        graph.capture(lambda: self._decoder.hidden(tokens_T, self._kv_pools, plan, None))
+        return graph
 
     def hidden(self, tokens_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor | None:
         """[T, H] of all tokens, valid until the next call; None for a step that does not fit."""
-        num_rows = plan.num_rows
-        if num_rows > self._sizes[-1] or not self._static.takes(plan):
+        num_rows, rows = plan.num_rows, self._sizes.rows
+        if num_rows > rows[-1] or not self._static.takes(plan):
             return None
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        size = rows[bisect_left(rows, num_rows)]
         self._static.fill(plan, size)
         self._tokens_T[:num_rows].copy_(tokens_T)
+        if size not in self._graphs:
+            self._graphs[size] = self._captured(size)
         return self._graphs[size].replay()[:num_rows]

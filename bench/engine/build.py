@@ -17,7 +17,7 @@ from blockyard.worker.model.weights import load_weights, random_weights
 from blockyard.worker.runner import TorchRunner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, SamplingParams
-from blockyard.worker.step_graphs import CudaSteps
+from blockyard.worker.step_graphs import sizes_for
 from blockyard.worker.trial import try_out
 
 BLOCK_SIZE = 16
@@ -74,10 +74,9 @@ def build_engine(settings: EngineSettings) -> Engine:
     )
     runner.warm_up()
     is_cuda = device.type == "cuda"
-    if is_cuda and runner.backend.name == "triton":
-        runner.capture_decodes(
-            CudaSteps(), max_rows=settings.max_num_seqs, max_context_tokens=settings.max_model_len
-        )
+    sizes = sizes_for(runner.backend, device, settings.max_num_seqs)
+    if sizes is not None:
+        runner.capture_decodes(sizes, max_context_tokens=settings.max_model_len)
     engine = Engine(
         SchedulerConfig(
             block_size=BLOCK_SIZE,

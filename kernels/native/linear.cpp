@@ -1,7 +1,7 @@
 // Linear layers on packed weights in fp32 or bf16, for AVX-512: sums in fp32, in one order whatever the batch.
 //
 // A weight is [O / 16, I, 16] in fp32, and [O / 16, I / 2, 16, 2] in bf16. Four groups of 16 outputs are a panel, read as
-// four streams: that is what the CPU fetches ahead best. Where rows make several tiles, a piece of the panel, 128 inputs
+// four streams: that is what the CPU fetches ahead best. The last panel is whole in memory, whatever of it is wanted. Where rows make several tiles, a piece of the panel, 128 inputs
 // deep, stays in the first cache while all of them pass over it, and each tile fetches its share of the next piece: so
 // the weight streams from memory while the rows compute. Of bf16 an instruction widens 16 numbers, the even inputs by a
 // shift, the odd ones by a mask; rows are widened once a call.
@@ -161,12 +161,13 @@ static void linear(Linear l, int threads) {
         sums.resize(std::max<size_t>(sums.size(), l.num_rows * PANEL));
 #pragma omp for schedule(static)
         for (int64_t output = 0; output < l.num_outputs; output += PANEL) {
+            const int64_t wanted = std::min<int64_t>(PANEL, l.num_outputs - output);
             for (int64_t row = 0; row < l.num_rows; row++)
-                for (int g = 0; g < PANEL; g += LANES)
+                for (int g = 0; g < wanted; g += LANES)
                     store(sums.data() + row * PANEL + g, l.bias ? load((const T*)l.bias + output + g) : f32x16{});
             multiply(x, stride, l.num_rows, (const T*)l.weight + output * l.num_inputs, l.num_inputs, sums.data());
             for (int64_t row = 0; row < l.num_rows; row++)
-                for (int g = 0; g < PANEL; g += LANES)
+                for (int g = 0; g < wanted; g += LANES)
                     store((T*)l.out + row * l.out_stride + output + g, load(sums.data() + row * PANEL + g));
         }
     }

@@ -14,7 +14,7 @@ from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.runner import PendingStep, TorchRunner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, StepPlan
-from blockyard.worker.step_graphs import CudaSteps, RecordedStep, StepGraph, ladder
+from blockyard.worker.step_graphs import CudaSteps, GraphSizes, RepeatedStep, StepGraph, ladder
 
 from .checkpoints import reference_greedy, shared_checkpoint
 from .scheduling import ROOT
@@ -63,8 +63,11 @@ def make_runner(runner_class: type[TorchRunner] = TorchRunner) -> TorchRunner:
 def capture(runner: TorchRunner, max_rows: int) -> list[int]:
     """The list that the sizes of replayed graphs are put into."""
     replays: list[int] = []
-    make_graph: Callable[[], StepGraph] = CudaSteps() if DEVICE.type == "cuda" else RecordedStep
-    runner.capture_decodes(lambda: Counting(make_graph(), replays), max_rows=max_rows, max_context_tokens=128)
+    make_graph: Callable[[], StepGraph] = CudaSteps() if DEVICE.type == "cuda" else RepeatedStep
+    sizes = GraphSizes(
+        make_graph=lambda: Counting(make_graph(), replays), rows=ladder(max_rows), at_start=ladder(max_rows)
+    )
+    runner.capture_decodes(sizes, max_context_tokens=128)
     return replays
 
 

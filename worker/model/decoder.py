@@ -53,18 +53,18 @@ class Decoder:
         tokens_T: torch.Tensor,
         kv_pools: Sequence[torch.Tensor],
         plan: AttentionPlan,
-        rows_S: torch.Tensor,
+        rows_S: torch.Tensor | None,
         *,
         rows_plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """The last layer's normalised output [S, H] for the tokens at the indices `rows_S`.
+        """The last layer's normalised output [S, H] for the tokens at the indices `rows_S`; None: of all.
 
         `tokens_T` stand at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. `rows_plan` is the
         attention of these rows alone: then the last layer computes no others.
         """
         weights, eps = self._weights, self._config.rms_norm_eps
         # The residual stays as it is in the first norm, and takes each block's output in the following ones.
-        residual_TH = weights.embedding_VH[tokens_T]
+        residual_TH = self._backend.embed(weights.embedding_VH, tokens_T)
         x_TH = torch.empty_like(residual_TH)
         windows = self._config.layer_windows
         plans = {window: _within(plan, window) for window in set(windows)}
@@ -73,14 +73,14 @@ class Decoder:
             weights.layers, (*weights.layers[1:], None), kv_pools, windows, strict=True
         ):
             q_TND, attends = self._place(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
-            if next_layer is None and rows_plan is not None:
+            if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
             x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
             self._backend.add_rms_norm(x_TH, residual_TH, layer.mlp_norm_H, eps, out_TH=x_TH)
             x_TH = self._mlp(layer, x_TH)
             if next_layer is not None:
                 self._backend.add_rms_norm(x_TH, residual_TH, next_layer.input_norm_H, eps, out_TH=x_TH)
-        if rows_plan is None:
+        if rows_S is not None and rows_plan is None:
             x_TH, residual_TH = x_TH[rows_S], residual_TH[rows_S]
         self._backend.add_rms_norm(x_TH, residual_TH, weights.final_norm_H, eps, out_TH=x_TH)
         return x_TH

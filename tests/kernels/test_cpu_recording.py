@@ -1,0 +1,133 @@
+"""A computation of C++ kernels, recorded and called again: over what its tensors hold by then, and of the kernels alone."""
+
+from typing import cast
+
+import pytest
+import torch
+from blockyard.kernels.attention_plan import plan_attention
+from blockyard.kernels.backend import Backend
+from blockyard.kernels.cpu_backend import CpuBackend
+from blockyard.kernels.cpu_recording import Arena, NotRecordable
+
+EPS = 1e-6
+
+
+@pytest.fixture
+def backend(cpu_backend: Backend) -> CpuBackend:
+    return CpuBackend(cast(CpuBackend, cpu_backend)._library)
+
+
+def test_memory_is_lent_again_when_the_last_view_of_it_is_gone() -> None:
+    arena = Arena()
+    first = arena.empty((4, 100), torch.float32)
+    view = first[1:].view(-1)
+    address = first.data_ptr()
+    del first
+    assert arena.empty((4, 100), torch.float32).data_ptr() != address
+    del view
+    assert address in {arena.empty((4, 100), torch.float32).data_ptr() for _ in range(2)}
+    assert arena.num_bytes == 2 * 2048
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1,), (3, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_what_is_lent_is_as_large_as_asked_and_well_aligned(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    lent = Arena().empty(shape, dtype)
+    assert (tuple(lent.shape), lent.dtype) == (shape, dtype)
+    assert lent.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_computes_with_what_the_tensors_hold_then(backend: CpuBackend, dtype: torch.dtype) -> None:
+    x_TH, residual_TH, weight_H = (torch.randn(*shape).to(dtype) for shape in ((3, 64), (3, 64), (64,)))
+    original_TH = residual_TH.clone()
+
+    def compute() -> torch.Tensor:
+        out_TH = torch.empty_like(x_TH)
+        backend.add_rms_norm(x_TH, residual_TH, weight_H, EPS, out_TH=out_TH)
+        halves_TI = out_TH.new_empty(3, 32)
+        backend.silu_mul(out_TH, out_TI=halves_TI)
+        return halves_TI
+
+    recorded = backend.record(compute, Arena())
+    for seed in range(3):
+        x_TH.copy_(torch.randn(3, 64, generator=torch.Generator().manual_seed(seed)))
+        residual_TH.copy_(original_TH)
+        actual = recorded.replay().clone()
+        residual_TH.copy_(original_TH)
+        assert torch.equal(actual, compute())
+
+
+def test_one_arena_serves_recordings_of_many_sizes(backend: CpuBackend) -> None:
+    arena, weight_H = Arena(), torch.randn(64)
+    inputs = [torch.randn(rows, 64) for rows in (1, 2, 3, 4)]
+
+    def normed(x_TH: torch.Tensor) -> torch.Tensor:
+        """By way of a chain of tensors that are each needed for a moment."""
+        for _ in range(5):
+            out_TH = torch.empty_like(x_TH)
+            backend.rms_norm(x_TH, weight_H, EPS, out_TH=out_TH)
+            x_TH = out_TH
+        return x_TH
+
+    recorded = [backend.record(lambda x_TH=x_TH: normed(x_TH), arena) for x_TH in inputs]
+    for step, x_TH in zip(recorded, inputs, strict=True):
+        assert torch.equal(step.replay(), normed(x_TH))
+    assert arena.num_bytes <= 2 * sum(2 * x_TH.nbytes for x_TH in inputs)
+
+
+def test_what_pytorch_computes_ends_the_recording_and_nothing_else(backend: CpuBackend) -> None:
+    x_TH, weight_H = torch.randn(3, 64), torch.randn(64)
+
+    def with_a_sum() -> torch.Tensor:
+        out_TH = torch.empty_like(x_TH)
+        backend.rms_norm(x_TH, weight_H, EPS, out_TH=out_TH)
+        return out_TH + 1
+
+    with pytest.raises(NotRecordable, match="add"):
+        backend.record(with_a_sum, Arena())
+    # fp16 is left to PyTorch.
+    with pytest.raises(NotRecordable):
+        backend.record(lambda: backend.embed(torch.zeros(4, 8).half(), torch.tensor([1])), Arena())
+    assert with_a_sum().isfinite().all()
+    assert backend.record(lambda: x_TH.view(-1), Arena()).replay().data_ptr() == x_TH.data_ptr()
+
+
+def test_a_replay_refuses_a_plan_that_has_come_to_point_elsewhere(backend: CpuBackend) -> None:
+    plan = plan_attention(
+        query_lens=[1], context_lens=[18], block_tables=[[0, 1]], block_size=16, device="cpu", num_kv_heads=1
+    )
+    pool_B2KPD, cos_sin_SD = torch.zeros(2, 2, 1, 16, 16), torch.ones(20, 16)
+    heads_TXD, q_TND, out_TND = torch.randn(1, 3, 16), torch.randn(1, 1, 16), torch.empty(1, 1, 16)
+
+    def compute() -> torch.Tensor:
+        backend.place_heads(heads_TXD, None, cos_sin_SD, pool_B2KPD, plan)
+        backend.attention(q_TND, pool_B2KPD, plan, scale=1.0, out_TND=out_TND)
+        return out_TND
+
+    recorded = backend.record(compute, Arena())
+    recorded.replay()
+    for tensor, value, told in (
+        (plan.block_table_RB, 2, "a block beyond"),
+        (plan.slot_mapping_T, 32, "a slot beyond"),
+        (plan.positions_T, 20, "21 positions"),
+        (plan.context_lens_R, 33, "a table shorter"),
+    ):
+        before = tensor.clone()
+        tensor.fill_(value)
+        with pytest.raises(ValueError, match=told):
+            recorded.replay()
+        tensor.copy_(before)
+    recorded.replay()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_the_table_does_not_have_is_nan(backend: CpuBackend, dtype: torch.dtype) -> None:
+    table_VH = torch.randn(5, 24).to(dtype)
+    rows_TH = backend.embed(table_VH, torch.tensor([4, -1, 0, 5, 2**40]))
+    assert torch.equal(rows_TH[[0, 2]], table_VH[[4, 0]])
+    assert rows_TH[[1, 3, 4]].isnan().all()
+    with pytest.raises(ValueError, match="tokens of"):
+        backend.embed(table_VH, torch.tensor([1], dtype=torch.int32))

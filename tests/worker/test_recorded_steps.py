@@ -1,0 +1,153 @@
+"""Decode steps on a CPU whose kernels are called as one: the same numbers, whatever the batch, and no step left out."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
+from blockyard.kernels.cpu_backend import CpuBackend
+from blockyard.worker.engine import Engine
+from blockyard.worker.runner import TorchRunner
+from blockyard.worker.scheduler import SchedulerConfig
+from blockyard.worker.sequence import FAILED_TOKEN
+from blockyard.worker.step_graphs import MAX_CPU_ROWS, sizes_for
+
+from .checkpoints import reference_greedy, shared_checkpoint
+from .test_step_graphs import PROMPTS, run, submit
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 6
+
+
+def make_runner(
+    architecture: str = "Qwen3ForCausalLM", *, records: bool = True, **settings: Any
+) -> TorchRunner:
+    checkpoint = shared_checkpoint(architecture)
+    runner = TorchRunner.create(
+        checkpoint, device=CPU, num_blocks=24, block_size=16, **({"dtype": "float32"} | settings)
+    )
+    if runner.backend.name != "cpu":
+        pytest.skip("no C++ kernels here")
+    runner.warm_up()
+    sizes = sizes_for(runner.backend, CPU, 8)
+    assert sizes is not None
+    if records:
+        runner.capture_decodes(sizes, max_context_tokens=128)
+        if runner._graphs is None and not runner.backend._library.has_linear(is_bf16=False):
+            pytest.skip("this CPU has no AVX-512: its linears are PyTorch's")
+    return runner
+
+
+def engine_of(runner: TorchRunner, **settings: Any) -> Engine:
+    config = SchedulerConfig(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32)
+    return Engine(config, runner, num_blocks=24, **settings)
+
+
+def generate(runner: TorchRunner, **settings: Any) -> list[list[int]]:
+    """Of batches of four down to one, of prompts in chunks."""
+    engine = engine_of(runner, **settings)
+    ids = [submit(engine, prompt, NUM_TOKENS + index) for index, prompt in enumerate(PROMPTS)]
+    tokens = run(engine)
+    return [tokens[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_tokens_are_those_of_transformers(architecture: str, overlap: bool) -> None:
+    runner = make_runner(architecture)
+    generated = generate(runner, overlap_steps=overlap)
+    for index, (prompt, tokens) in enumerate(zip(PROMPTS, generated, strict=True)):
+        expected = reference_greedy(shared_checkpoint(architecture), tuple(prompt), NUM_TOKENS + index)
+        assert expected.min_gap > 1e-4, "the reference itself is undecided: choose another prompt"
+        assert tokens == list(expected.tokens)
+    assert runner._graphs is not None
+    assert set(runner._graphs._graphs) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"linears": "int8"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8", "dtype": "bfloat16"},
+    ],
+)
+def test_any_numbers_are_the_same_recorded_or_not(settings: dict[str, Any]) -> None:
+    recorded = make_runner(**settings)
+    if recorded._graphs is None:
+        assert settings["dtype"] == "bfloat16", "only this CPU's own bf16 is left to PyTorch"
+    assert generate(recorded) == generate(make_runner(records=False, **settings))
+
+
+def some_plan(contexts: list[int], first_block: int) -> AttentionPlan:
+    tables = [[first_block + 2 * row, first_block + 2 * row + 1] for row in range(len(contexts))]
+    return plan_attention(
+        query_lens=[1] * len(contexts),
+        context_lens=contexts,
+        block_tables=tables,
+        block_size=16,
+        device=CPU,
+        num_kv_heads=2,
+    )
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def test_hidden_states_and_pools_are_the_same_bits_step_after_step(inference: None) -> None:
+    """A size that was captured with one step is replayed with others, shorter ones too."""
+    runner = make_runner()
+    graphs = runner._graphs
+    assert graphs is not None
+    for pool in runner.kv_pools:
+        pool.normal_()
+    for contexts, first in (([30, 5, 17], 0), ([2, 31, 1], 6), ([9], 3), ([32, 32, 32], 12), ([1, 1], 20)):
+        plan, tokens_T = some_plan(contexts, first), torch.randint(3, 200, (len(contexts),))
+        pools = [pool.clone() for pool in runner.kv_pools]
+        expected = runner._decoder.hidden(tokens_T, pools, plan, None)
+        actual = graphs.hidden(tokens_T, plan)
+        assert actual is not None
+        assert torch.equal(actual, expected)
+        assert all(torch.equal(*pair) for pair in zip(pools, runner.kv_pools, strict=True))
+
+
+def test_a_step_that_points_beyond_the_pool_is_refused_before_anything_is_read(inference: None) -> None:
+    runner = make_runner()
+    assert runner._graphs is not None
+    for _ in range(2):
+        with pytest.raises(ValueError, match="beyond"):
+            runner._graphs.hidden(torch.tensor([5]), some_plan([20], 23))
+        assert runner._graphs.hidden(torch.tensor([5]), some_plan([20], 22)) is not None
+
+
+def test_a_token_beyond_the_vocabulary_fails_its_own_row(inference: None) -> None:
+    runner = make_runner()
+    assert runner._graphs is not None
+    hidden_TH = runner._graphs.hidden(torch.tensor([5, 100_000, 7]), some_plan([3, 3, 3], 0))
+    assert hidden_TH is not None
+    assert hidden_TH.isfinite().all(dim=-1).tolist() == [True, False, True]
+
+
+def test_a_model_that_pytorch_computes_in_part_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    """Half-precision floats have no C++ kernels."""
+    caplog.set_level("INFO")
+    runner = make_runner(dtype="float16")
+    assert runner._graphs is None
+    assert "decode graphs: none, aten" in caplog.text
+    assert all(FAILED_TOKEN not in tokens for tokens in generate(runner))
+
+
+def test_there_is_a_size_for_every_small_batch_and_none_for_a_large_one() -> None:
+    backend = make_runner().backend
+    assert isinstance(backend, CpuBackend)
+    sizes = sizes_for(backend, CPU, 1000)
+    assert sizes is not None
+    assert sizes.rows == tuple(range(1, MAX_CPU_ROWS + 1))
+    few = sizes_for(backend, CPU, 3)
+    assert few is not None
+    assert few.rows == (1, 2, 3)
