@@ -58,8 +58,8 @@ ENGINE_HELP = {
     "error in each. Needs AVX-512 VNNI.",
     "overlap_steps": "Start each step while the one before it is computed, so that a GPU never waits for the host. "
     "`auto`: on a GPU; on a CPU it only delays each token by a step.",
-    "enforce_eager": "On a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: no capture at the "
-    "start, slower steps.",
+    "enforce_eager": "Launch decode steps kernel by kernel instead of as one graph (of CUDA's on a GPU, of recorded "
+    "calls on a CPU): no capture, slower steps.",
     "deterministic": "A request's tokens do not depend on what else runs: fp32 with fixed tiles.",
     "simulated_prefill_tokens_per_second": "Of the simulated engine: prompt tokens computed in a second.",
     "simulated_step_seconds": "Of the simulated engine: what a step takes besides its prompt tokens.",

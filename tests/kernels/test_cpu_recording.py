@@ -1,4 +1,4 @@
-"""A computation of C++ kernels, recorded and called again: over what its tensors hold by then, and of the kernels alone."""
+"""C++ kernels recorded and called again: over what their tensors hold by then, and nothing of PyTorch's."""
 
 from typing import cast
 
