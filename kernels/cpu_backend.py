@@ -25,7 +25,15 @@ from blockyard.kernels.cpu_checks import (
     check_rotary_table,
     need,
 )
-from blockyard.kernels.cpu_library import Attention, CpuLibrary, Gather, Norm, Placement, SiluMul
+from blockyard.kernels.cpu_library import (
+    Attention,
+    CpuLibrary,
+    Gather,
+    Likeliest,
+    Norm,
+    Placement,
+    SiluMul,
+)
 from blockyard.kernels.cpu_recording import Allocations, Arena, RecordedCalls, RecordingLibrary
 from blockyard.kernels.int8_linear import can_quantise, int8_linear, quantise
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
@@ -267,6 +275,23 @@ class CpuBackend(TorchBackend):
         )
         self._library.gather(table_VH.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return out_TH
+
+    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _is_native(logits_SV):
+            return super().likeliest(logits_SV)
+        num_rows, vocab_size = logits_SV.shape
+        tokens_S = torch.empty(num_rows, dtype=torch.int64)
+        is_finite_S = torch.empty(num_rows, dtype=torch.bool)
+        work = Likeliest(
+            logits=logits_SV.data_ptr(),
+            tokens=tokens_S.data_ptr(),
+            is_finite=is_finite_S.data_ptr(),
+            stride=logits_SV.stride(0),
+            num_rows=num_rows,
+            vocab_size=vocab_size,
+        )
+        self._library.likeliest(logits_SV.dtype == torch.bfloat16, torch.get_num_threads(), work)
+        return tokens_S, is_finite_S
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if self._linears == "int8" and can_quantise(weight_OI):

@@ -62,6 +62,15 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Likeliest(ctypes.Structure):
+    """`Likeliest` of native/rows.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("logits", "tokens", "is_finite")),
+        *((name, _Int) for name in ("stride", "num_rows", "vocab_size")),
+    ]
+
+
 class Gather(ctypes.Structure):
     """`Gather` of native/replay.cpp."""
 
@@ -88,6 +97,7 @@ class CpuLibrary:
         self.silu_mul = _function(library, "by_silu_mul", ctypes.POINTER(SiluMul))
         self.linear = _function(library, "by_linear", ctypes.POINTER(Linear))
         self.int8_linear = _function(library, "by_int8_linear", ctypes.POINTER(Linear))
+        self.likeliest = _function(library, "by_likeliest", ctypes.POINTER(Likeliest))
         self.gather = _function(library, "by_gather", ctypes.POINTER(Gather))
         self.has_int8 = bool(library.by_has_int8())
         self._has_linear = library.by_has_linear

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.backend import HeadNorms, place_heads_apart
+from blockyard.kernels.backend import HeadNorms, likeliest, place_heads_apart
 from blockyard.kernels.huge_pages import collapse_packed
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
@@ -142,6 +142,9 @@ class TorchBackend:
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
         pool = movable(kv_pool_B2KPD)
         pool[src_dst_C2[:, 1]] = pool[src_dst_C2[:, 0]]
+
+    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return likeliest(logits_SV)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if not self._can_pack:

@@ -20,7 +20,7 @@ import triton
 from blockyard.kernels.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.backend import HeadNorms, split_heads
+from blockyard.kernels.backend import HeadNorms, likeliest, split_heads
 from blockyard.kernels.cache_ops import copy_blocks_kernel
 from blockyard.kernels.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
 from blockyard.kernels.kv_pool import movable
@@ -265,6 +265,9 @@ class TritonBackend:
         block_numel = pool[0].numel()
         grid = (len(src_dst_C2), triton.cdiv(block_numel, COPY_TILE))
         copy_blocks_kernel[grid](pool, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
+
+    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return likeliest(logits_SV)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         return weight_OI

@@ -1,4 +1,5 @@
-// What is done token by token beside attention: rotary embedding with the KV write, norms, SiLU-mul; fp32 and bf16.
+// What is done token by token beside attention: rotary embedding with the KV write, norms, SiLU-mul, the likeliest token
+// of logits; fp32 and bf16.
 //
 // Computed in fp32 and rounded where Hugging Face's Llama rounds. How keys lie in a block is attention.cpp's, what 8 bits
 // mean kernels/kv_pool.py's.
@@ -162,6 +163,36 @@ static void silu_mul_row(const SiluMul& s, int64_t row) {
     }
 }
 
+struct Likeliest {
+    const void* logits;
+    int64_t* tokens;
+    bool* is_finite;
+    int64_t stride, num_rows, vocab_size;
+};
+
+// Of equals the first. Of a row that is not finite, any.
+template <class T>
+static void likeliest_of_row(const Likeliest& l, int64_t row) {
+    const T* logits = (const T*)l.logits + row * l.stride;
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 best = f32x16{} - INFINITY, spoilt = {};
+    i32x16 places = {};
+    for (int64_t i = 0; i < l.vocab_size; i += LANES) {
+        const int32_t count = std::min<int64_t>(LANES, l.vocab_size - i);
+        f32x16 some = load_some(logits + i, count);
+        spoilt += some * 0.0f;  // NaN for what is not finite
+        i32x16 is_better = some > best;
+        if (count < LANES) is_better &= lane < count;
+        places = is_better ? lane + (int32_t)i : places;
+        best = is_better ? some : best;
+    }
+    int first = 0;
+    for (int j = 1; j < LANES; j++)
+        if (best[j] > best[first] || (best[j] == best[first] && places[j] < places[first])) first = j;
+    l.tokens[row] = places[first];
+    l.is_finite[row] = sum_of(spoilt) == 0.0f;
+}
+
 extern "C" {
 void by_place(int is_bf16, int threads, const Placement* p) {
     over_rows(p->num_tokens, (p->num_heads + 2 * p->num_kv_heads) * p->head_dim, threads,
@@ -178,5 +209,9 @@ void by_norm(int is_bf16, int threads, const Norm* n) {
 void by_silu_mul(int is_bf16, int threads, const SiluMul* s) {
     over_rows(s->num_rows, s->width, threads,
               [&](int64_t row) { is_bf16 ? silu_mul_row<bf16>(*s, row) : silu_mul_row<float>(*s, row); });
+}
+void by_likeliest(int is_bf16, int threads, const Likeliest* l) {
+    over_rows(l->num_rows, l->vocab_size, threads,
+              [&](int64_t row) { is_bf16 ? likeliest_of_row<bf16>(*l, row) : likeliest_of_row<float>(*l, row); });
 }
 }

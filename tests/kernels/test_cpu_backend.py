@@ -223,3 +223,37 @@ def test_a_pool_of_another_shape_is_refused(cpu_backend: Backend, make_step: Mak
     step = make_step([1], [5])
     with pytest.raises(ValueError, match="does not hold 4 kv heads"):
         cpu_backend.write_kv(torch.zeros(1, 4, 16), torch.zeros(1, 4, 16), step.kv_pool_B2KPD, step.plan)
+
+
+@PROPERTY
+@given(
+    rows=st.integers(0, 5),
+    vocab_size=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    spoilt=st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+    data=st.data(),
+)
+def test_the_likeliest_token_is_the_first_of_the_largest_and_what_is_not_finite_is_told(
+    cpu_backend: Backend, rows: int, vocab_size: int, dtype: torch.dtype, spoilt: float, data: st.DataObject
+) -> None:
+    logits_SV = torch.randint(-4, 4, (rows, vocab_size + 3)).to(dtype)[:, :vocab_size]  # many are equal
+    tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
+    assert is_finite_S.all()
+    for row, token in enumerate(tokens_S.tolist()):
+        values = logits_SV[row].tolist()
+        assert token == values.index(max(values))
+    if rows:
+        row, place = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, vocab_size - 1))
+        logits_SV[row, place] = spoilt
+        tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
+        assert is_finite_S.tolist() == [index != row for index in range(rows)]
+        assert ((tokens_S >= 0) & (tokens_S < vocab_size)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_that_are_impossible_are_not_the_likeliest(cpu_backend: Backend, dtype: torch.dtype) -> None:
+    logits_SV = torch.full((2, 40), -float("inf"), dtype=dtype)
+    logits_SV[0, 37] = -5000.0
+    tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
+    assert tokens_S[0] == 37
+    assert not is_finite_S.any()
