@@ -59,7 +59,7 @@ gpu-check: .typing/blockyard
 	PYTHONPATH=.typing $(PYTHON) -m pytest -rs tests/kernels \
 		tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py \
 		tests/worker/test_step_graphs.py tests/worker/test_overlap.py tests/worker/test_gpu_memory.py \
-		tests/worker/test_sampler_waits.py
+		tests/worker/test_sampler_waits.py tests/worker/test_wanted_rows.py
 
 # On a machine with a GPU that has only torch, triton, numpy, pytest and transformers; the reports are in bench/reports.
 gpu-bench: .typing/blockyard

@@ -1,12 +1,14 @@
 """The index arithmetic of a step: slots, positions, and items that cover every visible key once."""
 
 import time
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention, plan_rows
+from blockyard.kernels.attention_plan import PADDING_SLOT, AttentionPlan, plan_attention, plan_rows
+from blockyard.kernels.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
 
 
 def make_plan(
@@ -169,6 +171,75 @@ def test_a_plan_without_items_is_the_same_but_for_them() -> None:
         assert plan.decode_items_W6.shape == plan.prefill_items_X6.shape == (0, 6)
         assert plan.num_partials == 0
     assert bare.windowed(4).window == 4
+
+
+LAST_CONTEXTS = [9, 700, 3, 600, 1000]
+
+
+def step_of(query_lens: list[int], *, with_items: bool, padded_tokens: int | None = None) -> AttentionPlan:
+    tables_RB = np.random.default_rng(0).permutation(5 * 63).astype(np.int32).reshape(5, 63)
+    return plan_rows(
+        np.array(query_lens),
+        np.array(LAST_CONTEXTS),
+        tables_RB,
+        block_size=16,
+        device="cpu",
+        num_kv_heads=2,
+        padded_tokens=padded_tokens,
+        with_items=with_items,
+    )
+
+
+def assert_same_but_for_slots(plan: AttentionPlan, expected: AttentionPlan) -> None:
+    for name in (field.name for field in fields(AttentionPlan)):
+        if name == "slot_mapping_T":
+            continue
+        ours, theirs = getattr(plan, name), getattr(expected, name)
+        if isinstance(ours, torch.Tensor):
+            assert ours.dtype == theirs.dtype, name
+            assert ours.tolist() == theirs.tolist(), name
+        else:
+            assert ours == theirs, name
+
+
+@pytest.mark.parametrize("with_items", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 40, 300, 5000])
+def test_last_queries_are_planned_as_rows_of_one_query_and_write_nothing(
+    with_items: bool, window: int | None
+) -> None:
+    whole = step_of([1, 1, 3, 40, 300], with_items=with_items, padded_tokens=348)
+    plans, expected = [whole.of_last_queries()], step_of([1] * 5, with_items=with_items)
+    if window is not None:
+        plans = [plans[0].windowed(window), whole.windowed(window).of_last_queries()]
+        expected = expected.windowed(window)
+    has_long_rows = window not in (1, 40)
+    assert bool(expected.num_partials) == (with_items and has_long_rows)
+    for plan in plans:
+        assert_same_but_for_slots(plan, expected)
+        assert plan.slot_mapping_T.dtype == torch.int64
+        assert plan.slot_mapping_T.tolist() == [PADDING_SLOT] * 5
+
+
+def test_last_queries_read_what_decodes_share_each_by_itself() -> None:
+    num_rows, num_shared = MIN_SHARERS + 1, MIN_SHARED_TOKENS // 16
+    shared = list(range(num_shared))
+    tables = [[*shared, num_shared + row] for row in range(num_rows)]
+    context_lens = [MIN_SHARED_TOKENS + 5 + row for row in range(num_rows)]
+    whole = plan_attention(
+        query_lens=[*[1] * (num_rows - 1), 4],
+        context_lens=context_lens,
+        block_tables=tables,
+        block_size=16,
+        device="cpu",
+        num_kv_heads=2,
+    )
+    plan = whole.of_last_queries()
+    assert len(whole.shared_items_Y5)
+    assert (len(plan.shared_items_Y5), len(plan.shared_members_M)) == (0, 0)
+    seen = [torch.zeros(context_len, dtype=torch.int32) for context_len in context_lens]
+    for row, _, _, first_key, end_key, _ in plan.decode_items_W6.tolist():
+        seen[row][first_key:end_key] += 1
+    assert all(bool((counts == 1).all()) for counts in seen)
 
 
 def test_a_dense_table_narrower_than_a_context_is_refused() -> None:

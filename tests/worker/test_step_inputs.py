@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
+from blockyard.kernels.attention_plan import PADDING_SLOT, AttentionPlan, plan_attention
 from blockyard.worker.newest_tokens import NewestTokens
 from blockyard.worker.prompt_scoring import scored_positions
 from blockyard.worker.scheduler import Scheduler
@@ -125,16 +125,51 @@ def test_inputs_kept_over_steps_are_those_from_scratch_in_any_storm(weather: str
     assert not len(device.inputs), "rows of sequences that are over are free again"
 
 
-def make_row(number: int, blocks: list[int], *, end: int, num_tokens: int = 1) -> ScheduledRow:
+def make_row(
+    number: int, blocks: list[int], *, end: int, num_tokens: int = 1, prompt_logprobs: int | None = None
+) -> ScheduledRow:
     sequence = Sequence(
         sequence_id=SequenceId(number),
         tokens=list(range(end)),
         prompt_length=end,
-        sampling=SamplingParams(),
+        sampling=SamplingParams(prompt_logprobs=prompt_logprobs),
         names=[],
         block_table=[BlockId(block) for block in blocks],
     )
     return ScheduledRow(sequence, end - num_tokens, num_tokens, samples=True)
+
+
+DECODES = (make_row(0, [3, 1], end=20), make_row(1, [4], end=9))
+PROMPT = make_row(2, [7], end=5, num_tokens=5)
+
+
+def test_a_step_with_a_prompt_has_a_plan_of_its_wanted_positions_alone() -> None:
+    rows = (*DECODES, make_row(2, [7, 5], end=30, num_tokens=19), make_row(3, [6], end=2, num_tokens=2))
+    inputs = input_rows().prepare(rows, NewestTokens.none())
+    plan = inputs.wanted_plan
+    assert plan is not None
+    assert plan.query_lens == (1, 1, 1, 1)
+    assert plan.context_lens == (20, 9, 30, 2)
+    assert plan.positions_T.tolist() == inputs.plan.positions_T[inputs.wanted_Q].tolist() == [19, 8, 29, 1]
+    assert set(plan.slot_mapping_T.tolist()) == {PADDING_SLOT}
+    assert torch.equal(plan.block_table_RB, inputs.plan.block_table_RB)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_there"),
+    [
+        (DECODES, False),
+        ((*DECODES, make_row(3, [8], end=1)), False),
+        ((PROMPT,), True),
+        ((*DECODES, PROMPT, make_row(3, [8], end=5, num_tokens=5, prompt_logprobs=0)), False),
+        ((*DECODES, make_row(3, [8], end=5, prompt_logprobs=0), PROMPT), True),
+    ],
+    ids=["decodes", "a prompt of one token", "a prompt", "a scored prompt", "one whose scores are over"],
+)
+def test_only_a_step_that_computes_what_nobody_wants_has_a_plan_without_it(
+    rows: tuple[ScheduledRow, ...], is_there: bool
+) -> None:
+    assert (input_rows().prepare(rows, NewestTokens.none()).wanted_plan is not None) == is_there
 
 
 def test_more_sequences_and_longer_tables_than_there_was_room_for() -> None:
