@@ -35,6 +35,8 @@ class EngineSettings:
     backend: str = "auto"
     """A backend's name; `cpu-int8` is the cpu backend with its linears in 8 bits."""
     kv_bytes: int
+    least_blocks: int = 0
+    """Of the pool, where `kv_bytes` holds fewer."""
     kv_cache_dtype: KVCacheDtype = "auto"
     max_model_len: int
     max_num_seqs: int = 256
@@ -63,7 +65,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         block_size=BLOCK_SIZE,
         kv_dtype=stored_dtype(settings.kv_cache_dtype, settings.dtype),
     )
-    num_blocks = settings.kv_bytes // block_bytes
+    num_blocks = max(settings.kv_bytes // block_bytes, settings.least_blocks)
     runner = TorchRunner(
         config=config,
         weights=weights,

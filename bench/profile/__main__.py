@@ -26,10 +26,11 @@ import torch
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.worker.engine import Engine
 
-from bench.engine.build import EngineSettings, build_engine
+from bench.engine.build import BLOCK_SIZE, EngineSettings, build_engine
 from bench.engine.shapes import model_folder
 from bench.engine.workloads import requests_of
 from bench.kernels.timing import measure_machine
+from bench.profile.decoding import blocks_of_decodes, decoding
 from bench.profile.report import MANY, Figures, floors_of, text_of
 from bench.profile.roofline import DecodeStep, limit_seconds
 from bench.profile.scenarios import (
@@ -38,7 +39,6 @@ from bench.profile.scenarios import (
     WARM_STEPS,
     Course,
     Profile,
-    decoding,
     medians,
     prefill_profile,
     profile_steps,
@@ -67,8 +67,8 @@ class Decodes:
 def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
     """One prefill serves all three looks."""
     known = Decodes()
+    num_steps = decode_steps(arguments.steps)
     for running in (1, 32, MANY):
-        num_steps = 2 * arguments.steps + PLANNED_STEPS + 3 * WARM_STEPS
         with decoding(engine, running=running, context=arguments.context, num_steps=num_steps):
             known.plain[running] = profile_steps(engine, Stopwatch(), arguments.steps)
             with watch_scheduler(engine) as seen:
@@ -76,6 +76,11 @@ def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
             with watch_parts(engine) as seen:
                 known.parts[running] = profile_steps(engine, seen, arguments.steps)
     return known
+
+
+def decode_steps(steps: int) -> int:
+    """Of all three looks, of which two take so many steps, those included that warm up."""
+    return 2 * steps + PLANNED_STEPS + 3 * WARM_STEPS
 
 
 def measure(engine: Engine, arguments: argparse.Namespace, vocab_size: int) -> Figures:
@@ -159,7 +164,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of a decoding sequence")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--kv-gib", type=float, default=4.0)
+    parser.add_argument(
+        "--kv-gib", type=float, default=4.0, help=f"of the KV pool; more where {MANY} decodes need more"
+    )
     parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
     parser.add_argument("--name", default="profile", help="of the report")
     parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
@@ -175,6 +182,12 @@ def main() -> None:
                 device=arguments.device,
                 backend=arguments.backend,
                 kv_bytes=int(arguments.kv_gib * GIB),
+                least_blocks=blocks_of_decodes(
+                    running=MANY,
+                    context=arguments.context,
+                    num_steps=decode_steps(arguments.steps),
+                    block_size=BLOCK_SIZE,
+                ),
                 max_model_len=2048 + 64 if arguments.model != "demo" else 2048,
                 threads=arguments.threads,
             )

@@ -1,6 +1,7 @@
-"""What the profile measures: steady decodes, prefill steps, and a whole workload with its names and its collector.
+"""What the profile measures: any steps, prefill steps, and a whole workload with its names and its collector.
 
-Owns how an engine is brought there and which of its functions are parts. Does not own the accounting (stopwatch.py).
+Owns how an engine is brought there and which of its functions are parts. Does not own the accounting (stopwatch.py) nor
+steady decodes (decoding.py).
 """
 
 import gc
@@ -124,19 +125,6 @@ def profile_steps(engine: Engine, watch: Stopwatch, num_steps: int) -> Profile:
         for part, seconds in {**watch.seconds, "step": elapsed}.items():
             profile.setdefault(part, []).append(1000 * seconds)
     return profile
-
-
-@contextmanager
-def decoding(engine: Engine, *, running: int, context: int, num_steps: int) -> Iterator[None]:
-    """So many sequences of so many tokens, each of which gets one more a step, for so many steps at least."""
-    chance = Random(running)
-    requests = [engine.submit(_request(chance, context, num_steps + context)) for _ in range(running)]
-    while engine.scheduler.waiting or engine.scheduler.queued_prefill_tokens:
-        engine.step()
-    yield
-    for request in requests:
-        engine.cancel(request)
-    engine.step()
 
 
 def prefill_profile(engine: Engine, watch: Stopwatch, *, tokens: int, num_steps: int) -> Profile:

@@ -1,7 +1,9 @@
 """The profile: its parts add up to the step, a leaf keeps what is within it, and a real engine is watched from plan to
 delivery."""
 
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,16 @@ import pytest
 from blockyard.worker.engine import Engine
 from safetensors.torch import load_file
 
-from bench.engine.build import EngineSettings, build_engine
+from bench.engine.build import BLOCK_SIZE, EngineSettings, build_engine, engine_request
 from bench.engine.peers.protocol import Request
 from bench.engine.shapes import DEMO, model_folder
 from bench.kernels.timing import Machine
+from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
 from bench.profile.report import floors_of
 from bench.profile.roofline import DecodeStep, limit_seconds, used_weights
 from bench.profile.scenarios import (
     PLAN,
     PREPARE,
-    decoding,
     medians,
     prefill_profile,
     profile_steps,
@@ -109,6 +111,89 @@ def test_planning_and_preparing_are_measured_whole(engine: Engine) -> None:
     assert "commit" not in profile
 
 
+FULL_HOUSE, CONTEXT, PROMISED_STEPS = 8, 70, 40
+
+
+@pytest.fixture(scope="module")
+def full_engine() -> Engine:
+    """Its pool holds FULL_HOUSE sequences to the end of PROMISED_STEPS, and no block besides. A step computes less than
+    a prompt."""
+    needed = blocks_of_decodes(
+        running=FULL_HOUSE, context=CONTEXT, num_steps=PROMISED_STEPS, block_size=BLOCK_SIZE
+    )
+    model = model_folder("demo", "float32", Path(), with_weights=True)
+    settings = EngineSettings(
+        model=str(model),
+        dtype="float32",
+        device="cpu",
+        kv_bytes=0,
+        least_blocks=needed,
+        max_model_len=512,
+        max_num_seqs=2 * FULL_HOUSE,
+        max_num_batched_tokens=4 * FULL_HOUSE,
+    )
+    return build_engine(settings)
+
+
+def decode(engine: Engine, num_steps: int, *, running: int = FULL_HOUSE, beside: int = 0) -> list[int]:
+    """How many tokens came of each step; `beside` is the prompt of an urgent request that comes meanwhile."""
+    with decoding(engine, running=running, context=CONTEXT, num_steps=PROMISED_STEPS):
+        if beside:
+            engine.submit(replace(engine_request(list(range(10, 10 + beside)), 100), priority=-9))
+        return [len(engine.step().outputs) for _ in range(num_steps)]
+
+
+def test_all_sequences_decode_in_each_step_in_a_pool_that_just_holds_them(full_engine: Engine) -> None:
+    assert decode(full_engine, PROMISED_STEPS) == [FULL_HOUSE] * PROMISED_STEPS
+    assert not full_engine.has_work
+
+
+def test_decodes_begin_at_about_one_length_however_slow_prompts_are(
+    full_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full_engine.scheduler, "prefill_tokens_beside_decodes", 1)
+    with decoding(full_engine, running=FULL_HOUSE, context=CONTEXT, num_steps=PROMISED_STEPS):
+        lengths = [len(sequence.tokens) for sequence in full_engine.scheduler.running]
+        assert full_engine.scheduler.prefill_tokens_beside_decodes == 1
+    assert len(lengths) == FULL_HOUSE
+    assert CONTEXT < min(lengths) <= max(lengths) <= CONTEXT + 3
+
+
+def test_decodes_that_the_pool_does_not_hold_to_their_end_are_refused(full_engine: Engine) -> None:
+    missing = re.escape(f"{8 * full_engine.bytes_per_block / 2**20:.1f} MiB more")
+    with pytest.raises(ValueError, match=rf"9 sequences of 70 tokens take 72 blocks .* it has 64: {missing}"):
+        decode(full_engine, PROMISED_STEPS, running=FULL_HOUSE + 1)
+    assert not full_engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("running", "context", "message"),
+    [(257, 20, "257 sequences are to run, 256 are"), (3, 490, "of 515 tokens by the end, 512 fit")],
+)
+def test_decodes_that_the_engine_has_no_room_for_are_refused(
+    engine: Engine, running: int, context: int, message: str
+) -> None:
+    with (
+        pytest.raises(ValueError, match=message),
+        decoding(engine, running=running, context=context, num_steps=9),
+    ):
+        pass
+
+
+def test_sequences_that_end_before_the_last_step_are_told(full_engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match=r"0 of 8 sequences ran .*: 0 had too few .*, 8 have ended"):
+        decode(full_engine, PROMISED_STEPS + START_STEPS)
+    assert not full_engine.has_work
+
+
+def test_sequences_that_are_preempted_while_others_decode_are_told(full_engine: Engine) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"of 8 sequences ran in each of 40 steps.*: [1-8] had too few .*, 0 have ended"
+    ):
+        decode(full_engine, PROMISED_STEPS, beside=240)
+    assert not full_engine.has_work
+
+
 def test_each_profiled_prefill_is_of_a_prompt_that_nobody_has_cached(engine: Engine) -> None:
     before = engine.load().cached_tokens
     with watch_parts(engine) as watch:
@@ -119,9 +204,10 @@ def test_each_profiled_prefill_is_of_a_prompt_that_nobody_has_cached(engine: Eng
 
 def test_a_whole_workload_finds_nothing_cached_and_counts_what_names_cost(engine: Engine) -> None:
     requests = [Request(0.0, list(range(10, 60)), 3), Request(0.0, list(range(60, 130)), 5)]
+    before = engine.load().cached_tokens
     with watch_parts(engine) as watch:
         courses = [whole_workload(engine, watch, requests) for _ in range(2)]
-    assert engine.load().cached_tokens == 0
+    assert engine.load().cached_tokens == before
     for course in courses:
         assert 0 < course.naming_seconds + course.look_up_seconds < course.seconds
         assert course.share_of_names < 1
