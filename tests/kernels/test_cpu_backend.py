@@ -5,16 +5,13 @@ The tests of all backends (attention, windows, cache, elementwise) run on them t
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from blockyard.kernels import reference
-from blockyard.kernels.attention_plan import plan_attention
 from blockyard.kernels.backend import Backend, HeadNorms
-from blockyard.kernels.cpu_backend import MAX_HEAD_DIM, CpuBackend, from_native, has_native_layout, to_native
-from blockyard.kernels.kv_pool import numbers_of, pool_shape, scales_of
+from blockyard.kernels.cpu_backend import MAX_HEAD_DIM, from_native, has_native_layout, to_native
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -260,69 +257,3 @@ def test_tokens_that_are_impossible_are_not_the_likeliest(cpu_backend: Backend, 
     tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
     assert tokens_S[0] == 37
     assert not is_finite_S.any()
-
-
-@PROPERTY
-@given(
-    shared_blocks=st.lists(st.integers(0, 9), min_size=2, max_size=12),
-    own_tokens=st.lists(st.integers(1, 90), min_size=12, max_size=12),
-    has_prompt=st.booleans(),
-    block_size=st.sampled_from([16, 32, 128]),
-    group=st.sampled_from([1, 4, 5]),
-    dtype=st.sampled_from(DTYPES),
-    kv_dtype=st.sampled_from([None, torch.int8]),
-    window=st.sampled_from([None, None, 70]),
-)
-def test_rows_that_begin_in_the_same_blocks_get_the_bits_of_rows_alone(
-    cpu_backend: Backend,
-    shared_blocks: list[int],
-    own_tokens: list[int],
-    has_prompt: bool,
-    block_size: int,
-    group: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-    window: int | None,
-) -> None:
-    """Two groups, of rows that share more or less with the first of them; other rows between."""
-    num_kv_heads, head_dim = 2, 32
-    tables, contexts, blocks = [], [], iter(range(100, 1000))
-    for row, (shared, own) in enumerate(zip(shared_blocks, own_tokens, strict=False)):
-        num_own = -(-own // block_size)
-        tables.append([*range(row % 2 * 50, row % 2 * 50 + shared), *islice(blocks, num_own)])
-        contexts.append(shared * block_size + own)
-    query_lens = [1] * len(tables)
-    if has_prompt:
-        tables.append([*range(5), *islice(blocks, 2)])
-        contexts.append(5 * block_size + block_size + 3)
-        query_lens.append(7)
-    if kv_dtype is None:
-        pool_B2KPD = torch.randn(next(blocks), 2, num_kv_heads, block_size, head_dim).to(dtype)
-    else:
-        shape = pool_shape(next(blocks), num_kv_heads, block_size, head_dim, kv_dtype)
-        pool_B2KPD = torch.zeros(shape, dtype=kv_dtype)
-        numbers_of(pool_B2KPD).random_(-127, 128)
-        scales_of(pool_B2KPD).uniform_(0.005, 0.02)
-    q_TND = torch.randn(sum(query_lens), num_kv_heads * group, head_dim).to(dtype)
-
-    def attend(rows: range, q_TND: torch.Tensor) -> torch.Tensor:
-        plan = plan_attention(
-            query_lens=[query_lens[row] for row in rows],
-            context_lens=[contexts[row] for row in rows],
-            block_tables=[tables[row] for row in rows],
-            block_size=block_size,
-            device="cpu",
-            num_kv_heads=num_kv_heads,
-        )
-        plan = plan if window is None else plan.windowed(window)
-        out_TND = torch.full_like(q_TND, float("nan"))
-        backend.attention(q_TND, pool_B2KPD, plan, scale=0.2, out_TND=out_TND)
-        return out_TND
-
-    backend = CpuBackend(cast(CpuBackend, cpu_backend)._library)
-    together = attend(range(len(tables)), q_TND)
-    token = 0
-    for row, query_len in enumerate(query_lens):
-        alone = attend(range(row, row + 1), q_TND[token : token + query_len])
-        assert torch.equal(together[token : token + query_len], alone)
-        token += query_len
