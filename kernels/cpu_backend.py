@@ -1,5 +1,5 @@
-"""The fast backend for CPUs: attention, rotary embedding with the KV write, norms, SiLU-mul and linears in C++
-(`native/`).
+"""The fast backend for CPUs: embedding, attention, rotary embedding with the KV write, norms, SiLU-mul, linears and the
+likeliest token in C++ (`native/`).
 
 Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears that
 `can_lay_out` refuses, block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
@@ -66,7 +66,7 @@ class CpuBackend(TorchBackend):
         """
         library, plans = self._library, self._plans
         recording = self._library = RecordingLibrary(library)
-        checks = self._plans = PlanChecks()
+        checks = self._plans = PlanChecks.keeping()
         try:
             with Allocations(arena):
                 result = compute()

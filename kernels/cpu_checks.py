@@ -6,6 +6,8 @@ may be switched off. What is the same for all layers is looked at once a plan.
 Shapes: as in `cpu_backend`.
 """
 
+from typing import Self
+
 import numpy as np
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
@@ -18,6 +20,7 @@ class PlanChecks:
 
     def __init__(self) -> None:
         self._sound: dict[int | None, tuple[AttentionPlan, int, int | None]] = {}
+        self._seen: list[tuple[AttentionPlan, int, int | None]] | None = None
 
     def check(self, plan: AttentionPlan, num_blocks: int, num_positions: int | None = None) -> None:
         """For a pool of so many blocks, and a rotary table of so many positions if any is read."""
@@ -26,10 +29,19 @@ class PlanChecks:
             return
         _check_indices(plan, num_blocks, num_positions)
         self._sound[plan.window] = (plan, num_blocks, num_positions)
+        if self._seen is not None:
+            self._seen.append(self._sound[plan.window])
+
+    @classmethod
+    def keeping(cls) -> Self:
+        """One that can `check_again`."""
+        checks = cls()
+        checks._seen = []
+        return checks
 
     def check_again(self) -> None:
-        """The last plans: their tensors may hold another step."""
-        for plan, num_blocks, num_positions in self._sound.values():
+        """All that was ever checked: the tensors may hold another step."""
+        for plan, num_blocks, num_positions in self._seen or ():
             _check_indices(plan, num_blocks, num_positions)
 
 

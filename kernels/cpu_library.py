@@ -86,19 +86,35 @@ class Call(ctypes.Structure):
     _fields_: ClassVar[Any] = [("function", _Address), ("is_bf16", _Int), ("work", _Address)]
 
 
+FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
+    "attend": ("by_attend", Attention),
+    "place": ("by_place", Placement),
+    "normalise": ("by_norm", Norm),
+    "silu_mul": ("by_silu_mul", SiluMul),
+    "likeliest": ("by_likeliest", Likeliest),
+    "linear": ("by_linear", Linear),
+    "int8_linear": ("by_int8_linear", Linear),
+    "gather": ("by_gather", Gather),
+}
+"""Of the library, by their names here, and what each works on."""
+
+
 class CpuLibrary:
     """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its work."""
 
+    attend: Callable[..., None]
+    place: Callable[..., None]
+    normalise: Callable[..., None]
+    silu_mul: Callable[..., None]
+    likeliest: Callable[..., None]
+    linear: Callable[..., None]
+    int8_linear: Callable[..., None]
+    gather: Callable[..., None]
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self.loaded = library
-        self.attend = _function(library, "by_attend", ctypes.POINTER(Attention))
-        self.place = _function(library, "by_place", ctypes.POINTER(Placement))
-        self.normalise = _function(library, "by_norm", ctypes.POINTER(Norm))
-        self.silu_mul = _function(library, "by_silu_mul", ctypes.POINTER(SiluMul))
-        self.linear = _function(library, "by_linear", ctypes.POINTER(Linear))
-        self.int8_linear = _function(library, "by_int8_linear", ctypes.POINTER(Linear))
-        self.likeliest = _function(library, "by_likeliest", ctypes.POINTER(Likeliest))
-        self.gather = _function(library, "by_gather", ctypes.POINTER(Gather))
+        for name, (function, work) in FUNCTIONS.items():
+            setattr(self, name, _function(library, function, ctypes.POINTER(work)))
         self.has_int8 = bool(library.by_has_int8())
         self._has_linear = library.by_has_linear
 

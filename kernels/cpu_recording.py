@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from blockyard.kernels.cpu_library import Call, CpuLibrary
+from blockyard.kernels.cpu_library import FUNCTIONS, Call, CpuLibrary
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -52,13 +52,8 @@ class RecordingLibrary(CpuLibrary):
     def __init__(self, library: CpuLibrary) -> None:
         super().__init__(library.loaded)
         self.calls: list[tuple[int, bool, ctypes.Structure]] = []
-        self.attend = self._noting(self.attend)
-        self.place = self._noting(self.place)
-        self.normalise = self._noting(self.normalise)
-        self.silu_mul = self._noting(self.silu_mul)
-        self.linear = self._noting(self.linear)
-        self.int8_linear = self._noting(self.int8_linear)
-        self.gather = self._noting(self.gather)
+        for name in FUNCTIONS:
+            setattr(self, name, self._noting(getattr(self, name)))
 
     def _noting(self, function: Callable[..., None]) -> Callable[..., None]:
         address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
@@ -90,8 +85,14 @@ class Allocations(TorchDispatchMode):
             return self._arena.empty(args[1], dtype or args[0].dtype)
         if func is _EMPTY_LIKE:
             return self._arena.empty(args[0].shape, dtype or args[0].dtype)
-        if func.is_view:
-            return func(*args, **kwargs)
+        # By its schema reshape is a view even where it copies.
+        result = func(*args, **kwargs) if func.is_view else None
+        results = result if isinstance(result, list | tuple) else [result]
+        memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if all(
+            isinstance(part, torch.Tensor) and part.untyped_storage().data_ptr() in memory for part in results
+        ):
+            return result
         raise NotRecordable(f"{func} is PyTorch's")
 
 
@@ -100,9 +101,8 @@ class RecordedCalls:
 
     def __init__(self, library: RecordingLibrary, arena: Arena, result: torch.Tensor) -> None:
         self.result = result
-        self._library = library
+        self._library = library  # with its calls: `_calls` points to their works
         self._arena = arena
-        self._works = [work for _, _, work in library.calls]  # they are where `_calls` points to
         self._calls = (Call * len(library.calls))(
             *(
                 Call(function=address, is_bf16=is_bf16, work=ctypes.addressof(work))

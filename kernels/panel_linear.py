@@ -53,7 +53,7 @@ def panel_linear(
         and groups.shape[1] * together == x_TI.shape[1]
         and groups.dtype == x_TI.dtype
         and groups.untyped_storage().nbytes()
-        >= _in_panels(groups.shape[0]) * groups.stride(0) * groups.itemsize,
+        >= (groups.storage_offset() + _in_panels(groups.shape[0]) * groups.stride(0)) * groups.itemsize,
         "a weight {} in {} for {} inputs in {}",
         groups.shape,
         groups.dtype,

@@ -85,8 +85,8 @@ class EngineConfig:
     """Start each step while the one before it is computed, so that a device never waits for the host. auto: where the
     device computes by itself, a GPU; on a CPU it only delays each token by a step."""
     enforce_eager: bool = False
-    """On a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: no capture at the start, slower
-    steps."""
+    """Launch decode steps kernel by kernel instead of as one graph (of CUDA's on a GPU, of recorded calls on a CPU): no
+    capture, slower steps."""
     deterministic: bool = False
     """fp32 with fixed tiles: a request's tokens do not depend on what else runs."""
     simulated_prefill_tokens_per_second: float = 20_000.0

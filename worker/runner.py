@@ -134,6 +134,7 @@ class TorchRunner:
         """Of all layers, layer after layer; `kv_pools` are its parts."""
         self.kv_pools: list[torch.Tensor] = []
         self.host_blocks: HostBlocks | None = None
+        self._graphs: DecodeGraphs | None = None
         self.allocate_pools(num_blocks, num_host_slots)
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
@@ -144,7 +145,6 @@ class TorchRunner:
             device=self.device,
             with_items=backend.reads_items,
         )
-        self._graphs: DecodeGraphs | None = None
         self.replays_graphs = True
         """Where they were captured. May change between steps."""
         self._newest = NewestTokens.none()
@@ -153,6 +153,7 @@ class TorchRunner:
 
     def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
         """Instead of those there are, whose blocks are gone. Before any graph is captured."""
+        assert self._graphs is None, "a graph writes where the old pools are"
         self.kv_pools.clear()
         self.host_blocks, self._blocks_N2KPD = None, torch.empty(0)
         config, stored = self.config, self._stored_dtype

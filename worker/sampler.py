@@ -101,11 +101,13 @@ class Sampler:
         """
         batch = self.state.gather(rows, in_flight)
         edited_SV = self._edited(logits_SV, rows, batch, apply_masks)
-        likeliest_S, finite_S = self._likeliest(logits_SV)
-        usable_S = finite_S
-        if edited_SV is not logits_SV:
-            usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
+        if edited_SV is logits_SV:
+            likeliest_S, finite_S = self._likeliest(logits_SV)
+            usable_S = finite_S
+        else:
             likeliest_S, _ = self._likeliest(edited_SV)
+            finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
+            usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
         tokens_SN = _choose(edited_SV, likeliest_S, batch)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
         tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)

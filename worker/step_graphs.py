@@ -162,7 +162,7 @@ class DecodeGraphs:
     ) -> None:
         """The pools must stay where they are."""
         self._decoder = decoder
-        self._kv_pools = kv_pools
+        self._kv_pools = tuple(kv_pools)
         self._static = static
         self._sizes = sizes
         self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)

@@ -67,12 +67,15 @@ class InputRows:
         )
         num_scored = _num_scored(rows)
         wanted_Q, last_R = wanted_positions(query_R, num_scored)
-        has_unwanted = len(wanted_Q) < plan.num_query_tokens
+        # A prefix that many decodes read once is worth more than a layer of prompts.
+        has_narrow = (
+            len(wanted_Q) < plan.num_query_tokens and not num_scored and not len(plan.shared_items_Y5)
+        )
         return StepInputs(
             tokens_T=self._tokens(rows, newest),
             plan=plan,
             wanted_Q=upload(wanted_Q, self._device),
-            wanted_plan=plan.of_last_queries() if has_unwanted and not num_scored else None,
+            wanted_plan=plan.of_last_queries() if has_narrow else None,
             last_R=tuple(last_R.tolist()),
             num_scored=num_scored,
         )

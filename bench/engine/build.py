@@ -46,8 +46,8 @@ class EngineSettings:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Warm: kernels are compiled and rates measured; on a GPU with graphs and steps that overlap, as a worker has it. A
-    folder without weights gets random ones."""
+    """Warm: kernels are compiled and rates measured; with graphs, and on a GPU with steps that overlap, as a worker has
+    it. A folder without weights gets random ones."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     folder, device, dtype = Path(settings.model), torch.device(settings.device), DTYPES[settings.dtype]

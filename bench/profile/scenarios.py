@@ -25,6 +25,7 @@ from bench.profile.stopwatch import Stopwatch
 NAMING, LOOK_UP = "name blocks", "look names up"
 PLAN, PREPARE = "plan", "prepare"
 OPERATIONS = (
+    "embed",
     "attention",
     "write_kv",
     "place_heads",

@@ -1,10 +1,11 @@
 // Linear layers on packed weights in fp32 or bf16, for AVX-512: sums in fp32, in one order whatever the batch.
 //
 // A weight is [O / 16, I, 16] in fp32, and [O / 16, I / 2, 16, 2] in bf16. Four groups of 16 outputs are a panel, read as
-// four streams: that is what the CPU fetches ahead best. The last panel is whole in memory, whatever of it is wanted. Where rows make several tiles, a piece of the panel, 128 inputs
-// deep, stays in the first cache while all of them pass over it, and each tile fetches its share of the next piece: so
-// the weight streams from memory while the rows compute. Of bf16 an instruction widens 16 numbers, the even inputs by a
-// shift, the odd ones by a mask; rows are widened once a call.
+// four streams: that is what the CPU fetches ahead best. The last panel is whole in memory, whatever of it is wanted.
+// Where rows make several tiles, a piece of the panel, 128 inputs deep, stays in the first cache while all of them pass
+// over it, and each tile fetches its share of the next piece: so the weight streams from memory while the rows compute.
+// Of bf16 an instruction widens 16 numbers, the even inputs by a shift, the odd ones by a mask; rows are widened once a
+// call.
 //
 // T tokens, I input size, O output size.
 

@@ -1,5 +1,6 @@
 """C++ kernels recorded and called again: over what their tensors hold by then, and nothing of PyTorch's."""
 
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
@@ -10,6 +11,13 @@ from blockyard.kernels.cpu_backend import CpuBackend
 from blockyard.kernels.cpu_recording import Arena, NotRecordable
 
 EPS = 1e-6
+
+
+@pytest.fixture(autouse=True, params=["inference", "gradients"])
+def mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """PyTorch dispatches otherwise where nothing can have a gradient, as in a runner."""
+    with torch.inference_mode(request.param == "inference"):
+        yield
 
 
 @pytest.fixture
@@ -93,6 +101,45 @@ def test_what_pytorch_computes_ends_the_recording_and_nothing_else(backend: CpuB
         backend.record(lambda: backend.embed(torch.zeros(4, 8).half(), torch.tensor([1])), Arena())
     assert with_a_sum().isfinite().all()
     assert backend.record(lambda: x_TH.view(-1), Arena()).replay().data_ptr() == x_TH.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [lambda x: x.t().reshape(-1), lambda x: x.t().contiguous(), lambda x: x.to(torch.float64), torch.clone],
+)
+def test_a_copy_is_no_view(backend: CpuBackend, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x_TH = torch.randn(3, 64)
+    with pytest.raises(NotRecordable):
+        backend.record(lambda: copy(x_TH), Arena())
+    for view in (lambda: x_TH.reshape(-1), lambda: x_TH.contiguous(), lambda: x_TH.flatten(0)):
+        assert backend.record(view, Arena()).replay().data_ptr() == x_TH.data_ptr()
+
+
+def test_every_plan_of_a_recording_is_looked_at_again(backend: CpuBackend) -> None:
+    plans = [
+        plan_attention(
+            query_lens=[1],
+            context_lens=[3],
+            block_tables=[[block]],
+            block_size=16,
+            device="cpu",
+            num_kv_heads=1,
+        )
+        for block in (0, 1)
+    ]
+    pool_B2KPD, k_TKD = torch.zeros(2, 2, 1, 16, 16), torch.randn(1, 1, 16)
+
+    def write_both() -> torch.Tensor:
+        for plan in plans:
+            backend.write_kv(k_TKD, k_TKD, pool_B2KPD, plan)
+        return k_TKD.view(-1)
+
+    recorded = backend.record(write_both, Arena())
+    for plan in plans:
+        plan.slot_mapping_T.fill_(32)
+        with pytest.raises(ValueError, match="a slot beyond"):
+            recorded.replay()
+        plan.slot_mapping_T.fill_(0)
 
 
 def test_a_replay_refuses_a_plan_that_has_come_to_point_elsewhere(backend: CpuBackend) -> None:

@@ -107,6 +107,7 @@ def test_what_does_not_fit_is_refused(panels: CpuBackend) -> None:
         (half, torch.zeros(3, 255, dtype=torch.bfloat16), None, "for 255 inputs"),
         (half, torch.zeros(3, 257, dtype=torch.bfloat16), None, "for 257 inputs"),
         (lay_out(torch.zeros(80, 256)).clone(), torch.zeros(3, 256), None, "a weight"),
+        (lay_out(torch.zeros(64, 256))[1:], torch.zeros(3, 256), None, "a weight"),
         (lay_out(torch.zeros(128, 512))[:, :256], torch.zeros(3, 256), None, "in pieces"),
         (weight.half(), torch.zeros(3, 256, dtype=torch.float16), None, "a weight"),
         (weight, torch.zeros(256, 3).t(), None, "not in rows"),

@@ -1,8 +1,10 @@
 """The sampler as one call, for rows described by their parameters, and the chi-square test of what it draws."""
 
+import functools
 from typing import NamedTuple
 
 import torch
+from blockyard.kernels.backend import Backend, choose_backend
 from blockyard.worker.sampler import Sampler
 from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId, StepTokens
 
@@ -36,8 +38,19 @@ def make_row(
     return ScheduledRow(sequence=sequence, start=draw.position - 1, num_tokens=1, samples=True)
 
 
+@functools.cache
+def backend(device: torch.device) -> Backend:
+    """The one that serves there: on most CPUs it finds the likeliest token itself."""
+    return choose_backend(device)
+
+
 def sample_rows(logits_SV: torch.Tensor, rows: list[ScheduledRow]) -> StepTokens:
-    return Sampler(logits_SV.shape[1], logits_SV.device).sample(logits_SV, rows, in_flight={})
+    """The same by PyTorch alone and with the backend's own search."""
+    device = logits_SV.device
+    sampled = Sampler(logits_SV.shape[1], device).sample(logits_SV, rows, in_flight={})
+    sampler = Sampler(logits_SV.shape[1], device, backend(device).likeliest)
+    assert sampler.sample(logits_SV, rows, in_flight={}) == sampled
+    return sampled
 
 
 def sample(logits_SV: torch.Tensor, draws: list[Draw]) -> list[int]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.cpu_backend import CpuBackend
+from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
+from blockyard.worker.loading import load_engine
 from blockyard.worker.runner import TorchRunner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import FAILED_TOKEN
@@ -24,9 +26,12 @@ def make_runner(
     architecture: str = "Qwen3ForCausalLM", *, records: bool = True, **settings: Any
 ) -> TorchRunner:
     checkpoint = shared_checkpoint(architecture)
-    runner = TorchRunner.create(
-        checkpoint, device=CPU, num_blocks=24, block_size=16, **({"dtype": "float32"} | settings)
-    )
+    try:
+        runner = TorchRunner.create(
+            checkpoint, device=CPU, num_blocks=24, block_size=16, **({"dtype": "float32"} | settings)
+        )
+    except ValueError as error:
+        pytest.skip(str(error))
     if runner.backend.name != "cpu":
         pytest.skip("no C++ kernels here")
     runner.warm_up()
@@ -151,3 +156,15 @@ def test_there_is_a_size_for_every_small_batch_and_none_for_a_large_one() -> Non
     few = sizes_for(backend, CPU, 3)
     assert few is not None
     assert few.rows == (1, 2, 3)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_worker_records_unless_it_is_told_not_to(enforce_eager: bool) -> None:
+    make_runner()  # where it can be recorded at all
+    checkpoint = shared_checkpoint("Qwen3ForCausalLM")
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", kv_cache_memory=1 << 22, enforce_eager=enforce_eager
+    )
+    runner = load_engine(config).runner
+    assert isinstance(runner, TorchRunner)
+    assert (runner._graphs is None) == enforce_eager
