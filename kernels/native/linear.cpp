@@ -160,7 +160,8 @@ static void linear(Linear l, int threads) {
         }
         static thread_local std::vector<float> sums;
         sums.resize(std::max<size_t>(sums.size(), l.num_rows * PANEL));
-#pragma omp for schedule(static)
+        // A thread whose core is taken for a while, by another program or another machine, leaves panels to the others.
+#pragma omp for schedule(dynamic, 1)
         for (int64_t output = 0; output < l.num_outputs; output += PANEL) {
             const int64_t wanted = std::min<int64_t>(PANEL, l.num_outputs - output);
             for (int64_t row = 0; row < l.num_rows; row++)
