@@ -17,7 +17,7 @@ items, X prefill items, Y shared items, M their members, D decode rows, S partia
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -93,12 +93,7 @@ class AttentionPlan:
         return replace(
             self,
             window=window,
-            num_partials=int(items["partials"][-1]),
-            decode_items_W6=tensors["decode"],
-            prefill_items_X6=tensors["prefill"],
-            shared_items_Y5=tensors["shared"],
-            shared_members_M=tensors["members"],
-            partial_starts_D1=tensors["partials"],
+            **_of_items(items, tensors),
         )
 
     def of_last_queries(self) -> Self:
@@ -118,16 +113,11 @@ class AttentionPlan:
         return replace(
             self,
             num_decodes=self.num_rows,
-            num_partials=int(items["partials"][-1]),
             query_lens=(1,) * self.num_rows,
             query_starts_R1=tensors["starts"],
             slot_mapping_T=tensors["slots"],
             positions_T=tensors["positions"],
-            decode_items_W6=tensors["decode"],
-            prefill_items_X6=tensors["prefill"],
-            shared_items_Y5=tensors["shared"],
-            shared_members_M=tensors["members"],
-            partial_starts_D1=tensors["partials"],
+            **_of_items(items, tensors),
         )
 
     def _items(self, query_R: Int64Array, window: int | None) -> Mapping[str, Int32Array]:
@@ -219,7 +209,6 @@ def plan_rows(
         window=None,
         has_items=with_items,
         num_decodes=num_decodes,
-        num_partials=int(items["partials"][-1]),
         query_lens=tuple(query_R.tolist()),
         context_lens=tuple(context_R.tolist()),
         query_starts_R1=tensors["starts"],
@@ -227,12 +216,20 @@ def plan_rows(
         block_table_RB=tensors["table"],
         slot_mapping_T=tensors["slots"],
         positions_T=tensors["positions"],
-        decode_items_W6=tensors["decode"],
-        prefill_items_X6=tensors["prefill"],
-        shared_items_Y5=tensors["shared"],
-        shared_members_M=tensors["members"],
-        partial_starts_D1=tensors["partials"],
+        **_of_items(items, tensors),
     )
+
+
+def _of_items(items: Mapping[str, Int32Array], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The fields of a plan that say how its work is cut."""
+    return {
+        "num_partials": int(items["partials"][-1]),
+        "decode_items_W6": tensors["decode"],
+        "prefill_items_X6": tensors["prefill"],
+        "shared_items_Y5": tensors["shared"],
+        "shared_members_M": tensors["members"],
+        "partial_starts_D1": tensors["partials"],
+    }
 
 
 def _check_tables(context_R: Int64Array, block_tables: Sequence[Sequence[int]], block_size: int) -> None:

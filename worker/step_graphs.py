@@ -29,7 +29,7 @@ GRAPH_BYTES = 8 << 20
 _STEPS_OF_LADDER = ((256, 8), (512, 16))
 """Up to so many rows in steps of so many; beyond them of 32."""
 MAX_CPU_ROWS = 64
-"""Beyond it a step computes for so long that Python between its kernels is nothing."""
+"""Beyond it a step computes for so long that Python between its kernels is little beside it."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Advice about pages changes where memory lies, never what is in it."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,20 @@ def is_advised(address: int) -> bool:
     raise LookupError(hex(address))
 
 
+def huge_kib() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+
+def are_at_hand(num_bytes: int) -> bool:
+    """Whether the system gives them right now, to whoever asks: here the test itself."""
+    before = huge_kib()
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[::4096] = bytes(num_bytes // 4096)
+        return huge_kib() - before >= num_bytes * 3 // 4 >> 10
+
+
 @pytest.fixture
 def are_given() -> None:
     if not SETTING.exists():
@@ -38,7 +53,10 @@ def test_memory_to_come_is_asked_for_in_huge_pages(are_given: None) -> None:
     assert not is_advised(middle)
     advise_empty(tensor)
     assert is_advised(middle)
+    before, some_are_at_hand = huge_kib(), are_at_hand(tensor.nbytes)
     assert not tensor.zero_().any()
+    if some_are_at_hand:
+        assert huge_kib() - before >= 16 << 10
 
 
 @pytest.mark.skipif(not can_pack(), reason="this PyTorch packs no weights")
@@ -46,7 +64,10 @@ def test_a_packed_weight_computes_as_before(are_given: None) -> None:
     weight_OI, x_TI = torch.randn(4096, 2048), torch.randn(3, 2048)
     packed = pack(weight_OI)
     expected = packed_linear(x_TI, packed, None)
+    before, some_are_at_hand = huge_kib(), are_at_hand(weight_OI.nbytes)
     collapse_packed(packed)
+    if some_are_at_hand:
+        assert huge_kib() - before >= 8 << 10
     assert is_advised(torch.ops.mkldnn.data_ptr(packed) + weight_OI.nbytes // 2)
     assert torch.equal(packed_linear(x_TI, packed, None), expected)
 

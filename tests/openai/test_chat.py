@@ -190,9 +190,12 @@ async def test_a_worker_that_dies_within_a_stream_costs_no_token_and_doubles_non
     deaths = iter([Script(die_after=10)])
     workers = [worker_of_model(worker_id, script=lambda submit: next(deaths, Script())) for worker_id in "ab"]
     async with gateway.router.workers(*workers), gateway.client() as client:
-        stream = await client.chat.completions.create(
-            model="demo", messages=HELLO, max_tokens=60, seed=3, stream=True
-        )
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert text == expected_text(3, 60)
-    assert [len(worker.submits) for worker in workers] == [1, 1]
+        for seed in range(4):
+            stream = await client.chat.completions.create(
+                model="demo", messages=HELLO, max_tokens=60, seed=seed, stream=True
+            )
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == expected_text(seed, 60)
+            if seed == 0:
+                assert [len(worker.submits) for worker in workers] == [1, 1], "nobody died"
+    assert sum(len(worker.submits) for worker in workers) == 5
