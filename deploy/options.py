@@ -55,7 +55,7 @@ ENGINE_HELP = {
     "mixed_step_seconds": "The longest pause between two tokens of a running sequence that a long prompt beside it "
     "should cause, in seconds. 0: no limit beside --max-num-batched-tokens.",
     "cpu_linears": "On a CPU, `int8` computes linears with weights and activations in 8 bits: faster, about 1 % of "
-    "error in each. Needs AVX-512 VNNI.",
+    "error in each. Needs AVX-512 VNNI or AVX2.",
     "overlap_steps": "Start each step while the one before it is computed, so that a GPU never waits for the host. "
     "`auto`: on a GPU; on a CPU it only delays each token by a step.",
     "enforce_eager": "Launch decode steps kernel by kernel instead of as one graph (of CUDA's on a GPU, of recorded "

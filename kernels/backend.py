@@ -235,6 +235,6 @@ def _build_for_cpu(*, is_wanted: bool, linears: LinearsName) -> tuple[Backend, s
             raise ValueError(f"the cpu backend cannot be had: {error}") from error
         return TorchBackend(), f"slower than it could be, because {error}"
     if linears == "int8" and not library.has_int8:
-        raise ValueError("linears in int8 need a CPU with AVX-512 VNNI; this one has none")
+        raise ValueError("linears in int8 need a CPU with AVX-512 VNNI or AVX2; this one has neither")
     reason = "asked for" if is_wanted else "no CUDA here"
     return CpuBackend(library, linears=linears), reason if linears == "full" else f"{reason}, linears in int8"

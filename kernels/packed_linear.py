@@ -18,13 +18,8 @@ _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
-    """A packed copy; the weight itself where packing gains nothing. Only where `can_pack`."""
-    if (
-        weight_OI.device.type == "cpu"
-        and weight_OI.dtype in _PACKED_DTYPES
-        and weight_OI.numel() >= MIN_PACKED_NUMEL
-        and weight_OI.is_contiguous()
-    ):
+    """A packed copy; the weight itself where packing gains nothing. Only for a data type that `can_pack`."""
+    if weight_OI.device.type == "cpu" and weight_OI.numel() >= MIN_PACKED_NUMEL and weight_OI.is_contiguous():
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach())
         return packed
     return weight_OI
@@ -40,9 +35,12 @@ def packed_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Ten
     return result
 
 
-def can_pack() -> bool:
-    """The operations are private to PyTorch: try them on a small weight rather than trust a version."""
-    weight_OI = torch.eye(64)
+def can_pack(dtype: torch.dtype) -> bool:
+    """The operations are private to PyTorch, and those for bf16 want more of a CPU than F.linear does: try them on a
+    small weight rather than trust a version."""
+    if dtype not in _PACKED_DTYPES:
+        return False
+    weight_OI = torch.eye(64, dtype=dtype)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
         result = torch.ops.mkldnn._linear_pointwise(weight_OI, packed, None, "none", [], "")

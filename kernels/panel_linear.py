@@ -1,4 +1,5 @@
-"""Linear layers in fp32 or bf16 on a CPU with AVX-512: how a weight is laid out, and the call into `native/linear.cpp`.
+"""Linear layers in fp32 or bf16 on a CPU with AVX-512 or AVX2: how a weight is laid out, and the call into
+`native/linear.cpp`.
 
 A token's result is the same whatever else is in the step: its products are added in one order, 128 inputs by themselves
 and then those sums, which keeps rounding small. Must never import triton.
@@ -47,7 +48,7 @@ def panel_linear(
 ) -> torch.Tensor:
     """x @ weight^T + bias, for a weight from `lay_out`."""
     together = _inputs_together(groups)
-    need(library.has_linear(is_bf16=False), "a weight laid out for AVX-512, which this CPU has not")
+    need(library.has_linear(is_bf16=False), "a weight laid out for vector units that this CPU has not")
     need(
         groups.shape[2:] == ((LANES, together) if together > 1 else (LANES,))
         and groups.shape[1] * together == x_TI.shape[1]

@@ -63,7 +63,7 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._prepared_by_window: dict[int | None, _Prepared] = {}
-        self._can_pack = can_pack()
+        self._can_pack: dict[torch.dtype, bool] = {}
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         return table_VH[tokens_T]
@@ -147,7 +147,10 @@ class TorchBackend:
         return likeliest(logits_SV)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        if not self._can_pack:
+        dtype = weight_OI.dtype
+        if dtype not in self._can_pack:
+            self._can_pack[dtype] = can_pack(dtype)
+        if not self._can_pack[dtype]:
             return weight_OI
         packed = pack(weight_OI)
         collapse_packed(packed)

@@ -12,6 +12,8 @@ PROBE_SECONDS = 0.1
 load reports may be older than its BUSY and are not believed when they say that nobody waits there."""
 OFFERED_PLACES = 4
 """For each report that nobody waits. If a long line rushed in at the first, most of it would come back."""
+REPORT_SECONDS = 0.02
+"""Reports may be so much older than the last request that was sent: each would offer the same places again."""
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class WorkerGate:
         if now < self.shut_at + PROBE_SECONDS:
             return
         if self.places == 0:
+            if now < self.offered_at + REPORT_SECONDS:
+                return
             self.places = OFFERED_PLACES
             self.offered_at = now
         elif now >= self.offered_at + PROBE_SECONDS:

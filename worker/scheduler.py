@@ -176,11 +176,26 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         chunks: list[tuple[Sequence, int]] = []
         for sequence in tuple(self.running):
+            start = sequence.num_scheduled
+            is_plain = start < sequence.plain_until
+            # Nearly every row of nearly every step, told by what the last commit has just touched.
+            if (
+                is_plain
+                and not sequence.num_in_flight
+                and sequence.group is None
+                and len(sequence.tokens) == start + 1
+                and budget
+            ):
+                sequence.num_scheduled = start + 1
+                sequence.num_in_flight = 1
+                rows[sequence.sequence_id] = ScheduledRow(sequence, start, 1, True, True)
+                budget -= 1
+                continue
             todo = self._tokens_to_compute(sequence)
             if todo > 1:
                 chunks.append((sequence, todo))
-            elif todo and budget and sequence.num_scheduled < sequence.plain_until:
-                self._add_row(sequence, 1, rows)
+            elif todo and budget and is_plain:
+                self._add_row(sequence, 1, rows, is_plain=True)
                 budget -= 1
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
@@ -251,12 +266,19 @@ class Scheduler:
         spared = 0 if is_first else spared_blocks(sequence, self.tables, self.config.spared_blocks)
         return self.pool.num_allocatable - reserved - spared
 
-    def _add_row(self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]) -> None:
+    def _add_row(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        rows: dict[SequenceId, ScheduledRow],
+        *,
+        is_plain: bool = False,
+    ) -> None:
         start = sequence.num_scheduled
         end = sequence.num_scheduled = start + num_tokens
         sequence.num_in_flight += 1
         samples = end >= len(sequence.tokens)
-        rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, samples)
+        rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, samples, is_plain)
 
     def _preempt(self, victim: Victim) -> None:
         for sequence in victim.sequences:
@@ -381,10 +403,8 @@ class Scheduler:
 
 
 def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
-    return (
-        *(row for row in rows if row.num_tokens == 1),
-        *(row for row in rows if row.num_tokens > 1),
-    )
+    decodes = tuple(row for row in rows if row.num_tokens == 1)
+    return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))
 
 
 def uncached_tokens(sequence: Sequence) -> int:

@@ -249,6 +249,8 @@ class ScheduledRow(NamedTuple):
     num_tokens: int
     samples: bool
     """Whether the last position's logits yield a new token (false inside a chunked prompt)."""
+    is_plain: bool = False
+    """Whether the sequence's blocks are known to be those that its last step had."""
 
     @property
     def num_outputs(self) -> int:

@@ -59,7 +59,7 @@ class InputRows:
         plan = plan_rows(
             query_R,
             context_R,
-            self._tables.gather((row.sequence for row in rows), -(-context_R // self._block_size)),
+            self._tables.gather(rows, -(-context_R // self._block_size)),
             block_size=self._block_size,
             device=self._device,
             num_kv_heads=self._num_kv_heads,
@@ -111,8 +111,9 @@ def _input_tokens(
 
 
 def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:
-    wanting = [index for index, row in enumerate(rows) if row.sequence.sampling.prompt_logprobs is not None]
-    return {index: count for index in wanting if (count := len(scored_positions(rows[index])))}
+    # A decode has no position before the prompt's last.
+    chunks = [index for index, row in enumerate(rows) if row.num_tokens > 1 or not row.samples]
+    return {index: count for index in chunks if (count := len(scored_positions(rows[index])))}
 
 
 def wanted_positions(query_R: Int64Array, num_scored: Mapping[int, int]) -> tuple[Int64Array, Int64Array]:

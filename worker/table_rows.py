@@ -3,16 +3,20 @@ changed of it, which for a decode is a new block now and then.
 
 Nothing here has to be told about forks, copies or preemptions. A list of blocks changes in place from its last block on
 only: there it grows, and there a half-filled block gives way to a copy. A sequence that starts again has another list.
+Of a plain row, whose list is the one that stood at its place in the step before, not even the length is looked at:
+after a step of many sequences little of what they own is in the CPU's caches.
 
 Pure bookkeeping in numpy. Shapes: R rows asked for, N rows there are, B blocks of a row.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
-from blockyard.worker.sequence import BlockId, Sequence, SequenceId
+from blockyard.worker.sequence import BlockId, ScheduledRow, Sequence, SequenceId
 
 FIRST_ROWS = 64
 FIRST_BLOCKS = 64
@@ -27,6 +31,16 @@ class _Row:
     last_block: BlockId
 
 
+@dataclass(slots=True)
+class _Gathered:
+    """What the last step asked for, row by row."""
+
+    tables: list[list[BlockId] | None] = field(default_factory=list)
+    """None of a sequence that has left since."""
+    numbers: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+
 class TableRows:
     """Rows of the sequences of one runner. Not thread-safe."""
 
@@ -34,46 +48,53 @@ class TableRows:
         self._tables_NB = np.zeros((FIRST_ROWS, FIRST_BLOCKS), dtype=np.int32)
         self._rows: dict[SequenceId, _Row] = {}
         self._free = list(range(FIRST_ROWS))
+        self._last = _Gathered()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def gather(self, sequences: Iterable[Sequence], needed_R: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    def gather(
+        self, rows: Collection[ScheduledRow], needed_R: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int32]:
         """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
         means nothing. Each needs a block at least, and no two have one id. Raises ValueError where one has fewer than
         it needs: behind its own lie those of others."""
-        numbers, lengths = [], []
-        rows = self._rows
-        for sequence in sequences:
-            table = sequence.block_table
-            row = rows.get(sequence.sequence_id)
-            if (
-                row is None
-                or row.table is not table
-                or row.num_blocks != len(table)
-                or row.last_block != table[-1]
-            ):
-                row = self._write(sequence)
-            numbers.append(row.number)
-            lengths.append(row.num_blocks)
+        tables: list[list[BlockId] | None] = [row.sequence.block_table for row in rows]
+        last, self._last = self._last, _Gathered()
+        numbers, lengths = last.numbers[: len(rows)], last.lengths[: len(rows)]
+        numbers += [0] * (len(rows) - len(numbers))
+        lengths += [0] * (len(rows) - len(lengths))
+        for index, (row, stands_as_before) in enumerate(zip_longest(rows, map(is_, tables, last.tables))):
+            if not (stands_as_before and row.is_plain):
+                known = self._up_to_date(row.sequence)
+                numbers[index], lengths[index] = known.number, known.num_blocks
         short = np.flatnonzero(np.array(lengths) < needed_R)
         if len(short):
             row_number = int(short[0])
             raise ValueError(f"row {row_number}: {lengths[row_number]} blocks, {needed_R[row_number]} needed")
+        self._last = _Gathered(tables, numbers, lengths)
         num_blocks = int(needed_R.max())
         self._widen(num_blocks)
         return self._tables_NB[:, :num_blocks][numbers]
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         """Frees the rows of sequences; unknown ones do no harm."""
-        for sequence_id in ended:
-            row = self._rows.pop(sequence_id, None)
-            if row is not None:
-                self._free.append(row.number)
+        freed = [row for sequence_id in ended if (row := self._rows.pop(sequence_id, None)) is not None]
+        self._free += [row.number for row in freed]
+        tables = {id(row.table) for row in freed}
+        if tables:
+            self._last.tables = [None if id(table) in tables else table for table in self._last.tables]
 
-    def _write(self, sequence: Sequence) -> _Row:
+    def _up_to_date(self, sequence: Sequence) -> _Row:
         table = sequence.block_table
         known = self._rows.get(sequence.sequence_id)
+        if (
+            known is not None
+            and known.table is table
+            and known.num_blocks == len(table)
+            and known.last_block == table[-1]
+        ):
+            return known
         first = min(known.num_blocks, len(table)) - 1 if known is not None and known.table is table else 0
         number = self._take_row() if known is None else known.number
         self._widen(len(table))

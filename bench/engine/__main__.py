@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from blockyard.worker.host_size import available_bytes
 from blockyard.worker.kv_size import KVCacheDtype
-from blockyard.worker.openmp import SPIN_COUNT
+from blockyard.worker.openmp import PYTORCH_SPIN_COUNT
 
 from bench.engine import report
 from bench.engine.figures import Results, figures_of
@@ -136,7 +136,7 @@ def systems_of(arguments: argparse.Namespace, model: Path, dtype: str) -> list[S
     )
     systems += peers(settings, pythons, converted, batchings=arguments.transformers.split(","))
     library = None if arguments.no_tcmalloc else tcmalloc()
-    environment = {"OMP_NUM_THREADS": str(arguments.threads), "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    environment = {"OMP_NUM_THREADS": str(arguments.threads), "GOMP_SPINCOUNT": str(PYTORCH_SPIN_COUNT)}
     return [with_preload(with_env(system, environment), [library] if library else []) for system in systems]
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from blockyard.worker.openmp import SPIN_COUNT
+
 from bench.engine.peers.protocol import Course, Request, Settings
 from bench.router.processes import CpuClock, cpu_clock, foreign_cores, tree
 
@@ -196,7 +198,9 @@ def our_systems(
 
 def _ours(name: str, module: str, settings: Settings) -> System:
     command = (sys.executable, "-m", f"bench.engine.{module}")
-    return System(name=name, command=command, settings=settings, is_ours=True)
+    # As in a worker: what PyTorch computes keeps the count that all who use it have.
+    env = {} if settings["backend"] == "torch" else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    return System(name=name, command=command, settings=settings, is_ours=True, env=env)
 
 
 def peers(

@@ -54,36 +54,37 @@ struct Part {
 // hardware guesses the next, and all at once would wait for one another.
 template <class S, int R, int J>
 static inline void score(const float* q, int64_t dim, const Part<S>* parts, const Part<S>* next, float* scores) {
-    f32x16 sums[R][J] = {};
+    Floats sums[R][J * PARTS] = {};
     for (int64_t d = 0; d < dim; d++)
-        for (int j = 0; j < J; j++) {
-            f32x16 keys = load(parts[j].keys + d * LANES);
-            if (next) __builtin_prefetch(next[j].keys + d * LANES);
-            for (int r = 0; r < R; r++) sums[r][j] += q[r * dim + d] * keys;
+        for (int v = 0; v < J * PARTS; v++) {
+            const int j = v / PARTS, lane = v % PARTS * WIDTH;
+            Floats keys = load_floats(parts[j].keys + d * LANES + lane);
+            if (next && !lane) __builtin_prefetch(next[j].keys + d * LANES);
+            for (int r = 0; r < R; r++) sums[r][v] += q[r * dim + d] * keys;
         }
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < J; j++) {
-            if constexpr (QUANTISED<S>) sums[r][j] *= load(parts[j].key_scales);
-            store(scores + r * TILE_KEYS + j * LANES, sums[r][j]);
+        for (int v = 0; v < J * PARTS; v++) {
+            if constexpr (QUANTISED<S>) sums[r][v] *= load_floats(parts[v / PARTS].key_scales + v % PARTS * WIDTH);
+            store_floats(scores + r * TILE_KEYS + v * WIDTH, sums[r][v]);
         }
 }
 
 template <class S, int R, int J>
 static inline void weigh(const float* weights, const float* rescale, const Part<S>* parts, const Part<S>* next, int first,
                          int end, int64_t dim, int64_t column, float* acc) {
-    f32x16 sums[R][J];
+    Floats sums[R][J * PARTS];
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < J; j++) sums[r][j] = load(acc + r * dim + column + j * LANES) * rescale[r];
+        for (int v = 0; v < J * PARTS; v++) sums[r][v] = load_floats(acc + r * dim + column + v * WIDTH) * rescale[r];
     for (int key = first; key < end; key++) {
         const int64_t place = key % LANES * dim + column;
-        for (int j = 0; j < J; j++) {
-            f32x16 part = load(parts[key / LANES].values + place + j * LANES);
-            if (next) __builtin_prefetch(next[key / LANES].values + place + j * LANES);
-            for (int r = 0; r < R; r++) sums[r][j] += weights[r * TILE_KEYS + key] * part;
+        for (int v = 0; v < J * PARTS; v++) {
+            Floats part = load_floats(parts[key / LANES].values + place + v * WIDTH);
+            if (next && v % PARTS == 0) __builtin_prefetch(next[key / LANES].values + place + v * WIDTH);
+            for (int r = 0; r < R; r++) sums[r][v] += weights[r * TILE_KEYS + key] * part;
         }
     }
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < J; j++) store(acc + r * dim + column + j * LANES, sums[r][j]);
+        for (int v = 0; v < J * PARTS; v++) store_floats(acc + r * dim + column + v * WIDTH, sums[r][v]);
 }
 
 // Scores of one row become weights: 2^(score - peak), 0 for keys outside first .. last, times the values' scales. Returns
@@ -91,23 +92,22 @@ static inline void weigh(const float* weights, const float* rescale, const Part<
 template <class S>
 static inline float soften(float* scores, const Part<S>* parts, int num_parts, int first, int last, float& peak,
                            float& total) {
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    f32x16 masked[TILE_PARTS], highest = f32x16{} + LOWEST;
-    for (int j = 0; j < num_parts; j++) {
-        i32x16 key = lane + j * LANES;
-        masked[j] = ((key >= first) & (key <= last)) ? load(scores + j * LANES) : f32x16{} - INFINITY;
-        highest = larger(masked[j], highest);
+    Floats masked[TILE_PARTS * PARTS], highest = Floats{} + LOWEST;
+    for (int v = 0; v < num_parts * PARTS; v++) {
+        auto key = lanes_of(highest) + v * WIDTH;
+        masked[v] = ((key >= first) & (key <= last)) ? load_floats(scores + v * WIDTH) : Floats{} - INFINITY;
+        highest = larger(masked[v], highest);
     }
     float old_peak = peak;
     peak = std::max(peak, reduced(highest, larger));
-    f32x16 sum = {};
-    for (int j = 0; j < num_parts; j++) {
-        f32x16 weight = exp2_of(masked[j] - peak);
+    Floats sum = {};
+    for (int v = 0; v < num_parts * PARTS; v++) {
+        Floats weight = exp2_of(masked[v] - peak);
         sum += weight;
-        if constexpr (QUANTISED<S>) weight *= load(parts[j].value_scales);
-        store(scores + j * LANES, weight);
+        if constexpr (QUANTISED<S>) weight *= load_floats(parts[v / PARTS].value_scales + v % PARTS * WIDTH);
+        store_floats(scores + v * WIDTH, weight);
     }
-    float rescale = peak > old_peak ? exp2_of(f32x16{} + (old_peak - peak))[0] : 1.0f;
+    float rescale = peak > old_peak ? exp2_of(Floats{} + (old_peak - peak))[0] : 1.0f;
     total = total * rescale + sum_of(sum);
     return rescale;
 }

@@ -1,8 +1,9 @@
 // Vectors of 16 floats: loaded from fp32, bf16, int8 or e4m3, computed in fp32, stored rounded to the nearest even.
 //
 // One AVX-512 register, two of AVX2, four of NEON: gcc's vector types leave that to the compiler, but for conversions
-// that gcc would do number by number where AVX-512 has one instruction. Compiled without
-// -ffast-math, so NaN stays NaN and reaches the sampler, which fails the row.
+// that gcc would do number by number where AVX-512 has one instruction. Sums that should stay in registers are kept in
+// `Floats`, which AVX-512 and AVX2 hold in one: of vectors that take two gcc makes memory. Compiled without -ffast-math, so
+// NaN stays NaN and reaches the sampler, which fails the row.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -37,6 +38,14 @@ template <class S>
 constexpr float LARGEST = std::is_same_v<S, e4m3> ? 448.0f : 127.0f;
 
 constexpr int LANES = 16;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = LANES;
+#endif
+constexpr int PARTS = LANES / WIDTH;
+using Floats = float __attribute__((vector_size(4 * WIDTH)));
+using Words = uint32_t __attribute__((vector_size(4 * WIDTH)));
 constexpr float LOG2_E = 1.44269504f;
 
 // Each one instruction of AVX-512, where gcc 12 by itself goes by halves, and from 8 bits number by number.
@@ -68,23 +77,72 @@ static inline f32x16 load(const int8_t* p) {
     return __builtin_convertvector(widened(numbers), f32x16);
 }
 // Exponent and mantissa as those of an fp32 make it 2^120 times too small.
+template <class F, class U>
+static inline F from_e4m3(U bits) {
+    return (F)((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * 0x1p120f;
+}
 static inline f32x16 load(const e4m3* p) {
     u8x16 numbers;
     memcpy(&numbers, p, sizeof numbers);
-    u32x16 bits = widened(numbers);
-    return (f32x16)((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * 0x1p120f;
+    return from_e4m3<f32x16>(widened(numbers));
 }
 static inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
+// As 16 bits each; NaN, where `is_nan`, stays NaN.
+template <class U, class M>
+static inline U rounded_to_bf16(U bits, M is_nan) {
+    U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return is_nan ? U{} + 0x7fc0u : rounded;
+}
 static inline void store(bf16* p, f32x16 v) {
 #ifdef __AVX512BF16__
     __m256bh half = _mm512_cvtneps_pbh((__m512)v);
 #else
-    u32x16 bits = (u32x16)v;
-    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    rounded = v != v ? u32x16{} + 0x7fc0u : rounded;
-    u16x16 half = __builtin_convertvector(rounded, u16x16);
+    u16x16 half = __builtin_convertvector(rounded_to_bf16((u32x16)v, v != v), u16x16);
 #endif
     memcpy(p, &half, sizeof half);
+}
+// The numbers of one register.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+static inline Floats load_floats(const float* p) { return (Floats)_mm256_loadu_ps(p); }
+static inline Floats load_floats(const bf16* p) {
+    return (Floats)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+}
+static inline Floats load_floats(const int8_t* p) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+}
+static inline Floats load_floats(const e4m3* p) {
+    return from_e4m3<Floats>((Words)_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
+}
+static inline void store_floats(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+static inline void store_floats(bf16* p, Floats v) {
+    const __m256i words = (__m256i)rounded_to_bf16((Words)v, v != v);
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0b1000);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(halves));
+}
+#else
+template <class S>
+static inline Floats load_floats(const S* p) {
+    return load(p);
+}
+template <class S>
+static inline void store_floats(S* p, Floats v) {
+    store(p, v);
+}
+#endif
+// The first `count` of a register; the others are 0, and are not stored.
+template <class T>
+static inline Floats load_some_floats(const T* p, int64_t count) {
+    if (count >= WIDTH) return load_floats(p);
+    T part[WIDTH] = {};
+    memcpy(part, p, count * sizeof(T));
+    return load_floats(part);
+}
+template <class T>
+static inline void store_some_floats(T* p, Floats v, int64_t count) {
+    if (count >= WIDTH) return store_floats(p, v);
+    T part[WIDTH];
+    store_floats(part, v);
+    memcpy(p, part, count * sizeof(T));
 }
 // To whole numbers below 2^22, ties to even.
 static inline f32x16 whole(f32x16 v) { return (v + 0x1.8p23f) - 0x1.8p23f; }
@@ -120,36 +178,47 @@ static inline void store_some(T* p, f32x16 v, int64_t count) {
     memcpy(p, part, count * sizeof(T));
 }
 template <class T>
-static inline f32x16 rounded_to(f32x16 v) {
-    T part[LANES];
-    store(part, v);
-    return load(part);
+static inline Floats rounded_to(Floats v) {
+    T part[WIDTH];
+    store_floats(part, v);
+    return load_floats(part);
 }
 
-static inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
-template <class F>
-static inline float reduced(f32x16 v, F join) {
-    v = join(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-    v = join(v, __builtin_shuffle(v, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-    v = join(v, __builtin_shuffle(v, i32x16{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-    return join(v, __builtin_shuffle(v, i32x16{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}))[0];
+constexpr auto larger = [](auto a, auto b) { return a > b ? a : b; };
+// Lane numbers, 0 and up.
+template <class V>
+static inline auto lanes_of(V) {
+    using Numbers = decltype(V{} < V{});
+    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Numbers first;
+    memcpy(&first, &lanes, sizeof first);
+    return first;
 }
-static inline float sum_of(f32x16 v) {
-    return reduced(v, [](f32x16 a, f32x16 b) { return a + b; });
+template <class V, class F>
+static inline float reduced(V v, F join) {
+#pragma GCC unroll 4
+    for (int apart = sizeof(V) / sizeof(float) / 2; apart; apart /= 2) v = join(v, __builtin_shuffle(v, lanes_of(v) ^ apart));
+    return v[0];
+}
+template <class V>
+static inline float sum_of(V v) {
+    return reduced(v, [](V a, V b) { return a + b; });
 }
 
 // 2^x up to x = 126, 0 below -126; relative error 2e-7 (the polynomial of Cephes' exp2f).
-static inline f32x16 exp2_of(f32x16 x) {
-    i32x16 whole = __builtin_convertvector(x + (x < 0.0f ? f32x16{} - 0.5f : f32x16{} + 0.5f), i32x16);
-    f32x16 rest = x - __builtin_convertvector(whole, f32x16);
-    f32x16 y = rest * 1.535336188e-4f + 1.339887440e-3f;
+template <class V>
+static inline V exp2_of(V x) {
+    using Whole = decltype(x < x);
+    Whole whole = __builtin_convertvector(x + (x < 0.0f ? V{} - 0.5f : V{} + 0.5f), Whole);
+    V rest = x - __builtin_convertvector(whole, V);
+    V y = rest * 1.535336188e-4f + 1.339887440e-3f;
     y = y * rest + 9.618437358e-3f;
     y = y * rest + 5.550332471e-2f;
     y = y * rest + 2.402264791e-1f;
     y = y * rest + 6.931472029e-1f;
     y = y * rest + 1.0f;
-    y = (f32x16)((i32x16)y + (whole << 23));
-    return x < -126.0f ? f32x16{} : y;
+    y = (V)((Whole)y + (whole << 23));
+    return x < -126.0f ? V{} : y;
 }
 
 // Calls f(first, n) over 0 .. count in tiles of MOST and smaller ones, n being a constant of the compiler.

@@ -1,9 +1,10 @@
-// Linear layers on packed weights in fp32 or bf16, for AVX-512: sums in fp32, in one order whatever the batch.
+// Linear layers on packed weights in fp32 or bf16, for AVX-512 or AVX2: sums in fp32, in one order whatever the batch.
 //
 // A weight is [O / 16, I, 16] in fp32, and [O / 16, I / 2, 16, 2] in bf16. Four groups of 16 outputs are a panel, read as
 // four streams: that is what the CPU fetches ahead best. The last panel is whole in memory, whatever of it is wanted.
 // Where rows make several tiles, a piece of the panel, 128 inputs deep, stays in the first cache while all of them pass
 // over it, and each tile fetches its share of the next piece: so the weight streams from memory while the rows compute.
+// AVX2 has half the registers of half the size: the more rows a tile has, the fewer groups it takes at once.
 // Of bf16 an instruction widens 16 numbers, the even inputs by a shift, the odd ones by a mask; rows are widened once a
 // call.
 //
@@ -13,40 +14,61 @@
 
 #include "lanes.h"
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 
-constexpr int ROWS = 6;  // of a tile: with GROUPS vectors each, and the weights', 28 of 32 registers
 constexpr int GROUPS = 4;
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t DEPTH = 128;
+// The rows of a tile that takes so many groups at once, and how many groups are for so many rows: their sums have 24 of 32
+// registers, or at most 12 of 16.
+#ifdef __AVX512F__
 constexpr int64_t MANY_TILES = 16;
+constexpr int rows_with(int) { return 6; }
+template <class F>
+static inline void with_groups(int64_t, F f) {
+    f(std::integral_constant<int, GROUPS>());
+}
+#else
+constexpr int64_t MANY_TILES = INT64_MAX;  // never: there what an instruction more costs is not hidden
+constexpr int rows_with(int groups) { return groups == 1 ? 6 : groups == 2 ? 3 : 1; }
+template <class F>
+static inline void with_groups(int64_t rows, F f) {
+    rows > 3   ? f(std::integral_constant<int, 1>())
+    : rows > 1 ? f(std::integral_constant<int, 2>())
+               : f(std::integral_constant<int, GROUPS>());
+}
+#endif
 // At once: their inputs stay in the cache, and their copies small.
 constexpr int64_t MOST_ROWS = 256;
 
 template <class W>
 constexpr int64_t TOGETHER = sizeof(float) / sizeof(W);
 
-// The weights of one input, or of two, for the outputs of a panel: each with the number of the input.
-template <class F>
+template <class V>
+static inline V read(const void* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// The weights of one input, or of two, for G groups: each with the number of the input.
+template <int G, class F>
 static inline void each_input(const float* weight, int64_t apart, F f) {
-    f32x16 values[GROUPS];
-    for (int g = 0; g < GROUPS; g++) values[g] = load(weight + g * apart);
+    Floats values[G * PARTS];
+    for (int v = 0; v < G * PARTS; v++) values[v] = read<Floats>(weight + v / PARTS * apart + v % PARTS * WIDTH);
     f(0, values);
 }
 // The pairs are loaded twice: kept, they would take registers from the sums.
-template <class F>
+template <int G, class F>
 static inline void each_input(const bf16* weight, int64_t apart, F f) {
     auto some = [&](int which, auto widened) {
-        f32x16 values[GROUPS];
-        for (int g = 0; g < GROUPS; g++) {
-            u32x16 pairs;
-            memcpy(&pairs, weight + g * apart, sizeof pairs);
-            values[g] = (f32x16)widened(pairs);
-        }
+        Floats values[G * PARTS];
+        for (int v = 0; v < G * PARTS; v++)
+            values[v] = (Floats)widened(read<Words>(weight + v / PARTS * apart + v % PARTS * WIDTH * 2));
         f(which, values);
     };
-    some(0, [](u32x16 pairs) { return pairs << 16; });
-    some(1, [](u32x16 pairs) { return pairs & 0xffff0000u; });
+    some(0, [](Words pairs) { return pairs << 16; });
+    some(1, [](Words pairs) { return pairs & 0xffff0000u; });
 }
 
 // A piece of a panel, whose groups lie `apart`, and what a tile fetches meanwhile: of two groups, or of none, `share`
@@ -58,27 +80,28 @@ struct Piece {
     const W* ahead[2];
 };
 
-// Adds the piece's inputs to the sums of R rows, and fetches of as many groups as FETCHED says. What MANY rows have of
-// these inputs does not stay in the cache either: then the next R rows' is fetched too.
-template <class W, int R, int FETCHED, bool MANY>
+// Adds the piece's inputs to the sums of R rows in G groups, and fetches of as many groups as FETCHED says. What MANY rows
+// have of these inputs does not stay in the cache either: then the next R rows' is fetched too.
+template <class W, int R, int G, int FETCHED, bool MANY>
 static inline void add(const float* x, int64_t stride, Piece<W> piece, float* sums) {
-    f32x16 sum[R][GROUPS] = {};
+    Floats sum[R][G * PARTS] = {};
     for (int64_t i = 0; i < piece.depth; i += TOGETHER<W>) {
         if (FETCHED && i < piece.share)
             for (int f = 0; f < FETCHED; f++) __builtin_prefetch(piece.ahead[f] + i * LANES, 0, 2);
         if (MANY && i % LANES == 0)
             for (int r = 0; r < R; r++) __builtin_prefetch(x + (R + r) * stride + i);
-        each_input(piece.weight + i * LANES, piece.apart, [&](int which, const f32x16* values) {
+        each_input<G>(piece.weight + i * LANES, piece.apart, [&](int which, const Floats* values) {
             for (int r = 0; r < R; r++) {
-                const f32x16 factor = x[r * stride + i + which] - f32x16{};  // minus 0 is no operation
-                for (int g = 0; g < GROUPS; g++) sum[r][g] += factor * values[g];
+                const Floats factor = x[r * stride + i + which] - Floats{};  // minus 0 is no operation
+                for (int v = 0; v < G * PARTS; v++) sum[r][v] += factor * values[v];
             }
         });
     }
     for (int r = 0; r < R; r++)
-        for (int g = 0; g < GROUPS; g++) {
-            float* whole = sums + r * PANEL + g * LANES;
-            store(whole, load(whole) + sum[r][g]);
+        for (int v = 0; v < G * PARTS; v++) {
+            float* whole = sums + r * PANEL + v * WIDTH;
+            const Floats all = read<Floats>(whole) + sum[r][v];
+            memcpy(whole, &all, sizeof all);
         }
 }
 
@@ -88,44 +111,55 @@ static inline void as_constant(int64_t n, F f) {
     if constexpr (MOST > 0) n == MOST ? f(std::integral_constant<int, MOST>()) : as_constant<MOST - 1>(n, f);
 }
 
-// Tile `tile`'s part of the piece that begins at `next`.
-template <class W>
+// Tile `tile`'s part of the piece of G groups that begins at `next`.
+template <int G, class W>
 static inline void share_out(Piece<W>& piece, const W* next, int64_t tile, int64_t tiles) {
-    auto first_of = [&](int64_t group) { return (group * tiles + GROUPS - 1) / GROUPS; };
-    if (tiles < GROUPS) {  // whole groups
+    auto first_of = [&](int64_t group) { return (group * tiles + G - 1) / G; };
+    if (tiles < G) {  // whole groups
         piece.share = piece.depth;
         piece.ahead[0] = next + tile * piece.apart;
-        piece.ahead[1] = tile + tiles < GROUPS ? next + (tile + tiles) * piece.apart : piece.ahead[0];
+        piece.ahead[1] = tile + tiles < G ? next + (tile + tiles) * piece.apart : piece.ahead[0];
         return;
     }
-    const int64_t group = tile * GROUPS / tiles, first = first_of(group), sharers = first_of(group + 1) - first;
+    const int64_t group = tile * G / tiles, first = first_of(group), sharers = first_of(group + 1) - first;
     piece.share = (piece.depth / 2 + sharers - 1) / sharers * 2;
     piece.ahead[0] = next + group * piece.apart + (tile - first) * piece.share * LANES;
 }
 
-// All rows over one panel: `sums` is [T, 64].
-template <class W>
-static void multiply(const float* x, int64_t stride, int64_t num_rows, const W* panel, int64_t num_inputs, float* sums) {
+// All rows over one piece of G groups, which `next` follows.
+template <int G, class W>
+static inline void pass(const float* x, int64_t stride, int64_t num_rows, Piece<W> piece, const W* next, float* sums) {
+    constexpr int ROWS = rows_with(G);
     const int64_t tiles = (num_rows + ROWS - 1) / ROWS;
+    for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
+        const int64_t rows = (num_rows - row + tiles - tile - 1) / (tiles - tile);
+        share_out<G>(piece, next, tile, tiles);
+        as_constant<ROWS>(rows, [&](auto r) {
+            auto with = [&](auto fetched, auto many) {
+                add<W, r, G, fetched, many>(x + row * stride, stride, piece, sums + row * PANEL);
+            };
+            const std::false_type few;
+            tiles == 1 && G > 1  ? with(std::integral_constant<int, 0>(), few)  // of several streams the CPU does it better
+            : tiles < G          ? with(std::integral_constant<int, 2>(), few)
+            : tiles < MANY_TILES ? with(std::integral_constant<int, 1>(), few)
+                                 : with(std::integral_constant<int, 1>(), std::true_type());
+        });
+        row += rows;
+    }
+}
+
+// All rows over one panel: `sums` is [T, 64].
+template <int G, class W>
+static void multiply(const float* x, int64_t stride, int64_t num_rows, const W* panel, int64_t num_inputs, float* sums) {
     Piece<W> piece{.weight = panel, .apart = num_inputs * LANES};
     for (int64_t i = 0; i < num_inputs; i += DEPTH) {
         piece.depth = std::min(DEPTH, num_inputs - i);
-        piece.weight = panel + i * LANES;
-        const W* next = i + DEPTH < num_inputs ? piece.weight + DEPTH * LANES : panel + GROUPS * piece.apart;
-        for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
-            const int64_t rows = (num_rows - row + tiles - tile - 1) / (tiles - tile);
-            share_out(piece, next, tile, tiles);
-            as_constant<ROWS>(rows, [&](auto r) {
-                auto with = [&](auto fetched, auto many) {
-                    add<W, r, fetched, many>(x + row * stride + i, stride, piece, sums + row * PANEL);
-                };
-                const std::false_type few;
-                tiles == 1           ? with(std::integral_constant<int, 0>(), few)  // the CPU does it better
-                : tiles < GROUPS     ? with(std::integral_constant<int, 2>(), few)
-                : tiles < MANY_TILES ? with(std::integral_constant<int, 1>(), few)
-                                     : with(std::integral_constant<int, 1>(), std::true_type());
-            });
-            row += rows;
+        for (int group = 0; group < GROUPS; group += G) {
+            piece.weight = panel + group * piece.apart + i * LANES;
+            const W* next = group + G < GROUPS       ? piece.weight + G * piece.apart
+                            : i + DEPTH < num_inputs ? panel + (i + DEPTH) * LANES
+                                                     : panel + GROUPS * piece.apart;
+            pass<G>(x + i, stride, num_rows, piece, next, sums + group * LANES);
         }
     }
 }
@@ -167,7 +201,9 @@ static void linear(Linear l, int threads) {
             for (int64_t row = 0; row < l.num_rows; row++)
                 for (int g = 0; g < wanted; g += LANES)
                     store(sums.data() + row * PANEL + g, l.bias ? load((const T*)l.bias + output + g) : f32x16{});
-            multiply(x, stride, l.num_rows, (const T*)l.weight + output * l.num_inputs, l.num_inputs, sums.data());
+            with_groups(l.num_rows, [&](auto groups) {
+                multiply<groups>(x, stride, l.num_rows, (const T*)l.weight + output * l.num_inputs, l.num_inputs, sums.data());
+            });
             for (int64_t row = 0; row < l.num_rows; row++)
                 for (int g = 0; g < wanted; g += LANES)
                     store((T*)l.out + row * l.out_stride + output + g, load(sums.data() + row * PANEL + g));

@@ -36,9 +36,9 @@ struct Placement {
 
 template <class T>
 static inline float inverse_norm(const T* x, int64_t width, float eps) {
-    f32x16 squares = {};
-    for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 y = load_some(x + i, width - i);
+    Floats squares = {};
+    for (int64_t i = 0; i < width; i += WIDTH) {
+        Floats y = load_some_floats(x + i, width - i);
         squares += y * y;
     }
     return 1.0f / std::sqrt(sum_of(squares) / width + eps);
@@ -49,17 +49,17 @@ template <class T, class F>
 static inline void turned(const T* x, const void* norm, float eps, const float* cos_sin, int64_t dim, F put) {
     const int64_t half = dim / 2;
     const float inverse = norm ? inverse_norm(x, dim, eps) : 1.0f;
-    for (int64_t d = 0; d < half; d += LANES) {
-        const int64_t count = std::min<int64_t>(LANES, half - d);
-        f32x16 first = load_some(x + d, count), second = load_some(x + half + d, count);
+    for (int64_t d = 0; d < half; d += WIDTH) {
+        const int64_t count = std::min<int64_t>(WIDTH, half - d);
+        Floats first = load_some_floats(x + d, count), second = load_some_floats(x + half + d, count);
         if (norm) {
             const T* weight = (const T*)norm + d;
-            first = rounded_to<T>(rounded_to<T>(first * inverse) * load_some(weight, count));
-            second = rounded_to<T>(rounded_to<T>(second * inverse) * load_some(weight + half, count));
+            first = rounded_to<T>(rounded_to<T>(first * inverse) * load_some_floats(weight, count));
+            second = rounded_to<T>(rounded_to<T>(second * inverse) * load_some_floats(weight + half, count));
         }
         if (cos_sin) {
-            f32x16 cosine = load_some(cos_sin + d, count), sine = load_some(cos_sin + half + d, count);
-            f32x16 rotated = first * cosine - second * sine;
+            Floats cosine = load_some_floats(cos_sin + d, count), sine = load_some_floats(cos_sin + half + d, count);
+            Floats rotated = first * cosine - second * sine;
             second = second * cosine + first * sine;
             first = rotated;
         }
@@ -90,7 +90,7 @@ static void place_token(const Placement& p, int64_t token) {
         T* q = (T*)p.q + token * p.q_stride + head * dim;
         // In place: each piece is read before it is written, the norm before all.
         turned(q, p.q_norm, p.eps, cos_sin, dim,
-               [&](int64_t d, f32x16 lanes, int64_t count) { store_some(q + d, lanes, count); });
+               [&](int64_t d, Floats lanes, int64_t count) { store_some_floats(q + d, lanes, count); });
     }
     const int64_t slot = p.slots[token];
     if (slot < 0) return;  // padding
@@ -102,7 +102,7 @@ static void place_token(const Placement& p, int64_t token) {
         char* key_row = (char*)p.pool + (slot / p.block_size * 2 * p.num_kv_heads + head) * row_bytes;
         S *keys = (S*)key_row, *values = (S*)(key_row + p.num_kv_heads * row_bytes);
         turned(k, p.k_norm, p.eps, cos_sin, dim,
-               [&](int64_t d, f32x16 lanes, int64_t count) { store_some(turned_key + d, lanes, count); });
+               [&](int64_t d, Floats lanes, int64_t count) { store_some_floats(turned_key + d, lanes, count); });
         if constexpr (QUANTISED<S>) {
             quantise(turned_key, dim, numbers, (float*)(keys + p.block_size * dim) + offset);
             quantise(v, dim, values + offset * dim, (float*)(values + p.block_size * dim) + offset);
@@ -128,20 +128,22 @@ template <class T>
 static void norm_row(const Norm& n, int64_t row) {
     const T *x = (const T*)n.x + row * n.x_stride, *weight = (const T*)n.weight;
     T *residual = n.residual ? (T*)n.residual + row * n.residual_stride : nullptr, *out = (T*)n.out + row * n.out_stride;
-    f32x16 squares = {};
-    for (int64_t h = 0; h < n.hidden; h += LANES) {
-        f32x16 y = load_some(x + h, n.hidden - h);
+    Floats squares = {};
+    for (int64_t h = 0; h < n.hidden; h += WIDTH) {
+        const int64_t count = n.hidden - h;
+        Floats y = load_some_floats(x + h, count);
         if (residual) {
-            y = rounded_to<T>(y + load_some(residual + h, n.hidden - h));
-            store_some(residual + h, y, n.hidden - h);
+            y = rounded_to<T>(y + load_some_floats(residual + h, count));
+            store_some_floats(residual + h, y, count);
         }
         squares += y * y;
     }
     const float inverse = 1.0f / std::sqrt(sum_of(squares) / n.hidden + n.eps);
     const T* y = residual ? residual : x;
-    for (int64_t h = 0; h < n.hidden; h += LANES) {
-        f32x16 normed = rounded_to<T>(load_some(y + h, n.hidden - h) * inverse);
-        store_some(out + h, normed * load_some(weight + h, n.hidden - h), n.hidden - h);
+    for (int64_t h = 0; h < n.hidden; h += WIDTH) {
+        const int64_t count = n.hidden - h;
+        Floats normed = rounded_to<T>(load_some_floats(y + h, count) * inverse);
+        store_some_floats(out + h, normed * load_some_floats(weight + h, count), count);
     }
 }
 
@@ -155,11 +157,11 @@ template <class T>
 static void silu_mul_row(const SiluMul& s, int64_t row) {
     const T *gate = (const T*)s.gate_up + row * s.gate_up_stride, *up = gate + s.width;
     T* out = (T*)s.out + row * s.out_stride;
-    for (int64_t i = 0; i < s.width; i += LANES) {
+    for (int64_t i = 0; i < s.width; i += WIDTH) {
         const int64_t count = s.width - i;
-        f32x16 x = load_some(gate + i, count), power = x * -LOG2_E;
-        power = power > 126.0f ? f32x16{} + 126.0f : power;
-        store_some(out + i, x / (exp2_of(power) + 1.0f) * load_some(up + i, count), count);
+        Floats x = load_some_floats(gate + i, count), power = x * -LOG2_E;
+        power = power > 126.0f ? Floats{} + 126.0f : power;
+        store_some_floats(out + i, x / (exp2_of(power) + 1.0f) * load_some_floats(up + i, count), count);
     }
 }
 
@@ -174,20 +176,20 @@ struct Likeliest {
 template <class T>
 static void likeliest_of_row(const Likeliest& l, int64_t row) {
     const T* logits = (const T*)l.logits + row * l.stride;
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    f32x16 best = f32x16{} - INFINITY, spoilt = {};
-    i32x16 places = {};
-    for (int64_t i = 0; i < l.vocab_size; i += LANES) {
-        const int32_t count = std::min<int64_t>(LANES, l.vocab_size - i);
-        f32x16 some = load_some(logits + i, count);
+    Floats best = Floats{} - INFINITY, spoilt = {};
+    const auto lane = lanes_of(best);
+    auto places = lane;
+    for (int64_t i = 0; i < l.vocab_size; i += WIDTH) {
+        const int32_t count = std::min<int64_t>(WIDTH, l.vocab_size - i);
+        Floats some = load_some_floats(logits + i, count);
         spoilt += some * 0.0f;  // NaN for what is not finite
-        i32x16 is_better = some > best;
-        if (count < LANES) is_better &= lane < count;
+        auto is_better = some > best;
+        if (count < WIDTH) is_better &= lane < count;
         places = is_better ? lane + (int32_t)i : places;
         best = is_better ? some : best;
     }
     int first = 0;
-    for (int j = 1; j < LANES; j++)
+    for (int j = 1; j < WIDTH; j++)
         if (best[j] > best[first] || (best[j] == best[first] && places[j] < places[first])) first = j;
     l.tokens[row] = places[first];
     l.is_finite[row] = sum_of(spoilt) == 0.0f;

@@ -155,9 +155,13 @@ def test_a_packed_weight_is_a_copy_of_its_own(backend: Backend, device: torch.de
         torch.testing.assert_close(backend.linear(x_TI, weight), result, atol=1e-3, rtol=1e-3)
 
 
-def test_large_weights_are_packed_on_a_cpu_where_pytorch_can() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_weights_are_packed_on_a_cpu_where_pytorch_can(dtype: torch.dtype) -> None:
+    """PyTorch refuses to pack bf16 on a CPU without AVX-512, where it multiplies it all the same."""
     backend = TorchBackend()
-    large, small = torch.zeros(512, 512), torch.zeros(16, 16)
-    assert backend.pack_linear(large).is_mkldnn == can_pack()
+    large, small = torch.eye(512, dtype=dtype), torch.zeros(16, 16, dtype=dtype)
+    packed = backend.pack_linear(large)
+    assert packed.is_mkldnn == can_pack(dtype)
+    assert torch.equal(backend.linear(large[:3], packed), large[:3])
     assert backend.pack_linear(small) is small
     assert DeterministicTorchBackend().pack_linear(large) is large

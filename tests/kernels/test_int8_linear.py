@@ -22,7 +22,7 @@ PROPERTY = settings(
 def int8_backend(cpu_backend: Backend) -> Backend:
     library = cast(CpuBackend, cpu_backend)._library
     if not library.has_int8:
-        pytest.skip("this CPU has no AVX-512 VNNI")
+        pytest.skip("this CPU has neither AVX-512 VNNI nor AVX2")
     return CpuBackend(library, linears="int8")
 
 
@@ -51,6 +51,15 @@ def test_products_of_any_shape_are_exact_in_whole_numbers(
     actual = int8_backend.linear(x_TI.to(dtype), packed, bias_O)
     expected = x_TI @ weight_OI.t() + (0 if bias_O is None else bias_O.float())
     assert torch.equal(actual, expected.to(dtype))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_whose_inverse_is_infinite_keep_their_sign(int8_backend: Backend, sign: int) -> None:
+    x_TI = torch.full((3, 64), sign * 1e-38)
+    weight = int8_backend.pack_linear(torch.ones(32, 64))
+    torch.testing.assert_close(
+        int8_backend.linear(x_TI, weight), torch.full((3, 32), sign * 64e-38), atol=0, rtol=0.05
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

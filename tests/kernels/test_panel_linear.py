@@ -22,7 +22,7 @@ PROPERTY = settings(
 def panels(cpu_backend: Backend) -> CpuBackend:
     backend = cast(CpuBackend, cpu_backend)
     if not backend._library.has_linear(is_bf16=False):
-        pytest.skip("this CPU has no AVX-512")
+        pytest.skip("this CPU has neither AVX-512 nor AVX2")
     return backend
 
 

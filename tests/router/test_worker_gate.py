@@ -1,6 +1,6 @@
 """A busy worker is asked no more often than it has places."""
 
-from blockyard.router.worker_gate import OFFERED_PLACES, PROBE_SECONDS, WorkerGate
+from blockyard.router.worker_gate import OFFERED_PLACES, PROBE_SECONDS, REPORT_SECONDS, WorkerGate
 
 
 def test_a_shut_gate_lets_one_through_for_each_place_and_opens_when_nobody_waits() -> None:
@@ -18,6 +18,8 @@ def test_a_shut_gate_lets_one_through_for_each_place_and_opens_when_nobody_waits
     gate.nobody_waits(PROBE_SECONDS / 2)
     assert not gate.admits(PROBE_SECONDS), "a report older than the BUSY opens nothing"
     gate.nobody_waits(PROBE_SECONDS)
+    assert not gate.admits(PROBE_SECONDS), "nor does one that may be older than what was sent last"
+    gate.nobody_waits(PROBE_SECONDS + REPORT_SECONDS)
     assert gate.admits(PROBE_SECONDS)
 
 
@@ -30,7 +32,9 @@ def test_a_long_line_goes_a_few_at_a_time_until_nobody_takes_what_is_offered() -
         for _ in range(OFFERED_PLACES):
             assert gate.admits(now)
             gate.took_one(now)
-        assert not gate.admits(now)
+        gate.nobody_waits(now + REPORT_SECONDS / 2)
+        assert not gate.admits(now), "the same report, told again, offers nothing more"
+        now += REPORT_SECONDS
     gate.nobody_waits(now)
     gate.nobody_waits(now + PROBE_SECONDS)
     assert not gate.is_shut

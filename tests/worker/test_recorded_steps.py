@@ -40,7 +40,7 @@ def make_runner(
     if records:
         runner.capture_decodes(sizes, max_context_tokens=128)
         if runner._graphs is None and not runner.backend._library.has_linear(is_bf16=False):
-            pytest.skip("this CPU has no AVX-512: its linears are PyTorch's")
+            pytest.skip("this CPU has neither AVX-512 nor AVX2: its linears are PyTorch's")
     return runner
 
 

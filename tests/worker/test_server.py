@@ -20,6 +20,7 @@ from blockyard.worker.__main__ import parse
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.host_size import available_bytes, size_host_memory
 from blockyard.worker.loading import load_engine
+from blockyard.worker.openmp import PYTORCH_SPIN_COUNT, SPIN_COUNT
 from blockyard.worker.pool_map import map_text
 from blockyard.worker.runner import TorchRunner
 from blockyard.worker.server import WorkerServer
@@ -88,11 +89,17 @@ async def test_the_thread_that_loads_ends_so_that_its_openmp_team_does_not_count
 
 @pytest.mark.parametrize(
     ("environment", "spin_count"),
-    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+    [
+        ({"CXX": sys.executable}, str(SPIN_COUNT)),
+        ({"CXX": "/no/compiler"}, str(PYTORCH_SPIN_COUNT)),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "passive"}, None),
+    ],
 )
 def test_openmp_threads_spin_briefly_unless_the_environment_says_otherwise(
     environment: dict[str, str], spin_count: str | None
 ) -> None:
+    """Longer where there is no compiler for the C++ kernels: one that is named is looked for, not run."""
     others = {
         name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ class PreparingDevice(Device):
         super().__init__(scheduler)
         self.block_size = scheduler.config.block_size
         self.inputs = input_rows(self.block_size)
-        self.num_prepared = 0
+        self.num_prepared = self.num_plain = 0
         self._newest = NewestTokens.none()
 
     def run(self, plan: StepPlan, *, failing_rows: frozenset[int] = frozenset()) -> StepTokens:
@@ -103,6 +104,7 @@ class PreparingDevice(Device):
             tokens = [token for row in plan.rows for token in self._tokens(row)[row.start :]]
             assert inputs.tokens_T.tolist() == [max(token, 0) for token in tokens]
             self.num_prepared += 1
+            self.num_plain += sum(row.is_plain for row in plan.rows)
         result = super().run(plan, failing_rows=failing_rows)
         self._newest = NewestTokens(plan.rows, torch.tensor(result.tokens, dtype=torch.int64)[:, None])
         return result
@@ -118,6 +120,7 @@ def test_inputs_kept_over_steps_are_those_from_scratch_in_any_storm(weather: str
     storm.finish()
     # A storm in which nothing of it happened would prove nothing.
     assert device.num_prepared > 200
+    assert device.num_plain > 200
     assert storm.scheduler.num_preemptions > 5
     assert device.moved["copies"] > 20
     assert len(storm.sequences) > 40
@@ -187,6 +190,47 @@ def test_an_id_that_has_come_to_mean_another_sequence_has_that_ones_table() -> N
     for blocks in ([5, 6], [7, 6]):
         rows = (make_row(3, blocks, end=18),)
         assert_from_scratch(inputs.prepare(rows, NewestTokens.none()), rows, 16)
+
+
+def _another_place(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+    return make_row(1, [4], end=9), row
+
+
+def _another_list(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+    row.sequence.block_table = list(row.sequence.block_table)
+    return (row,)
+
+
+def _a_row_that_is_not_plain(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+    return (row._replace(is_plain=False),)
+
+
+def _forgotten(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+    inputs.forget([row.sequence.sequence_id])
+    return (row,)
+
+
+def _after_a_step_that_was_refused(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+    with pytest.raises(ValueError, match="2 needed"):
+        inputs.prepare((row, make_row(1, [4], end=20)), NewestTokens.none())
+    return (row,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_another_place, _another_list, _a_row_that_is_not_plain, _forgotten, _after_a_step_that_was_refused],
+)
+def test_of_a_plain_row_at_its_place_the_blocks_are_looked_at_no_more(
+    change: Callable[[InputRows, ScheduledRow], tuple[ScheduledRow, ...]],
+) -> None:
+    """Seen by a change of a block that no plain row knows."""
+    inputs, row = input_rows(), make_row(0, [3, 1], end=20)
+    plain = row._replace(is_plain=True)
+    assert_from_scratch(inputs.prepare((row,), NewestTokens.none()), (row,), 16)
+    row.sequence.block_table[-1] = BlockId(9)
+    assert inputs.prepare((plain,), NewestTokens.none()).plan.block_table_RB.tolist() == [[3, 1]]
+    rows = change(inputs, plain)
+    assert_from_scratch(inputs.prepare(rows, NewestTokens.none()), rows, 16)
 
 
 @given(rows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=12))
