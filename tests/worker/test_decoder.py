@@ -28,6 +28,7 @@ from blockyard.worker.sequence import (
 
 from .checkpoints import (
     ARCHITECTURES,
+    assert_logits_equal_transformers,
     make_checkpoint,
     reference_greedy,
     reference_model,
@@ -38,10 +39,9 @@ from .sampling import Draw, sample
 BLOCK_SIZE = 16
 NUM_BLOCKS = 96
 NUM_TOKENS = 8
-# fp32 on the CPU agrees with transformers to about 1e-5; a GPU adds in another order.
+# Logits are off by 1e-4 at most in fp32 on a CPU; a GPU adds in another order.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LOGIT_TOLERANCE = 5e-5 if DEVICE.type == "cpu" else 2e-3
-MIN_GAP = 5 * LOGIT_TOLERANCE
+MIN_GAP = 2.5e-4 if DEVICE.type == "cpu" else 1e-2
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 MODES = ["plain", "torch", "deterministic"] if DEVICE.type == "cpu" else ["plain"]
 
@@ -174,12 +174,7 @@ def forward(folder: Path, prompts: list[list[int]], mode: str = "plain") -> torc
 def test_logits_equal_transformers_at_every_position(architecture: str, mode: str) -> None:
     folder = shared_checkpoint(architecture)
     tokens = prompt(53)
-    with torch.inference_mode():
-        expected = reference_model(folder)(torch.tensor([tokens])).logits[0]
-    actual = forward(folder, [tokens], mode).cpu()
-    largest, difference = expected.abs().max(), (actual - expected).abs().max()
-    print(f"{architecture}: largest logit {largest:.1f}, largest difference {difference:.1e}")
-    torch.testing.assert_close(actual, expected, atol=LOGIT_TOLERANCE, rtol=LOGIT_TOLERANCE)
+    assert_logits_equal_transformers(forward(folder, [tokens], mode), folder, tokens)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +191,7 @@ def test_logits_equal_transformers_at_every_position(architecture: str, mode: st
 def test_variants_of_a_configuration_equal_transformers(overrides: dict[str, object], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "LlamaForCausalLM", **overrides)
     tokens = prompt(200)
-    with torch.inference_mode():
-        expected = reference_model(folder)(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(
-        forward(folder, [tokens]).cpu(), expected, atol=LOGIT_TOLERANCE, rtol=LOGIT_TOLERANCE
-    )
+    assert_logits_equal_transformers(forward(folder, [tokens]), folder, tokens)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -209,11 +200,7 @@ def test_a_model_of_large_matrices_equals_transformers(mode: str, tmp_path: Path
     large = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320, "head_dim": 64}
     folder = make_checkpoint(tmp_path, "LlamaForCausalLM", **large)
     tokens = prompt(200)
-    with torch.inference_mode():
-        expected = reference_model(folder)(torch.tensor([tokens])).logits[0]
-    difference, largest = (forward(folder, [tokens], mode).cpu() - expected).abs().max(), expected.abs().max()
-    print(f"{mode}: largest logit {largest:.1f}, largest difference {difference:.1e}")
-    assert difference <= LOGIT_TOLERANCE * largest
+    assert_logits_equal_transformers(forward(folder, [tokens], mode), folder, tokens)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
