@@ -5,8 +5,8 @@
 // Where rows make several tiles, a piece of the panel, 128 inputs deep, stays in the first cache while all of them pass
 // over it, and each tile fetches its share of the next piece: so the weight streams from memory while the rows compute.
 // AVX2 has half the registers of half the size: the more rows a tile has, the fewer groups it takes at once.
-// Of bf16 an instruction widens 16 numbers, the even inputs by a shift, the odd ones by a mask; rows are widened once a
-// call.
+// Of bf16 one instruction multiplies and adds two inputs where the CPU has it. Elsewhere one widens 16 numbers, the even
+// inputs by a shift, the odd ones by a mask, and rows are widened once a call.
 //
 // T tokens, I input size, O output size.
 
@@ -51,25 +51,58 @@ static inline V read(const void* p) {
     return v;
 }
 
-// The weights of one input, or of two, for G groups: each with the number of the input.
-template <int G, class F>
-static inline void each_input(const float* weight, int64_t apart, F f) {
+// What the rows are multiplied as: bf16 only where an instruction does that.
+#ifdef __AVX512BF16__
+template <class W>
+using Input = W;
+#else
+template <class W>
+using Input = float;
+#endif
+
+template <int R, int G>
+using Sums = Floats[R][G * PARTS];
+
+// Calls f(v, where the weights of each register lie).
+template <int G, class W, class F>
+static inline void each_register(const W* weight, int64_t apart, F f) {
+    for (int v = 0; v < G * PARTS; v++) f(v, weight + v / PARTS * apart + v % PARTS * WIDTH * TOGETHER<W>);
+}
+// Adds the products of one input, or of two that lie together, to the sums of R rows in G groups.
+template <int R, int G>
+static inline void add_products(const float* x, int64_t stride, const float* weight, int64_t apart, Sums<R, G>& sum) {
     Floats values[G * PARTS];
-    for (int v = 0; v < G * PARTS; v++) values[v] = read<Floats>(weight + v / PARTS * apart + v % PARTS * WIDTH);
-    f(0, values);
+    each_register<G>(weight, apart, [&](int v, const float* from) { values[v] = read<Floats>(from); });
+    for (int r = 0; r < R; r++) {
+        const Floats factor = x[r * stride] - Floats{};  // minus 0 is no operation
+        for (int v = 0; v < G * PARTS; v++) sum[r][v] += factor * values[v];
+    }
 }
 // The pairs are loaded twice: kept, they would take registers from the sums.
-template <int G, class F>
-static inline void each_input(const bf16* weight, int64_t apart, F f) {
+template <int R, int G>
+static inline void add_products(const float* x, int64_t stride, const bf16* weight, int64_t apart, Sums<R, G>& sum) {
     auto some = [&](int which, auto widened) {
         Floats values[G * PARTS];
-        for (int v = 0; v < G * PARTS; v++)
-            values[v] = (Floats)widened(read<Words>(weight + v / PARTS * apart + v % PARTS * WIDTH * 2));
-        f(which, values);
+        each_register<G>(weight, apart, [&](int v, const bf16* from) { values[v] = (Floats)widened(read<Words>(from)); });
+        for (int r = 0; r < R; r++) {
+            const Floats factor = x[r * stride + which] - Floats{};
+            for (int v = 0; v < G * PARTS; v++) sum[r][v] += factor * values[v];
+        }
     };
     some(0, [](Words pairs) { return pairs << 16; });
     some(1, [](Words pairs) { return pairs & 0xffff0000u; });
 }
+#ifdef __AVX512BF16__
+template <int R, int G>
+static inline void add_products(const bf16* x, int64_t stride, const bf16* weight, int64_t apart, Sums<R, G>& sum) {
+    __m512bh pairs[G];
+    each_register<G>(weight, apart, [&](int v, const bf16* from) { pairs[v] = read<__m512bh>(from); });
+    for (int r = 0; r < R; r++) {
+        const auto factor = (__m512bh)_mm512_set1_epi32(read<int>(x + r * stride));
+        for (int v = 0; v < G; v++) sum[r][v] = (Floats)_mm512_dpbf16_ps((__m512)sum[r][v], pairs[v], factor);
+    }
+}
+#endif
 
 // A piece of a panel, whose groups lie `apart`, and what a tile fetches meanwhile: of two groups, or of none, `share`
 // inputs each. Of the last piece of all it would be what lies behind, to no harm.
@@ -83,19 +116,14 @@ struct Piece {
 // Adds the piece's inputs to the sums of R rows in G groups, and fetches of as many groups as FETCHED says. What MANY rows
 // have of these inputs does not stay in the cache either: then the next R rows' is fetched too.
 template <class W, int R, int G, int FETCHED, bool MANY>
-static inline void add(const float* x, int64_t stride, Piece<W> piece, float* sums) {
-    Floats sum[R][G * PARTS] = {};
+static inline void add(const Input<W>* x, int64_t stride, Piece<W> piece, float* sums) {
+    Sums<R, G> sum = {};
     for (int64_t i = 0; i < piece.depth; i += TOGETHER<W>) {
         if (FETCHED && i < piece.share)
             for (int f = 0; f < FETCHED; f++) __builtin_prefetch(piece.ahead[f] + i * LANES, 0, 2);
         if (MANY && i % LANES == 0)
             for (int r = 0; r < R; r++) __builtin_prefetch(x + (R + r) * stride + i);
-        each_input<G>(piece.weight + i * LANES, piece.apart, [&](int which, const Floats* values) {
-            for (int r = 0; r < R; r++) {
-                const Floats factor = x[r * stride + i + which] - Floats{};  // minus 0 is no operation
-                for (int v = 0; v < G * PARTS; v++) sum[r][v] += factor * values[v];
-            }
-        });
+        add_products<R, G>(x + i, stride, piece.weight + i * LANES, piece.apart, sum);
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < G * PARTS; v++) {
@@ -128,7 +156,7 @@ static inline void share_out(Piece<W>& piece, const W* next, int64_t tile, int64
 
 // All rows over one piece of G groups, which `next` follows.
 template <int G, class W>
-static inline void pass(const float* x, int64_t stride, int64_t num_rows, Piece<W> piece, const W* next, float* sums) {
+static inline void pass(const Input<W>* x, int64_t stride, int64_t num_rows, Piece<W> piece, const W* next, float* sums) {
     constexpr int ROWS = rows_with(G);
     const int64_t tiles = (num_rows + ROWS - 1) / ROWS;
     for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
@@ -150,7 +178,7 @@ static inline void pass(const float* x, int64_t stride, int64_t num_rows, Piece<
 
 // All rows over one panel: `sums` is [T, 64].
 template <int G, class W>
-static void multiply(const float* x, int64_t stride, int64_t num_rows, const W* panel, int64_t num_inputs, float* sums) {
+static void multiply(const Input<W>* x, int64_t stride, int64_t num_rows, const W* panel, int64_t num_inputs, float* sums) {
     Piece<W> piece{.weight = panel, .apart = num_inputs * LANES};
     for (int64_t i = 0; i < num_inputs; i += DEPTH) {
         piece.depth = std::min(DEPTH, num_inputs - i);
@@ -176,9 +204,10 @@ static void linear(Linear l, int threads) {
         return linear<T>(l, threads);
     }
     static thread_local std::vector<float> widened;  // kept: a step asks for it a hundred times
-    const float* x = (const float*)l.x;
+    constexpr bool IS_WIDENED = sizeof(Input<T>) > sizeof(T);
+    auto x = (const Input<T>*)l.x;
     int64_t stride = l.x_stride;
-    if constexpr (sizeof(T) < sizeof(float)) {
+    if constexpr (IS_WIDENED) {
         stride = l.num_inputs;
         widened.resize(std::max<size_t>(widened.size(), l.num_rows * stride));
         x = widened.data();
@@ -186,7 +215,7 @@ static void linear(Linear l, int threads) {
     float* wide = widened.data();
 #pragma omp parallel num_threads(threads) if (l.num_inputs * l.num_outputs >= PARALLEL_WEIGHTS)
     {
-        if constexpr (sizeof(T) < sizeof(float)) {
+        if constexpr (IS_WIDENED) {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < l.num_rows; row++)
                 for (int64_t i = 0; i < stride; i += LANES)
@@ -211,9 +240,9 @@ static void linear(Linear l, int threads) {
     }
 }
 
-// Where the CPU multiplies bf16 itself, oneDNN's way of it is the faster.
+// Where the CPU multiplies tiles of bf16, oneDNN's way of it is the faster.
 extern "C" int by_has_linear(int is_bf16) {
-#ifdef __AVX512BF16__
+#ifdef __AMX_BF16__
     return !is_bf16;
 #else
     return 1;

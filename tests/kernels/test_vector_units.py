@@ -23,6 +23,7 @@ NEEDED: dict[str, set[str]] = {
     "haswell": {"avx2", "fma"},
     "skylake-avx512": {"avx512f", "avx512bw"},
     "icelake-server": {"avx512f", "avx512_vnni"},
+    "cooperlake": {"avx512f", "avx512_vnni", "avx512_bf16"},
 }
 """Kinds of CPU, as g++ calls them, and flags without which nothing that is compiled for them runs."""
 DTYPES = [torch.float32, torch.bfloat16]
