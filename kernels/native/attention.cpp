@@ -8,6 +8,7 @@
 //
 // T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, M packed rows of an item.
 
+#include <atomic>
 #include <vector>
 
 #include "lanes.h"
@@ -43,6 +44,18 @@ struct Item {
     int row, first, count, head;  // tokens count from the row's first query
 };
 
+// The keys that an item sees: from `first_key` to before `end`, its first token being at `position`.
+struct Span {
+    int64_t position, first_key, end;
+    int64_t first_base() const { return first_key / LANES * LANES; }
+};
+
+static inline Span span_of(const Attention& a, Item item) {
+    const int64_t query_len = a.query_starts[item.row + 1] - a.query_starts[item.row];
+    const int64_t position = a.context_lens[item.row] - query_len + item.first;
+    return {position, a.window ? std::max<int64_t>(0, position - a.window + 1) : 0, position + item.count};
+}
+
 // Where 16 keys of one kv head and their values lie, and their scales where they are quantised.
 template <class S>
 struct Part {
@@ -50,8 +63,28 @@ struct Part {
     const float *key_scales, *value_scales;
 };
 
-// Each asks meanwhile for what it will read of the next tile, if one is named: blocks lie scattered, no prefetcher of the
-// hardware guesses the next, and all at once would wait for one another.
+// Fills in the parts of the tile at `base`, as many as the item sees.
+template <class S>
+static inline void locate(const Attention& a, Item item, int64_t base, Part<S>* parts) {
+    const int32_t* table = a.table + item.row * a.table_stride;
+    const int64_t end = span_of(a, item).end;
+    const int64_t row_numbers = a.block_size * a.head_dim, row_bytes = stored_bytes<S>(a.block_size, a.head_dim);
+    for (int64_t j = 0, key = base; j < TILE_PARTS && key < end; j++, key += LANES) {
+        int64_t head_row = (int64_t)table[key / a.block_size] * 2 * a.num_kv_heads + item.head;
+        const char *keys = (const char*)a.pool + head_row * row_bytes, *values = keys + a.num_kv_heads * row_bytes;
+        const int64_t offset = key % a.block_size;
+        parts[j] = {(const S*)keys + offset * a.head_dim, (const S*)values + offset * a.head_dim,
+                    (const float*)((const S*)keys + row_numbers) + offset,
+                    (const float*)((const S*)values + row_numbers) + offset};
+        if constexpr (QUANTISED<S>) {
+            __builtin_prefetch(parts[j].key_scales);
+            __builtin_prefetch(parts[j].value_scales);
+        }
+    }
+}
+
+// Each asks meanwhile for what will be read of the next tile, into the second cache, as the first holds no two tiles:
+// blocks lie scattered, no prefetcher of the hardware guesses the next, and all at once would wait for one another.
 template <class S, int R, int J>
 static inline void score(const float* q, int64_t dim, const Part<S>* parts, const Part<S>* next, float* scores) {
     Floats sums[R][J * PARTS] = {};
@@ -59,7 +92,7 @@ static inline void score(const float* q, int64_t dim, const Part<S>* parts, cons
         for (int v = 0; v < J * PARTS; v++) {
             const int j = v / PARTS, lane = v % PARTS * WIDTH;
             Floats keys = load_floats(parts[j].keys + d * LANES + lane);
-            if (next && !lane) __builtin_prefetch(next[j].keys + d * LANES);
+            if (next && !lane) __builtin_prefetch(next[j].keys + d * LANES, 0, 2);
             for (int r = 0; r < R; r++) sums[r][v] += q[r * dim + d] * keys;
         }
     for (int r = 0; r < R; r++)
@@ -79,7 +112,7 @@ static inline void weigh(const float* weights, const float* rescale, const Part<
         const int64_t place = key % LANES * dim + column;
         for (int v = 0; v < J * PARTS; v++) {
             Floats part = load_floats(parts[key / LANES].values + place + v * WIDTH);
-            if (next && v % PARTS == 0) __builtin_prefetch(next[key / LANES].values + place + v * WIDTH);
+            if (next && v % PARTS == 0) __builtin_prefetch(next[key / LANES].values + place + v * WIDTH, 0, 2);
             for (int r = 0; r < R; r++) sums[r][v] += weights[r * TILE_KEYS + key] * part;
         }
     }
@@ -112,8 +145,10 @@ static inline float soften(float* scores, const Part<S>* parts, int num_parts, i
     return rescale;
 }
 
+// `next` is the item's first tile, and then that of the `following` item, if there is one.
 template <class T, class S>
-static void attend_item(const Attention& a, Item item, std::vector<float>& scratch) {
+static void attend_item(const Attention& a, Item item, const Item* following, Part<S>* next, std::vector<float>& scratch) {
+    const Span span = span_of(a, item);
     const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.count * group;
     scratch.assign(num_packed * (2 * dim + TILE_KEYS + 3), 0.0f);
     float *q = scratch.data(), *acc = q + num_packed * dim, *scores = acc + num_packed * dim;
@@ -125,33 +160,13 @@ static void attend_item(const Attention& a, Item item, std::vector<float>& scrat
         for (int64_t d = 0; d < dim; d += LANES)
             store(q + m * dim + d, load(queries + m / group * a.q_stride + m % group * dim + d) * (a.scale * LOG2_E));
     }
-    const int32_t* table = a.table + item.row * a.table_stride;
-    const int64_t query_len = a.query_starts[item.row + 1] - a.query_starts[item.row];
-    const int64_t position = a.context_lens[item.row] - query_len + item.first;  // of the item's first token
-    const int64_t end = position + item.count;
-    const int64_t first_key = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    const int64_t row_numbers = a.block_size * dim, row_bytes = stored_bytes<S>(a.block_size, dim);
-    Part<S> parts[TILE_PARTS], next[TILE_PARTS] = {};
-    auto locate = [&](int64_t base) {
-        for (int64_t j = 0, key = base; j < TILE_PARTS && key < end; j++, key += LANES) {
-            int64_t head_row = (int64_t)table[key / a.block_size] * 2 * a.num_kv_heads + item.head;
-            const char *keys = (const char*)a.pool + head_row * row_bytes, *values = keys + a.num_kv_heads * row_bytes;
-            const int64_t offset = key % a.block_size;
-            next[j] = {(const S*)keys + offset * dim, (const S*)values + offset * dim,
-                       (const float*)((const S*)keys + row_numbers) + offset,
-                       (const float*)((const S*)values + row_numbers) + offset};
-            if constexpr (QUANTISED<S>) {
-                __builtin_prefetch(next[j].key_scales);
-                __builtin_prefetch(next[j].value_scales);
-            }
-        }
-    };
-    const int64_t first_base = first_key / LANES * LANES;
-    locate(first_base);
-    for (int64_t base = first_base; base < end; base += TILE_KEYS) {
+    const auto [position, first_key, end] = span;
+    Part<S> parts[TILE_PARTS];
+    for (int64_t base = span.first_base(); base < end; base += TILE_KEYS) {
         std::copy(next, next + TILE_PARTS, parts);
-        locate(base + TILE_KEYS);
-        const bool has_next = base + TILE_KEYS < end;
+        const bool is_last = base + TILE_KEYS >= end, has_next = !is_last || following;
+        if (!is_last) locate(a, item, base + TILE_KEYS, next);
+        else if (following) locate(a, *following, span_of(a, *following).first_base(), next);
         const int num_keys = std::min<int64_t>(TILE_KEYS, end - base), num_parts = (num_keys + LANES - 1) / LANES;
         in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
             in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
@@ -189,11 +204,19 @@ static void attend(const Attention& a, int threads) {
             for (int first = (query_len - 1) / tokens * tokens; first >= 0; first -= tokens)
                 items.push_back({row, first, std::min(tokens, query_len - first), head});
     }
+    std::atomic<size_t> num_taken = 0;
 #pragma omp parallel num_threads(threads) if (items.size() > 1)
     {
         std::vector<float> scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < items.size(); i++) attend_item<T, S>(a, items[i], scratch);
+        Part<S> next[TILE_PARTS] = {};
+        // Whoever is free takes an item, one ahead: so its first tile is fetched in time too.
+        size_t i = num_taken++;
+        if (i < items.size()) locate(a, items[i], span_of(a, items[i]).first_base(), next);
+        while (i < items.size()) {
+            const size_t following = num_taken++;
+            attend_item<T>(a, items[i], following < items.size() ? &items[following] : nullptr, next, scratch);
+            i = following;
+        }
     }
 }
 
