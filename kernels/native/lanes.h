@@ -51,11 +51,9 @@ constexpr float LOG2_E = 1.44269504f;
 // Each one instruction of AVX-512, where gcc 12 by itself goes by halves, and from 8 bits number by number.
 #ifdef __AVX512F__
 static inline u32x16 widened(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }
-static inline u32x16 widened(u8x16 v) { return (u32x16)_mm512_cvtepu8_epi32((__m128i)v); }
 static inline i32x16 widened(i8x16 v) { return (i32x16)_mm512_cvtepi8_epi32((__m128i)v); }
 #else
 static inline u32x16 widened(u16x16 v) { return __builtin_convertvector(v, u32x16); }
-static inline u32x16 widened(u8x16 v) { return widened(__builtin_convertvector(v, u16x16)); }
 static inline i32x16 widened(i8x16 v) {
     return __builtin_convertvector(__builtin_convertvector(v, i16x16), i32x16);
 }
@@ -76,15 +74,15 @@ static inline f32x16 load(const int8_t* p) {
     memcpy(&numbers, p, sizeof numbers);
     return __builtin_convertvector(widened(numbers), f32x16);
 }
-// Exponent and mantissa as those of an fp32 make it 2^120 times too small.
+// Of bits widened with their sign. Exponent and mantissa as those of an fp32 make it 2^120 times too small.
 template <class F, class U>
 static inline F from_e4m3(U bits) {
-    return (F)((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * 0x1p120f;
+    return (F)(bits << 20 & 0x87f00000u) * 0x1p120f;
 }
 static inline f32x16 load(const e4m3* p) {
-    u8x16 numbers;
+    i8x16 numbers;
     memcpy(&numbers, p, sizeof numbers);
-    return from_e4m3<f32x16>(widened(numbers));
+    return from_e4m3<f32x16>((u32x16)widened(numbers));
 }
 static inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
 // As 16 bits each; NaN, where `is_nan`, stays NaN.
@@ -111,7 +109,7 @@ static inline Floats load_floats(const int8_t* p) {
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
 }
 static inline Floats load_floats(const e4m3* p) {
-    return from_e4m3<Floats>((Words)_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
+    return from_e4m3<Floats>((Words)_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
 }
 static inline void store_floats(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 static inline void store_floats(bf16* p, Floats v) {
