@@ -57,7 +57,10 @@ static inline void add_up(const uint8_t* q, int64_t num_inputs, const int8_t* we
     __m512i sums[R][G] = {};
     for (int64_t k = 0; k < num_inputs / 4; k++) {
         __m512i values[G];
-        for (int g = 0; g < G; g++) values[g] = _mm512_loadu_si512(weight + g * group_bytes + k * LINE);
+        for (int g = 0; g < G; g++) {
+            values[g] = _mm512_loadu_si512(weight + g * group_bytes + k * LINE);
+            asm("" : "+v"(values[g]));  // in a register: gcc would load it again for each row
+        }
         for (int r = 0; r < R; r++) {
             int32_t four;
             memcpy(&four, q + r * num_inputs + k * 4, 4);
