@@ -149,30 +149,6 @@ def split_heads(
     return q_TND, k_TKD, v_TKD
 
 
-def place_heads_apart(
-    backend: Backend,
-    heads_TXD: torch.Tensor,
-    norms: HeadNorms | None,
-    cos_sin_SD: torch.Tensor,
-    kv_pool_B2KPD: torch.Tensor,
-    plan: AttentionPlan,
-) -> torch.Tensor:
-    """`place_heads` for a backend that has each operation by itself."""
-    q_TND, k_TKD, v_TKD = split_heads(heads_TXD, kv_pool_B2KPD.shape[2])
-    if norms is not None:
-        q_TND = _norm_heads(backend, q_TND, norms.q_weight_D, norms.eps)
-        k_TKD = _norm_heads(backend, k_TKD, norms.k_weight_D, norms.eps)
-    backend.rotary(q_TND, k_TKD, cos_sin_SD, plan.positions_T)
-    backend.write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
-    return q_TND
-
-
-def _norm_heads(backend: Backend, heads: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    flat = heads.reshape(-1, heads.shape[-1])
-    backend.rms_norm(flat, weight_D, eps, out_TH=flat)
-    return flat.view(heads.shape)
-
-
 def choose_backend(
     device: torch.device,
     *,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.backend import HeadNorms, likeliest, place_heads_apart
+from blockyard.kernels.backend import HeadNorms, likeliest, split_heads
 from blockyard.kernels.huge_pages import collapse_packed
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
@@ -46,6 +46,24 @@ class _PrefillRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Slots:
+    written_T: torch.Tensor | None  # None: all tokens are
+    blocks_T: torch.Tensor  # of those that are
+    offsets_T: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Of a plan's tokens, the same in all layers: how far they turn, and where they are stored."""
+
+    plan: AttentionPlan
+    cos_sin_SD: torch.Tensor
+    cos_T1H: torch.Tensor
+    sin_T1H: torch.Tensor
+    slots: _Slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
     """A plan as indices, for one pool geometry and data type."""
 
@@ -55,7 +73,7 @@ class _Prepared:
 
 
 class TorchBackend:
-    """Not thread-safe: it remembers the indices of the last plan of each window."""
+    """Not thread-safe: it remembers the indices of the last plan, and of the last of each window."""
 
     name = "torch"
     reads_items = False
@@ -63,6 +81,7 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._prepared_by_window: dict[int | None, _Prepared] = {}
+        self._places: _Places | None = None
         self._can_pack: dict[torch.dtype, bool] = {}
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
@@ -76,18 +95,30 @@ class TorchBackend:
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        return place_heads_apart(self, heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        places = self._places
+        if places is None or places.plan is not plan or places.cos_sin_SD is not cos_sin_SD:
+            places = self._places = _places_of(plan, cos_sin_SD)
+        num_kv_heads = kv_pool_B2KPD.shape[2]
+        q_TND, k_TKD, v_TKD = split_heads(heads_TXD, num_kv_heads)
+        if norms is None:
+            _turn(heads_TXD[:, :-num_kv_heads], places.cos_T1H, places.sin_T1H)
+        else:
+            q_TND = self._norm_heads(q_TND, norms.q_weight_D, norms.eps)
+            k_TKD = self._norm_heads(k_TKD, norms.k_weight_D, norms.eps)
+            _turn(q_TND, places.cos_T1H, places.sin_T1H)
+            _turn(k_TKD, places.cos_T1H, places.sin_T1H)
+        _write(k_TKD, v_TKD, kv_pool_B2KPD, places.slots)
+        return q_TND
+
+    def _norm_heads(self, heads: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        flat = heads.reshape(-1, heads.shape[-1])
+        self.rms_norm(flat, weight_D, eps, out_TH=flat)
+        return flat.view(heads.shape)
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> None:
-        slots_T = plan.slot_mapping_T[: len(k_TKD)]
-        written_T = slots_T >= 0
-        if not bool(written_T.all()):
-            slots_T, k_TKD, v_TKD = slots_T[written_T], k_TKD[written_T], v_TKD[written_T]
-        blocks_T, offsets_T = slots_T // plan.block_size, slots_T % plan.block_size
-        store(kv_pool_B2KPD, 0, blocks_T, offsets_T, k_TKD)
-        store(kv_pool_B2KPD, 1, blocks_T, offsets_T, v_TKD)
+        _write(k_TKD, v_TKD, kv_pool_B2KPD, _slots_of(plan, len(k_TKD)))
 
     def attention(
         self,
@@ -129,11 +160,8 @@ class TorchBackend:
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
         cos_T1H, sin_T1H = cos_sin_SD[positions_T][:, None].chunk(2, dim=-1)
-        for x in (q_TND, k_TKD):
-            first, second = x.chunk(2, dim=-1)
-            rotated_first = first * cos_T1H - second * sin_T1H
-            second.copy_(second * cos_T1H + first * sin_T1H)
-            first.copy_(rotated_first)
+        _turn(q_TND, cos_T1H, sin_T1H)
+        _turn(k_TKD, cos_T1H, sin_T1H)
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
@@ -160,6 +188,43 @@ class TorchBackend:
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         return packed_linear(x_TI, weight_OI, bias_O)
+
+
+def _places_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _Places:
+    cos_T1H, sin_T1H = cos_sin_SD[plan.positions_T][:, None].chunk(2, dim=-1)
+    slots = _slots_of(plan, len(plan.positions_T))
+    return _Places(plan=plan, cos_sin_SD=cos_sin_SD, cos_T1H=cos_T1H, sin_T1H=sin_T1H, slots=slots)
+
+
+def _slots_of(plan: AttentionPlan, num_tokens: int) -> _Slots:
+    slots_T = plan.slot_mapping_T[:num_tokens]
+    is_written_T = slots_T >= 0
+    are_all = bool(is_written_T.all())
+    if not are_all:
+        slots_T = slots_T[is_written_T]
+    written_T = None if are_all else is_written_T
+    return _Slots(
+        written_T=written_T, blocks_T=slots_T // plan.block_size, offsets_T=slots_T % plan.block_size
+    )
+
+
+def _turn(heads: torch.Tensor, cos_T1H: torch.Tensor, sin_T1H: torch.Tensor) -> None:
+    first, second = heads.chunk(2, dim=-1)
+    rotated_first = first * cos_T1H - second * sin_T1H
+    second.copy_(second * cos_T1H + first * sin_T1H)
+    first.copy_(rotated_first)
+
+
+def _write(
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    kv_pool_B2KPD: torch.Tensor,
+    slots: _Slots,
+) -> None:
+    if slots.written_T is not None:
+        k_TKD, v_TKD = k_TKD[slots.written_T], v_TKD[slots.written_T]
+    store(kv_pool_B2KPD, 0, slots.blocks_T, slots.offsets_T, k_TKD)
+    store(kv_pool_B2KPD, 1, slots.blocks_T, slots.offsets_T, v_TKD)
 
 
 def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> _Prepared:
