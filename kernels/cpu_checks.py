@@ -122,6 +122,11 @@ def _check_indices(plan: AttentionPlan, num_blocks: int, num_positions: int | No
         and len(positions_T) == len(slots_T) >= plan.num_query_tokens,
         "a plan's tensors are of different steps",
     )
+    query_lens_R = np.diff(starts_R1)
+    need(
+        bool((query_lens_R >= 1).all() and (context_R >= query_lens_R).all()),
+        "a context shorter than its queries",
+    )
     if len(slots_T):
         need(int(slots_T.max()) < num_blocks * plan.block_size, "a slot beyond {} blocks", num_blocks)
         need(int(positions_T.min()) >= 0, "a position before the first")

@@ -52,7 +52,7 @@ class _Row:
 
 
 class DeterministicTorchBackend(TorchBackend):
-    """Not thread-safe: it remembers the indices of the last plan of each window."""
+    """Not thread-safe, as the torch backend."""
 
     def __init__(self) -> None:
         super().__init__()

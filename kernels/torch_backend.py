@@ -54,13 +54,23 @@ class _Slots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Of a plan's tokens, the same in all layers: how far they turn, and where they are stored."""
+    """Of a step's tokens, the same in all layers and for plans of all windows: how far they turn, and where they are
+    stored."""
 
-    plan: AttentionPlan
+    positions_T: torch.Tensor
+    slot_mapping_T: torch.Tensor
     cos_sin_SD: torch.Tensor
     cos_T1H: torch.Tensor
     sin_T1H: torch.Tensor
     slots: _Slots
+
+    def are_of(self, plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> bool:
+        """The same tensors."""
+        return (
+            self.positions_T is plan.positions_T
+            and self.slot_mapping_T is plan.slot_mapping_T
+            and self.cos_sin_SD is cos_sin_SD
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +83,8 @@ class _Prepared:
 
 
 class TorchBackend:
-    """Not thread-safe: it remembers the indices of the last plan, and of the last of each window."""
+    """Not thread-safe: it remembers the indices of the last plan, and of the last of each window. What a plan's tensors
+    hold must not change once it has been used."""
 
     name = "torch"
     reads_items = False
@@ -96,7 +107,7 @@ class TorchBackend:
         plan: AttentionPlan,
     ) -> torch.Tensor:
         places = self._places
-        if places is None or places.plan is not plan or places.cos_sin_SD is not cos_sin_SD:
+        if places is None or not places.are_of(plan, cos_sin_SD):
             places = self._places = _places_of(plan, cos_sin_SD)
         num_kv_heads = kv_pool_B2KPD.shape[2]
         q_TND, k_TKD, v_TKD = split_heads(heads_TXD, num_kv_heads)
@@ -193,7 +204,14 @@ class TorchBackend:
 def _places_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _Places:
     cos_T1H, sin_T1H = cos_sin_SD[plan.positions_T][:, None].chunk(2, dim=-1)
     slots = _slots_of(plan, len(plan.positions_T))
-    return _Places(plan=plan, cos_sin_SD=cos_sin_SD, cos_T1H=cos_T1H, sin_T1H=sin_T1H, slots=slots)
+    return _Places(
+        positions_T=plan.positions_T,
+        slot_mapping_T=plan.slot_mapping_T,
+        cos_sin_SD=cos_sin_SD,
+        cos_T1H=cos_T1H,
+        sin_T1H=sin_T1H,
+        slots=slots,
+    )
 
 
 def _slots_of(plan: AttentionPlan, num_tokens: int) -> _Slots:

@@ -83,8 +83,9 @@ static inline void locate(const Attention& a, Item item, int64_t base, Part<S>* 
     }
 }
 
-// Each asks meanwhile for what will be read of the next tile, into the second cache, as the first holds no two tiles:
-// blocks lie scattered, no prefetcher of the hardware guesses the next, and all at once would wait for one another.
+// Each asks meanwhile for what will be read of the next tile, into the second cache, as two tiles of floats are more than
+// the first holds: blocks lie scattered, no prefetcher of the hardware guesses the next, and all at once would wait for one
+// another.
 template <class S, int R, int J>
 static inline void score(const float* q, int64_t dim, const Part<S>* parts, const Part<S>* next, float* scores) {
     Floats sums[R][J * PARTS] = {};
@@ -145,9 +146,10 @@ static inline float soften(float* scores, const Part<S>* parts, int num_parts, i
     return rescale;
 }
 
-// `next` is the item's first tile, and then that of the `following` item, if there is one.
-template <class T, class S>
-static void attend_item(const Attention& a, Item item, const Item* following, Part<S>* next, std::vector<float>& scratch) {
+// `next` is the item's first tile, and then that of the following item, which `take` gives when the last tile begins: an
+// item or null. Returns it.
+template <class T, class S, class F>
+static const Item* attend_item(const Attention& a, Item item, F take, Part<S>* next, std::vector<float>& scratch) {
     const Span span = span_of(a, item);
     const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.count * group;
     scratch.assign(num_packed * (2 * dim + TILE_KEYS + 3), 0.0f);
@@ -162,11 +164,13 @@ static void attend_item(const Attention& a, Item item, const Item* following, Pa
     }
     const auto [position, first_key, end] = span;
     Part<S> parts[TILE_PARTS];
+    const Item* following = nullptr;
     for (int64_t base = span.first_base(); base < end; base += TILE_KEYS) {
         std::copy(next, next + TILE_PARTS, parts);
-        const bool is_last = base + TILE_KEYS >= end, has_next = !is_last || following;
+        const bool is_last = base + TILE_KEYS >= end;
         if (!is_last) locate(a, item, base + TILE_KEYS, next);
-        else if (following) locate(a, *following, span_of(a, *following).first_base(), next);
+        else if ((following = take())) locate(a, *following, span_of(a, *following).first_base(), next);
+        const bool has_next = !is_last || following;
         const int num_keys = std::min<int64_t>(TILE_KEYS, end - base), num_parts = (num_keys + LANES - 1) / LANES;
         in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
             in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
@@ -191,6 +195,7 @@ static void attend_item(const Attention& a, Item item, const Item* following, Pa
     for (int64_t m = 0; m < num_packed; m++)
         for (int64_t d = 0; d < dim; d += LANES)
             store(out + m / group * a.out_stride + m % group * dim + d, load(acc + m * dim + d) * (1.0f / total[m]));
+    return following;
 }
 
 template <class T, class S>
@@ -209,14 +214,15 @@ static void attend(const Attention& a, int threads) {
     {
         std::vector<float> scratch;
         Part<S> next[TILE_PARTS] = {};
-        // Whoever is free takes an item, one ahead: so its first tile is fetched in time too.
-        size_t i = num_taken++;
-        if (i < items.size()) locate(a, items[i], span_of(a, items[i]).first_base(), next);
-        while (i < items.size()) {
-            const size_t following = num_taken++;
-            attend_item<T>(a, items[i], following < items.size() ? &items[following] : nullptr, next, scratch);
-            i = following;
-        }
+        // Whoever is free takes an item, and the following one a tile ahead: as far as its last tile reaches, it fetches that
+        // one's first.
+        auto take = [&]() -> const Item* {
+            const size_t i = num_taken++;
+            return i < items.size() ? &items[i] : nullptr;
+        };
+        const Item* item = take();
+        if (item) locate(a, *item, span_of(a, *item).first_base(), next);
+        while (item) item = attend_item<T>(a, *item, take, next, scratch);
     }
 }
 

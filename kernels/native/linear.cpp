@@ -16,9 +16,12 @@
 
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 
+#include <cpuid.h>
+
 constexpr int GROUPS = 4;
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t DEPTH = 128;
+constexpr int64_t LINE = 64;  // of a cache, in bytes
 // The rows of a tile that takes so many groups at once, and how many groups are for so many rows: their sums have 24 of 32
 // registers, or at most 12 of 16.
 #ifdef __AVX512F__
@@ -121,7 +124,7 @@ static inline void add(const Input<W>* x, int64_t stride, Piece<W> piece, float*
     for (int64_t i = 0; i < piece.depth; i += TOGETHER<W>) {
         if (FETCHED && i < piece.share)
             for (int f = 0; f < FETCHED; f++) __builtin_prefetch(piece.ahead[f] + i * LANES, 0, 2);
-        if (MANY && i % LANES == 0)
+        if (MANY && i % (LINE / sizeof(Input<W>)) == 0)
             for (int r = 0; r < R; r++) __builtin_prefetch(x + (R + r) * stride + i);
         add_products<R, G>(x + i, stride, piece.weight + i * LANES, piece.apart, sum);
     }
@@ -240,13 +243,11 @@ static void linear(Linear l, int threads) {
     }
 }
 
-// Where the CPU multiplies tiles of bf16, oneDNN's way of it is the faster.
+// Where the CPU multiplies tiles of bf16 (AMX, whether or not the compiler knows of it), oneDNN's way of it is the faster.
 extern "C" int by_has_linear(int is_bf16) {
-#ifdef __AMX_BF16__
-    return !is_bf16;
-#else
-    return 1;
-#endif
+    unsigned a, b, c, features = 0;
+    const bool has_tiles = __get_cpuid_count(7, 0, &a, &b, &c, &features) && (features >> 22 & 1);
+    return !(is_bf16 && has_tiles);
 }
 extern "C" void by_linear(int is_bf16, int threads, const Linear* l) {
     is_bf16 ? linear<bf16>(*l, threads) : linear<float>(*l, threads);

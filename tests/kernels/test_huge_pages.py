@@ -11,30 +11,30 @@ from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def field_of_mapping(address: int, name: str) -> list[str]:
-    """What /proc says of the mapping that holds this address."""
-    is_here = False
+def fields_of_mappings(begin: int, end: int, name: str) -> list[list[str]]:
+    """What /proc says of the mappings that hold these addresses, in their order."""
+    fields, is_here = [], False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
         first, *rest = line.split()
         if "-" in first:
-            begin, end = (int(bound, 16) for bound in first.split("-"))
-            is_here = begin <= address < end
+            first_address, last_address = (int(bound, 16) for bound in first.split("-"))
+            is_here = first_address < end and begin < last_address
         elif is_here and first == name:
-            return rest
-    raise LookupError(hex(address))
+            fields.append(rest)
+    return fields
 
 
-def is_advised(address: int) -> bool:
-    """Whether the mapping that holds this address is one that the system was asked to give in huge pages.
+def are_advised(begin: int, end: int) -> list[bool]:
+    """Of the mappings that hold these addresses: whether the system was asked to give them in huge pages.
 
     Whether it has any to give is for its memory's fragments to decide.
     """
-    return "hg" in field_of_mapping(address, "VmFlags:")
+    return ["hg" in flags for flags in fields_of_mappings(begin, end, "VmFlags:")]
 
 
-def huge_kib_at(address: int) -> int:
-    """Of the mapping that holds this address: allocators give again what they were given, huge pages too."""
-    return int(field_of_mapping(address, "AnonHugePages:")[0])
+def huge_kib_at(begin: int, end: int) -> int:
+    """Of the mappings that hold these addresses: allocators give again what they were given, huge pages too."""
+    return sum(int(kib) for kib, _ in fields_of_mappings(begin, end, "AnonHugePages:"))
 
 
 def huge_kib() -> int:
@@ -60,15 +60,14 @@ def are_given() -> None:
 def test_memory_to_come_is_asked_for_in_huge_pages(are_given: None) -> None:
     tensor = torch.empty(16, 1 << 20)  # glibc has nothing so large in its heap
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    first, last = -(-begin // HUGE_PAGE_BYTES), end // HUGE_PAGE_BYTES
-    whole = [page * HUGE_PAGE_BYTES for page in range(first, last)]
-    assert not any(map(is_advised, whole))
+    begin, end = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    assert are_advised(begin, end) == [False]
     advise_empty(tensor)
-    assert all(map(is_advised, whole))
+    assert are_advised(begin, end) == [True]
     some_were_at_hand = are_at_hand(tensor.nbytes)
     assert not tensor.zero_().any()
     if some_were_at_hand and are_at_hand(tensor.nbytes):
-        assert huge_kib_at(whole[0]) > 0  # how many lies with others who take them at the same time
+        assert huge_kib_at(begin, end) > 0  # how many lies with others who take them at the same time
 
 
 @pytest.mark.skipif(not can_pack(torch.float32), reason="this PyTorch packs no weights")
@@ -80,7 +79,8 @@ def test_a_packed_weight_computes_as_before(are_given: None) -> None:
     collapse_packed(packed)
     if some_are_at_hand:
         assert huge_kib() - before >= 8 << 10
-    assert is_advised(torch.ops.mkldnn.data_ptr(packed) + weight_OI.nbytes // 2)
+    middle = torch.ops.mkldnn.data_ptr(packed) + weight_OI.nbytes // 2
+    assert are_advised(middle, middle + 1) == [True]
     assert torch.equal(packed_linear(x_TI, packed, None), expected)
 
 

@@ -73,16 +73,19 @@ def test_threads_share_a_large_weight(panels: CpuBackend, dtype: torch.dtype, ro
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_lie_apart(panels: CpuBackend, dtype: torch.dtype) -> None:
-    wide, weight_OI = torch.randint(-8, 9, (9, 300)).to(dtype), torch.randint(-8, 9, (128, 260)).to(dtype)
+    wide, weight_OI = torch.randint(-8, 9, (9, 301)).to(dtype), torch.randint(-8, 9, (128, 260)).to(dtype)
     expected = wide[:, 17:277].float() @ weight_OI.float().t()
     assert torch.equal(panels.linear(wide[:, 17:277], lay_out(weight_OI)), expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_fails_its_own_token_alone(panels: CpuBackend, value: float) -> None:
-    x_TI = torch.randn(7, 64)
+def test_what_is_not_finite_fails_its_own_token_alone(
+    panels: CpuBackend, value: float, dtype: torch.dtype
+) -> None:
+    x_TI = torch.randn(7, 64, dtype=dtype)
     x_TI[2, 17] = value
-    result = panels.linear(x_TI, lay_out(torch.randn(64, 64)))
+    result = panels.linear(x_TI, lay_out(torch.randn(64, 64, dtype=dtype)))
     assert not result[2].isfinite().any()
     assert result[[0, 1, 3, 4, 5, 6]].isfinite().all()
 
