@@ -9,6 +9,7 @@ from blockyard.kernels.huge_pages import HUGE_PAGE_BYTES, advise_empty, collapse
 from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+ATTEMPTS = 4
 
 
 def fields_of_mappings(begin: int, end: int, name: str) -> list[list[str]]:
@@ -58,16 +59,22 @@ def are_given() -> None:
 
 
 def test_memory_to_come_is_asked_for_in_huge_pages(are_given: None) -> None:
-    tensor = torch.empty(16, 1 << 20)  # glibc has nothing so large in its heap
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    begin, end = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    assert are_advised(begin, end) == [False]
-    advise_empty(tensor)
-    assert are_advised(begin, end) == [True]
-    some_were_at_hand = are_at_hand(tensor.nbytes)
-    assert not tensor.zero_().any()
-    if some_were_at_hand and are_at_hand(tensor.nbytes):
-        assert huge_kib_at(begin, end) > 0  # how many lies with others who take them at the same time
+    """More than half of it comes so wherever there are enough before and after, in one of a few attempts: between the
+    two probes other processes may take them."""
+    kept, given = [], []
+    while len(kept) < ATTEMPTS and not any(kib >= 32 << 10 for kib in given):
+        tensor = torch.empty(16, 1 << 20)  # glibc has nothing so large in its heap
+        kept.append(tensor)
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        begin, end = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        assert set(are_advised(begin, end)) == {False}
+        advise_empty(tensor)
+        assert set(are_advised(begin, end)) == {True}
+        some_were_at_hand = are_at_hand(tensor.nbytes)
+        assert not tensor.zero_().any()
+        if some_were_at_hand and are_at_hand(tensor.nbytes):
+            given.append(huge_kib_at(begin, end))
+    assert not given or max(given) >= 32 << 10
 
 
 @pytest.mark.skipif(not can_pack(torch.float32), reason="this PyTorch packs no weights")
