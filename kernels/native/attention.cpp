@@ -3,19 +3,23 @@
 //
 // A block holds its keys as [kv head, P / 16, D, 16], so that one dimension of 16 keys is one vector, and its values as
 // [kv head, P, D]. Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one
-// kv head, in tiles of 64 keys with an online softmax in fp32. A decode is an item of one token. Hidden keys are masked by
-// selection, so what lies in slots that no query sees, NaN too, weighs nothing.
+// kv head, in tiles of 64 keys with an online softmax in fp32. Decodes whose first blocks are the same are an item together:
+// what they share is read once for all of them, then each reads on alone (cascade). The tiles of a row, and so its bits, are
+// the same with whomever it shares. Hidden keys are masked by selection, so what lies in slots that no query sees, NaN too,
+// weighs nothing.
 //
 // T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, M packed rows of an item.
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "lanes.h"
 
 constexpr int TILE_KEYS = 64;
 constexpr int TILE_PARTS = TILE_KEYS / LANES;
-// Packed rows of a prefill item: accumulators and queries stay in the first two caches.
+// Packed rows of an item: accumulators and queries stay in the first two caches.
 constexpr int ITEM_ROWS = 32;
 // Rows and vectors of one register tile.
 constexpr int ROWS = 4;
@@ -40,20 +44,51 @@ struct Attention {
     float scale;
 };
 
+// `count` tokens of each of `num_rows` rows, from a row's query `first` on: many of one row, or one of each of many decodes,
+// which have the blocks of their first `shared` keys in common.
 struct Item {
-    int row, first, count, head;  // tokens count from the row's first query
+    const int* rows;
+    int num_rows, first, count, head;
+    int64_t shared;
+    int num_tokens() const { return num_rows * count; }
 };
 
-// The keys that an item sees: from `first_key` to before `end`, its first token being at `position`.
-struct Span {
-    int64_t position, first_key, end;
-    int64_t first_base() const { return first_key / LANES * LANES; }
+static inline int64_t query_len(const Attention& a, int row) { return a.query_starts[row + 1] - a.query_starts[row]; }
+
+static inline int64_t token_of(const Attention& a, const Item& item, int t) {
+    return a.query_starts[item.rows[t / item.count]] + item.first + t % item.count;
+}
+
+// Keys from `base` on, before `end`, in blocks of `row`, against the item's tokens from `first` to before `last`. Of these
+// the first sees keys from `first_key` to `position`, each other one more.
+struct Tile {
+    int row, first, last;
+    int64_t first_key, position, base, end;
 };
 
-static inline Span span_of(const Attention& a, Item item) {
-    const int64_t query_len = a.query_starts[item.row + 1] - a.query_starts[item.row];
-    const int64_t position = a.context_lens[item.row] - query_len + item.first;
-    return {position, a.window ? std::max<int64_t>(0, position - a.window + 1) : 0, position + item.count};
+static inline Tile own_tile(const Attention& a, const Item& item, int member) {
+    const int row = item.rows[member];
+    const int64_t position = a.context_lens[row] - query_len(a, row) + item.first;
+    const int64_t first_key = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+    return {row, member * item.count, (member + 1) * item.count, first_key, position,
+            std::max(item.shared, first_key / LANES * LANES), position + item.count};
+}
+
+static inline Tile first_tile(const Attention& a, const Item& item) {
+    if (!item.shared) return own_tile(a, item, 0);
+    return {item.rows[0], 0, item.num_tokens(), 0, item.shared, 0, item.shared};
+}
+
+// To the item's next tile. False, and it stays, where there is none.
+static inline bool advance(const Attention& a, const Item& item, Tile& tile) {
+    if (tile.base + TILE_KEYS < tile.end) {
+        tile.base += TILE_KEYS;
+        return true;
+    }
+    const int member = tile.end == item.shared ? 0 : tile.last / item.count;
+    if (member == item.num_rows) return false;
+    tile = own_tile(a, item, member);
+    return true;
 }
 
 // Where 16 keys of one kv head and their values lie, and their scales where they are quantised.
@@ -63,14 +98,13 @@ struct Part {
     const float *key_scales, *value_scales;
 };
 
-// Fills in the parts of the tile at `base`, as many as the item sees.
+// Fills in the parts of a tile, as many as it has.
 template <class S>
-static inline void locate(const Attention& a, Item item, int64_t base, Part<S>* parts) {
-    const int32_t* table = a.table + item.row * a.table_stride;
-    const int64_t end = span_of(a, item).end;
+static inline void locate(const Attention& a, int head, const Tile& tile, Part<S>* parts) {
+    const int32_t* table = a.table + tile.row * a.table_stride;
     const int64_t row_numbers = a.block_size * a.head_dim, row_bytes = stored_bytes<S>(a.block_size, a.head_dim);
-    for (int64_t j = 0, key = base; j < TILE_PARTS && key < end; j++, key += LANES) {
-        int64_t head_row = (int64_t)table[key / a.block_size] * 2 * a.num_kv_heads + item.head;
+    for (int64_t j = 0, key = tile.base; j < TILE_PARTS && key < tile.end; j++, key += LANES) {
+        int64_t head_row = (int64_t)table[key / a.block_size] * 2 * a.num_kv_heads + head;
         const char *keys = (const char*)a.pool + head_row * row_bytes, *values = keys + a.num_kv_heads * row_bytes;
         const int64_t offset = key % a.block_size;
         parts[j] = {(const S*)keys + offset * a.head_dim, (const S*)values + offset * a.head_dim,
@@ -149,65 +183,109 @@ static inline float soften(float* scores, const Part<S>* parts, int num_parts, i
 // `next` is the item's first tile, and then that of the following item, which `take` gives when the last tile begins: an
 // item or null. Returns it.
 template <class T, class S, class F>
-static const Item* attend_item(const Attention& a, Item item, F take, Part<S>* next, std::vector<float>& scratch) {
-    const Span span = span_of(a, item);
-    const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.count * group;
+static const Item* attend_item(const Attention& a, const Item& item, F take, Part<S>* next, std::vector<float>& scratch) {
+    const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.num_tokens() * group;
     scratch.assign(num_packed * (2 * dim + TILE_KEYS + 3), 0.0f);
     float *q = scratch.data(), *acc = q + num_packed * dim, *scores = acc + num_packed * dim;
     float *peak = scores + num_packed * TILE_KEYS, *total = peak + num_packed, *rescale = total + num_packed;
-    const int64_t token = a.query_starts[item.row] + item.first;
-    const T* queries = (const T*)a.q + token * a.q_stride + item.head * group * dim;
     for (int64_t m = 0; m < num_packed; m++) {
         peak[m] = LOWEST;
-        for (int64_t d = 0; d < dim; d += LANES)
-            store(q + m * dim + d, load(queries + m / group * a.q_stride + m % group * dim + d) * (a.scale * LOG2_E));
+        const int64_t head = item.head * group + m % group;
+        const T* query = (const T*)a.q + token_of(a, item, m / group) * a.q_stride + head * dim;
+        for (int64_t d = 0; d < dim; d += LANES) store(q + m * dim + d, load(query + d) * (a.scale * LOG2_E));
     }
-    const auto [position, first_key, end] = span;
     Part<S> parts[TILE_PARTS];
     const Item* following = nullptr;
-    for (int64_t base = span.first_base(); base < end; base += TILE_KEYS) {
+    Tile coming = first_tile(a, item);
+    for (bool is_last = false; !is_last;) {
+        const Tile tile = coming;
         std::copy(next, next + TILE_PARTS, parts);
-        const bool is_last = base + TILE_KEYS >= end;
-        if (!is_last) locate(a, item, base + TILE_KEYS, next);
-        else if ((following = take())) locate(a, *following, span_of(a, *following).first_base(), next);
+        is_last = !advance(a, item, coming);
+        if (!is_last) locate(a, item.head, coming, next);
+        else if ((following = take())) locate(a, following->head, first_tile(a, *following), next);
         const bool has_next = !is_last || following;
-        const int num_keys = std::min<int64_t>(TILE_KEYS, end - base), num_parts = (num_keys + LANES - 1) / LANES;
-        in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
+        const int num_keys = std::min<int64_t>(TILE_KEYS, tile.end - tile.base), num_parts = (num_keys + LANES - 1) / LANES;
+        const int64_t start = tile.first * group, num_rows = (tile.last - tile.first) * group;
+        in_tiles<ROWS>(num_rows, [&](int m, auto rows) {
             in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
-                score<S, rows, vectors>(q + m * dim, dim, parts + j, has_next && !m ? next + j : nullptr,
-                                        scores + m * TILE_KEYS + j * LANES);
+                score<S, rows, vectors>(q + (start + m) * dim, dim, parts + j, has_next && !m ? next + j : nullptr,
+                                        scores + (start + m) * TILE_KEYS + j * LANES);
             });
         });
-        for (int64_t m = 0; m < num_packed; m++) {
-            const int64_t last = position + m / group - base, first = a.window ? last - a.window + 1 : -base;
+        for (int64_t m = start; m < start + num_rows; m++) {
+            const int64_t last = tile.position + (m - start) / group - tile.base, first = a.window ? last - a.window + 1 : -1;
             rescale[m] = soften(scores + m * TILE_KEYS, parts, num_parts, std::max<int64_t>(first, -1),
                                 std::min<int64_t>(last, TILE_KEYS), peak[m], total[m]);
         }
-        const int first = std::max<int64_t>(0, first_key - base);
-        in_tiles<ROWS>(num_packed, [&](int m, auto rows) {
+        const int first = std::max<int64_t>(0, tile.first_key - tile.base);
+        in_tiles<ROWS>(num_rows, [&](int m, auto rows) {
             in_tiles<VECTORS>(dim / LANES, [&](int j, auto vectors) {
-                weigh<S, rows, vectors>(scores + m * TILE_KEYS, rescale + m, parts, has_next && !m ? next : nullptr,
-                                        first, num_keys, dim, j * LANES, acc + m * dim);
+                weigh<S, rows, vectors>(scores + (start + m) * TILE_KEYS, rescale + start + m, parts,
+                                        has_next && !m ? next : nullptr, first, num_keys, dim, j * LANES,
+                                        acc + (start + m) * dim);
             });
         });
     }
-    T* out = (T*)a.out + token * a.out_stride + item.head * group * dim;
-    for (int64_t m = 0; m < num_packed; m++)
-        for (int64_t d = 0; d < dim; d += LANES)
-            store(out + m / group * a.out_stride + m % group * dim + d, load(acc + m * dim + d) * (1.0f / total[m]));
+    for (int64_t m = 0; m < num_packed; m++) {
+        T* out = (T*)a.out + token_of(a, item, m / group) * a.out_stride + (item.head * group + m % group) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(acc + m * dim + d) * (1.0f / total[m]));
+    }
     return following;
+}
+
+// Rows with one query each come to stand in the order of their tables: those with a prefix in common side by side.
+static void sort_decodes(const Attention& a, int* rows, int num_decodes) {
+    auto num_blocks = [&](int row) { return (a.context_lens[row] + a.block_size - 1) / a.block_size; };
+    std::sort(rows, rows + num_decodes, [&](int left, int right) {
+        const int64_t blocks = std::min(num_blocks(left), num_blocks(right));
+        const int32_t *of_left = a.table + left * a.table_stride, *of_right = a.table + right * a.table_stride;
+        const int order = std::memcmp(of_left, of_right, blocks * sizeof(int32_t));
+        return order ? order < 0 : std::pair(num_blocks(left), left) < std::pair(num_blocks(right), right);
+    });
+}
+
+// Keys, in whole tiles and at most `most`, whose blocks two rows have in common; each keeps one of its own at least.
+static int64_t keys_in_common(const Attention& a, int left, int right, int64_t most) {
+    most = std::min<int64_t>(most, std::min(a.context_lens[left], a.context_lens[right]) - 1);
+    const int32_t *of_left = a.table + left * a.table_stride, *of_right = a.table + right * a.table_stride;
+    const int64_t blocks = (most + a.block_size - 1) / a.block_size;
+    const int64_t alike = std::mismatch(of_left, of_left + blocks, of_right).first - of_left;
+    return std::min(most, alike * a.block_size) / TILE_KEYS * TILE_KEYS;
+}
+
+// How many of the next rows, `most` at most, are an item together, and the keys that they share: each that joins must make
+// more keys that need not be read again.
+static std::pair<int, int64_t> sharers(const Attention& a, const int* rows, int most) {
+    int64_t shared = 0;
+    int count = 1;
+    for (; count < most; count++) {
+        const int64_t with_next = keys_in_common(a, rows[0], rows[count], count == 1 ? INT32_MAX : shared);
+        if (with_next * count <= shared * (count - 1)) break;
+        shared = with_next;
+    }
+    return {count, shared};
 }
 
 template <class T, class S>
 static void attend(const Attention& a, int threads) {
     const int tokens = std::max<int64_t>(1, ITEM_ROWS / (a.num_heads / a.num_kv_heads));
     std::vector<Item> items;
+    std::vector<int> rows(a.num_rows);
+    for (int row = 0; row < a.num_rows; row++) rows[row] = row;
+    int num_decodes = 0;
+    while (num_decodes < a.num_rows && query_len(a, num_decodes) == 1) num_decodes++;
     // Prefill rows come last and take longest: they are begun first.
-    for (int row = a.num_rows - 1; row >= 0; row--) {
-        const int query_len = a.query_starts[row + 1] - a.query_starts[row];
+    for (int row = a.num_rows - 1; row >= num_decodes; row--)
         for (int head = 0; head < a.num_kv_heads; head++)
-            for (int first = (query_len - 1) / tokens * tokens; first >= 0; first -= tokens)
-                items.push_back({row, first, std::min(tokens, query_len - first), head});
+            for (int first = (query_len(a, row) - 1) / tokens * tokens; first >= 0; first -= tokens)
+                items.push_back({&rows[row], 1, first, std::min<int>(tokens, query_len(a, row) - first), head, 0});
+    // Two items a thread, or threads would wait for what others compute together.
+    const int most = a.window ? 1 : std::min<int64_t>(tokens, num_decodes * a.num_kv_heads / (2 * threads));
+    if (most > 1) sort_decodes(a, rows.data(), num_decodes);
+    for (int i = 0, count; i < num_decodes; i += count) {
+        const auto [together, shared] = sharers(a, &rows[i], std::min(most, num_decodes - i));
+        count = together;
+        for (int head = 0; head < a.num_kv_heads; head++) items.push_back({&rows[i], count, 0, 1, head, shared});
     }
     std::atomic<size_t> num_taken = 0;
 #pragma omp parallel num_threads(threads) if (items.size() > 1)
@@ -221,7 +299,7 @@ static void attend(const Attention& a, int threads) {
             return i < items.size() ? &items[i] : nullptr;
         };
         const Item* item = take();
-        if (item) locate(a, *item, span_of(a, *item).first_base(), next);
+        if (item) locate(a, item->head, first_tile(a, *item), next);
         while (item) item = attend_item<T>(a, *item, take, next, scratch);
     }
 }
