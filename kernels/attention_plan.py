@@ -16,6 +16,7 @@ items, X prefill items, Y shared items, M their members, D decode rows, S partia
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Any, Self
 
@@ -178,7 +179,8 @@ def plan_rows(
     with_items: bool = True,
 ) -> AttentionPlan:
     """`plan_attention` of arrays that nobody changes while the plan lives; without items where none are read."""
-    _check_rows(query_R, context_R, table_RB, block_size)
+    num_decodes = int((query_R == 1).sum())
+    _check_rows(query_R, context_R, table_RB, block_size, num_decodes)
     starts_R1 = np.concatenate(([0], np.cumsum(query_R)))
     positions_T, slots_T = _positions_and_slots(query_R, context_R, starts_R1, table_RB, block_size)
     padding = 0 if padded_tokens is None else padded_tokens - len(positions_T)
@@ -186,22 +188,25 @@ def plan_rows(
         raise ValueError(
             f"padded_tokens={padded_tokens} is less than the {len(positions_T)} tokens of the step"
         )
-    num_decodes = int((query_R == 1).sum())
     items = NO_ITEMS
     if with_items:
         shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
         items = items_of_step(query_R, context_R, None, shared, num_kv_heads, target_programs)
-    tensors = _to_device(
-        {
-            "slots": _padded(slots_T, padding, PADDING_SLOT),
-            "positions": _padded(positions_T, padding, 0),
-            "starts": starts_R1.astype(np.int32),
-            "contexts": context_R.astype(np.int32),
-            "table": table_RB,
-            **items,
-        },
-        torch.device(device),
-    )
+    place = torch.device(device)
+    tensors = {
+        **_to_device(
+            {
+                "slots": _padded(slots_T, padding, PADDING_SLOT),
+                "positions": _padded(positions_T, padding, 0),
+                "starts": starts_R1.astype(np.int32),
+                "contexts": context_R.astype(np.int32),
+                "table": table_RB,
+                **(items if with_items else {}),
+            },
+            place,
+        ),
+        **({} if with_items else _no_items(place)),
+    }
     return AttentionPlan(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
@@ -242,14 +247,16 @@ def _check_tables(context_R: Int64Array, block_tables: Sequence[Sequence[int]], 
         raise ValueError(f"row {row}: {table_lens_R[row]} blocks of {block_size} for {context_R[row]} tokens")
 
 
-def _check_rows(query_R: Int64Array, context_R: Int64Array, table_RB: Int32Array, block_size: int) -> None:
+def _check_rows(
+    query_R: Int64Array, context_R: Int64Array, table_RB: Int32Array, block_size: int, num_decodes: int
+) -> None:
     if not len(query_R) == len(context_R) == len(table_RB):
         raise ValueError(
             f"{len(query_R)} query lengths, {len(context_R)} contexts, {len(table_RB)} block tables"
         )
-    if np.any(query_R < 1) or np.any(context_R < query_R):
+    if (query_R < 1).any() or (context_R < query_R).any():
         raise ValueError(f"need 1 <= query length <= context length, got {query_R} and {context_R}")
-    if np.any((query_R[:-1] > 1) & (query_R[1:] == 1)):
+    if query_R[:num_decodes].max(initial=1) > 1:
         raise ValueError(f"decode rows (query length 1) must come before prefill rows, got {query_R}")
     longest = int(context_R.max(initial=0))
     if longest > table_RB.shape[1] * block_size:
@@ -278,6 +285,11 @@ def _positions_and_slots(
 
 def _padded(array_T: Int64Array, padding: int, value: int) -> Int64Array:
     return np.pad(array_T, (0, padding), constant_values=value) if padding else array_T
+
+
+@cache
+def _no_items(device: torch.device) -> Mapping[str, torch.Tensor]:
+    return _to_device(NO_ITEMS, device)
 
 
 def _to_device(arrays: Mapping[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:

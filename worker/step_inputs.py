@@ -54,18 +54,21 @@ class InputRows:
     def prepare(self, rows: Sequence[ScheduledRow], newest: NewestTokens) -> StepInputs:
         """`rows` are one at least, decodes first. What the step before drew and nobody has committed is taken where it
         is: on the device."""
-        query_R = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        context_R = query_R + np.array([row.start for row in rows], dtype=np.int64)
+        sequences, starts, counts, samples, is_plain = zip(*rows, strict=True)
+        query_R = np.array(counts, dtype=np.int64)
+        context_R = query_R + np.array(starts, dtype=np.int64)
+        is_decodes = all(samples) and sum(counts) == len(rows)
         plan = plan_rows(
             query_R,
             context_R,
-            self._tables.gather(rows, -(-context_R // self._block_size)),
+            self._tables.gather(sequences, is_plain, -(-context_R // self._block_size)),
             block_size=self._block_size,
             device=self._device,
             num_kv_heads=self._num_kv_heads,
             with_items=self._with_items,
         )
-        num_scored = _num_scored(rows)
+        # A decode has no position before the prompt's last.
+        num_scored = {} if is_decodes else _num_scored(rows)
         wanted_Q, last_R = wanted_positions(query_R, num_scored)
         # A prefix that many decodes read once is worth more than a layer of prompts.
         has_narrow = (
@@ -111,9 +114,7 @@ def _input_tokens(
 
 
 def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:
-    # A decode has no position before the prompt's last.
-    chunks = [index for index, row in enumerate(rows) if row.num_tokens > 1 or not row.samples]
-    return {index: count for index in chunks if (count := len(scored_positions(rows[index])))}
+    return {index: count for index, row in enumerate(rows) if (count := len(scored_positions(row)))}
 
 
 def wanted_positions(query_R: Int64Array, num_scored: Mapping[int, int]) -> tuple[Int64Array, Int64Array]:

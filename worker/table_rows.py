@@ -16,7 +16,7 @@ from operator import is_
 
 import numpy as np
 import numpy.typing as npt
-from blockyard.worker.sequence import BlockId, ScheduledRow, Sequence, SequenceId
+from blockyard.worker.sequence import BlockId, Sequence, SequenceId
 
 FIRST_ROWS = 64
 FIRST_BLOCKS = 64
@@ -37,8 +37,8 @@ class _Gathered:
 
     tables: list[list[BlockId] | None] = field(default_factory=list)
     """None of a sequence that has left since."""
-    numbers: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    places_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
+    """Each one's row, and the blocks that are written there."""
 
 
 class TableRows:
@@ -54,28 +54,31 @@ class TableRows:
         return len(self._rows)
 
     def gather(
-        self, rows: Collection[ScheduledRow], needed_R: npt.NDArray[np.int64]
+        self,
+        sequences: Collection[Sequence],
+        is_plain: Collection[bool],
+        needed_R: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int32]:
         """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
         means nothing. Each needs a block at least, and no two have one id. Raises ValueError where one has fewer than
         it needs: behind its own lie those of others."""
-        tables: list[list[BlockId] | None] = [row.sequence.block_table for row in rows]
+        tables: list[list[BlockId] | None] = [sequence.block_table for sequence in sequences]
         last, self._last = self._last, _Gathered()
-        numbers, lengths = last.numbers[: len(rows)], last.lengths[: len(rows)]
-        numbers += [0] * (len(rows) - len(numbers))
-        lengths += [0] * (len(rows) - len(lengths))
-        for index, (row, stands_as_before) in enumerate(zip_longest(rows, map(is_, tables, last.tables))):
-            if not (stands_as_before and row.is_plain):
-                known = self._up_to_date(row.sequence)
-                numbers[index], lengths[index] = known.number, known.num_blocks
-        short = np.flatnonzero(np.array(lengths) < needed_R)
+        places_2R = _widened(last.places_2R, len(tables))
+        stand_as_before = zip_longest(map(is_, tables, last.tables), is_plain)
+        for index, (sequence, known) in enumerate(zip(sequences, stand_as_before, strict=True)):
+            if known != (True, True):
+                row = self._up_to_date(sequence)
+                places_2R[:, index] = row.number, row.num_blocks
+        numbers_R, lengths_R = places_2R
+        short = np.flatnonzero(lengths_R < needed_R)
         if len(short):
             row_number = int(short[0])
-            raise ValueError(f"row {row_number}: {lengths[row_number]} blocks, {needed_R[row_number]} needed")
-        self._last = _Gathered(tables, numbers, lengths)
+            raise ValueError(f"row {row_number}: {lengths_R[row_number]} blocks, {needed_R[row_number]} needed")
+        self._last = _Gathered(tables, places_2R)
         num_blocks = int(needed_R.max())
         self._widen(num_blocks)
-        return self._tables_NB[:, :num_blocks][numbers]
+        return self._tables_NB[:, :num_blocks][numbers_R]
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         """Frees the rows of sequences; unknown ones do no harm."""
@@ -115,3 +118,12 @@ class TableRows:
         if missing > 0:
             added = max(missing, self._tables_NB.shape[1])
             self._tables_NB = np.pad(self._tables_NB, ((0, 0), (0, added)))
+
+
+def _widened(places_2R: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
+    """The array itself where it has so many rows; else what it has of them, and zeros."""
+    if places_2R.shape[1] == num_rows:
+        return places_2R
+    widened_2R = np.zeros((2, num_rows), dtype=np.int64)
+    widened_2R[:, : places_2R.shape[1]] = places_2R[:, :num_rows]
+    return widened_2R
