@@ -31,6 +31,7 @@ from blockyard.kernels.kv_pool import numbers_of, pool_shape, quantise, scales_o
 
 NEED_HYPOTHESIS = [
     "test_cpu_backend.py",
+    "test_cpu_cascade.py",
     "test_int8_linear.py",
     "test_panel_linear.py",
     "test_shared_prefix_property.py",
