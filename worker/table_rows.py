@@ -74,7 +74,9 @@ class TableRows:
         short = np.flatnonzero(lengths_R < needed_R)
         if len(short):
             row_number = int(short[0])
-            raise ValueError(f"row {row_number}: {lengths_R[row_number]} blocks, {needed_R[row_number]} needed")
+            raise ValueError(
+                f"row {row_number}: {lengths_R[row_number]} blocks, {needed_R[row_number]} needed"
+            )
         self._last = _Gathered(tables, places_2R)
         num_blocks = int(needed_R.max())
         self._widen(num_blocks)

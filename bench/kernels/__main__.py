@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.engine.build import DTYPES, backend_of
-from bench.kernels.cases import CPU, FULL, Bench, Case, cases
+from bench.kernels.cases import CASCADE, CPU, FULL, ONE_BY_ONE, Bench, Case, cases
 from bench.kernels.timing import Clock, Machine, measure_machine
 from bench.proof import prove
 from bench.reporting import REPORTS, Floor, write_report
@@ -33,6 +33,8 @@ LONE_DECODE_FLOOR = 0.75
 LONE_CONTEXT = "decode 1 x 32768"
 PREFILL_FLOOR_FLOPS = 400e12
 PREFILL_SHAPE = "prefill 8192"
+CASCADE_FLOOR = 5.0
+CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
 CLIFF = 1.5
 """16 sequences may take so many times what 8 take, for each sequence, and no more."""
 Row = dict[str, Any]
@@ -81,10 +83,17 @@ def floors_of(rows: list[Row], device: str) -> list[Floor]:
     lone = [row["of_copy"] for row in llama if row["shape"] == LONE_CONTEXT]
     prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in llama if row["shape"] == PREFILL_SHAPE]
     cliffs = _cliffs(decodes)
+    cascades = [ratio for row, ratio in _cascades(llama) if row["shape"] == CASCADE_SHAPE]
     known = (
         ("decode attention, launches that read 64 MB or more, least % of copy", large, DECODE_FLOOR, min),
         ("decode attention, one sequence of 32k, of copy", lone, LONE_DECODE_FLOOR, min),
         ("prefill attention, 8k causal, TFLOP/s", prefill, PREFILL_FLOOR_FLOPS / 1e12, min),
+        (
+            "cascade, 64 sequences of 8k shared and 256 own tokens, over each by itself",
+            cascades,
+            CASCADE_FLOOR,
+            min,
+        ),
     )
     floors = [
         Floor(name=name, value=worst(values), floor=floor, better="higher")
@@ -113,6 +122,16 @@ def _cliffs(decodes: list[Row]) -> list[float]:
     ]
 
 
+def _cascades(rows: list[Row]) -> list[tuple[Row, float]]:
+    """Rows of the cascade, and how many times as long the same decodes take each by itself."""
+    alone = {(row["model"], row["shape"]): row["us"] for row in rows if row["kernel"] == ONE_BY_ONE}
+    return [
+        (row, alone[row["model"], row["shape"]] / row["us"])
+        for row in rows
+        if row["kernel"] == CASCADE and (row["model"], row["shape"]) in alone
+    ]
+
+
 def text_of(figures: dict[str, Any]) -> str:
     assert __doc__ is not None
     about = __doc__.partition("\n\n")[2].partition("\n\n")[2].strip()
@@ -125,9 +144,18 @@ def text_of(figures: dict[str, Any]) -> str:
             f"{machine['copy_gb_per_second']:,.0f} GB/s, matmul {machine['matmul_tflops_per_second']:.3g} TFLOP/s. "
             f"{len(figures['rows'])} cases, {figures['skipped']} skipped for their memory. "
             f"Proven before: {figures['proven']}.",
+            *_cascade_table(figures["rows"]),
             *(_table(model, kernel, figures["rows"]) for model, kernel in kernels),
         ]
     )
+
+
+def _cascade_table(rows: list[Row]) -> list[str]:
+    lines = [f"| {row['model']} | {row['shape']} | {ratio:.2f} |" for row, ratio in _cascades(rows)]
+    if not lines:
+        return []
+    head = "| model | decodes | time each by itself / cascade |\n|---|---|---|"
+    return ["\n".join(["## What a cascade gains", "", head, *lines])]
 
 
 def _table(model: str, kernel: str, rows: list[Row]) -> str:

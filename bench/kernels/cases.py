@@ -8,7 +8,7 @@ I intermediate size, R sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
@@ -19,6 +19,7 @@ from blockyard.worker.kv_size import bytes_per_block
 from bench.engine.shapes import SHAPES, Shape
 
 BLOCK_SIZE = 16
+CASCADE, ONE_BY_ONE = "decode attention, cascade", "decode attention, each by itself"
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b")
 
 
@@ -44,6 +45,8 @@ class Sizes:
     contexts: Sequence[int]
     prefills: Sequence[int]
     models: Sequence[str]
+    shared: Sequence[tuple[int, int, int]]
+    """Decodes, the tokens that all of them share, and those that each has of its own."""
 
 
 FULL = Sizes(
@@ -51,9 +54,14 @@ FULL = Sizes(
     contexts=(128, 1024, 8192, 32768),
     prefills=(128, 512, 2048, 8192, 32768),
     models=MODELS,
+    shared=((8, 512, 256), (32, 2048, 256), (64, 8192, 256)),
 )
 CPU = Sizes(
-    sequences=(1, 8, 32), contexts=(128, 512, 2048), prefills=(128, 512), models=("llama-166m", "qwen3-0.6b")
+    sequences=(1, 8, 32),
+    contexts=(128, 512, 2048),
+    prefills=(128, 512),
+    models=("llama-166m", "qwen3-0.6b"),
+    shared=((8, 512, 32), (32, 512, 32), (32, 8192, 256)),
 )
 
 
@@ -83,6 +91,9 @@ def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
                 for stored in QUANTISED_DTYPES if context in sizes.contexts[-2:] else ():
                     name = f"decode {sequences} x {context}"
                     yield _attention(bench, model, shape, name, [1] * sequences, context, stored)
+        for sharers in sizes.shared:
+            for is_cascade in (True, False):
+                yield _shared_attention(bench, model, shape, *sharers, is_cascade=is_cascade)
         for prompt in sizes.prefills:
             yield _attention(bench, model, shape, f"prefill {prompt}", [prompt], prompt)
         for tokens in sorted({*sizes.sequences, *(size for size in sizes.prefills if size <= 8192)}):
@@ -128,6 +139,52 @@ def _attention(
         resident_bytes=2 * kv_bytes,
         make=make,
     )
+
+
+def _shared_attention(
+    bench: Bench, model: str, shape: Shape, sequences: int, shared: int, own: int, *, is_cascade: bool
+) -> Case:
+    """Decodes of which each reads the same blocks first, together (cascade) or each by itself."""
+    values = shape.kv_heads * shape.head_dim
+    kv_bytes = 2 * (shared + sequences * own) * values * bench.dtype.itemsize
+
+    def make() -> Callable[[], object]:
+        num_shared, num_own = shared // BLOCK_SIZE, own // BLOCK_SIZE
+        num_blocks = num_shared + sequences * num_own
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        firsts = range(num_shared, num_blocks, num_own)
+        plan = plan_attention(
+            query_lens=[1] * sequences,
+            context_lens=[shared + own] * sequences,
+            block_tables=[[*order[:num_shared], *order[first : first + num_own]] for first in firsts],
+            block_size=BLOCK_SIZE,
+            device=bench.device,
+            num_kv_heads=shape.kv_heads,
+        )
+        if not is_cascade:
+            plan = each_by_itself(plan, bench.device)
+        pool = bench.random(num_blocks, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+        q_TND = bench.random(sequences, shape.heads, shape.head_dim)
+        out_TND = torch.empty_like(q_TND)
+        scale = shape.head_dim**-0.5
+        return lambda: bench.backend.attention(q_TND, pool, plan, scale=scale, out_TND=out_TND)
+
+    return Case(
+        kernel=CASCADE if is_cascade else ONE_BY_ONE,
+        model=model,
+        shape=f"decode {sequences} x ({shared} shared + {own})",
+        num_bytes=kv_bytes + 2 * sequences * shape.heads * shape.head_dim * bench.dtype.itemsize,
+        flops=4 * sequences * (shared + own) * shape.heads * shape.head_dim,
+        resident_bytes=2 * kv_bytes,
+        make=make,
+    )
+
+
+def each_by_itself(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
+    """The plan of the same decodes without work items over what they share; on a CPU, whose kernels look for that
+    themselves, under a window that hides nothing: there they do not."""
+    alone = plan.of_last_queries()
+    return alone if device.type == "cuda" else replace(alone, window=max(plan.context_lens))
 
 
 def _pool_and_plan(

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from blockyard.kernels.attention_plan import plan_attention
 from blockyard.kernels.torch_backend import TorchBackend
 
-from bench.kernels.__main__ import floors_of, make_bench, measure, row_of
-from bench.kernels.cases import FULL, Bench, Case, Sizes, cases
+from bench.kernels.__main__ import CASCADE_SHAPE, floors_of, make_bench, measure, row_of
+from bench.kernels.cases import CASCADE, FULL, ONE_BY_ONE, Bench, Case, Sizes, cases, each_by_itself
 from bench.kernels.timing import Clock, Machine
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 BENCH = Bench(backend=TorchBackend(), device=CPU, dtype=torch.float32)
-SMALL = Sizes(sequences=(1, 3), contexts=(40,), prefills=(33,), models=("llama-166m",))
+SMALL = Sizes(
+    sequences=(1, 3), contexts=(40,), prefills=(33,), models=("llama-166m",), shared=((8, 512, 32),)
+)
 MACHINE = Machine(copy_bytes_per_second=1e9, matmul_flops_per_second=1e12)
 
 
@@ -31,6 +34,29 @@ def test_a_decode_reads_all_keys_and_values_once() -> None:
     queries_and_outputs = 2 * 3 * 16 * 64 * 4
     assert decode.num_bytes == keys_and_values + queries_and_outputs
     assert decode.flops == 4 * 3 * 40 * 16 * 64
+
+
+@pytest.mark.parametrize("kernel", [CASCADE, ONE_BY_ONE])
+def test_what_decodes_share_must_move_once_and_is_computed_for_each(kernel: str) -> None:
+    decode = case(kernel, "decode 8 x (512 shared + 32)")
+    assert decode.num_bytes == 2 * (512 + 8 * 32) * 4 * 64 * 4 + 2 * 8 * 16 * 64 * 4
+    assert decode.flops == 4 * 8 * 544 * 16 * 64
+
+
+def test_a_plan_of_decodes_each_by_itself_shares_nothing_and_sees_everything() -> None:
+    tables = [[*range(40), 40 + row] for row in range(9)]
+    plan = plan_attention(
+        query_lens=[1] * 9,
+        context_lens=[650] * 9,
+        block_tables=tables,
+        block_size=16,
+        device="cpu",
+        num_kv_heads=1,
+    )
+    assert len(plan.shared_items_Y5)
+    on_cpu, on_gpu = (each_by_itself(plan, torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert (len(on_gpu.shared_items_Y5), on_gpu.window) == (0, None)
+    assert (len(on_cpu.shared_items_Y5), on_cpu.window, on_cpu.first_visible_key(0)) == (0, 650, 0)
 
 
 def test_a_causal_prefill_computes_half_of_its_square() -> None:
@@ -56,6 +82,7 @@ def test_the_full_shapes_are_the_issues() -> None:
     assert (min(FULL.sequences), max(FULL.sequences)) == (1, 256)
     assert (min(FULL.contexts), max(FULL.contexts)) == (128, 32768)
     assert (min(FULL.prefills), max(FULL.prefills)) == (128, 32768)
+    assert (64, 8192, 256) in FULL.shared
 
 
 def test_a_row_is_a_share_of_the_slower_of_two_limits() -> None:
@@ -97,6 +124,15 @@ def decode_row(shape: str, us: float, of_copy: float) -> dict[str, object]:
         "us": us,
         "of_copy": of_copy,
     }
+
+
+def test_a_cascade_is_judged_by_the_time_of_the_same_decodes_each_by_itself() -> None:
+    rows = [
+        decode_row(CASCADE_SHAPE, 10, 0.5) | {"kernel": CASCADE},
+        decode_row(CASCADE_SHAPE, 49, 0.1) | {"kernel": ONE_BY_ONE},
+    ]
+    (floor,) = floors_of(rows, "cuda")
+    assert (floor.value, floor.floor, floor.holds) == (4.9, 5.0, False)
 
 
 def test_goals_are_a_gpus_and_judge_its_worst_row() -> None:

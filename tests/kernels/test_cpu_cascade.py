@@ -38,9 +38,7 @@ def trees(draw: st.DrawFn) -> tuple[int, list[Row]]:
             shared = whole.table[: draw(st.integers(0, whole.context // block_size))]
         own = draw(st.integers(0 if shared else 1, 150))
         num_own = -(-own // block_size)
-        rows.append(
-            Row([*shared, *range(fresh, fresh + num_own)], len(shared) * block_size + own)
-        )
+        rows.append(Row([*shared, *range(fresh, fresh + num_own)], len(shared) * block_size + own))
         fresh += num_own
     return block_size, draw(st.permutations(rows))
 
