@@ -70,7 +70,7 @@ class TableRows:
             if known != (True, True):
                 row = self._up_to_date(sequence)
                 places_2R[:, index] = row.number, row.num_blocks
-        numbers_R, lengths_R = places_2R
+        numbers_R, lengths_R = places_2R[0], places_2R[1]
         short = np.flatnonzero(lengths_R < needed_R)
         if len(short):
             row_number = int(short[0])

@@ -17,15 +17,18 @@ import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 from blockyard.worker.host_size import available_bytes
 from blockyard.worker.kv_size import KVCacheDtype
+from blockyard.worker.model.config import load_config
 from blockyard.worker.openmp import PYTORCH_SPIN_COUNT
 
 from bench.engine import report
-from bench.engine.figures import Results, figures_of
+from bench.engine.figures import ROOFLINE_RATE, Results, figures_of
+from bench.engine.limit import machine_of, rates_of, roofline_tokens_per_second
 from bench.engine.peers.protocol import Request, Settings
 from bench.engine.plot import draw
 from bench.engine.shapes import model_folder
@@ -189,10 +192,7 @@ async def _measure_workload(
 ) -> None:
     """In turns: another system begins each repeat."""
     check_memory(available_bytes())
-    draws = [
-        requests_of(workload, vocab_size=vocab_size, rate=arguments.rate, repeat=repeat)
-        for repeat in range(arguments.repeats)
-    ]
+    draws = _draws(arguments, workload, vocab_size)
     results.about[workload] = describe(workload, draws[0])
     rows: dict[str, list[Trial]] = {}
     results.trials[workload] = rows
@@ -210,6 +210,14 @@ async def _measure_workload(
                 )
     for name in rows.keys() - ready.keys():
         del rows[name]
+
+
+def _draws(arguments: argparse.Namespace, workload: str, vocab_size: int) -> list[list[Request]]:
+    """Of each repeat."""
+    return [
+        requests_of(workload, vocab_size=vocab_size, rate=arguments.rate, repeat=repeat)
+        for repeat in range(arguments.repeats)
+    ]
 
 
 async def _run(
@@ -240,8 +248,17 @@ def run(arguments: argparse.Namespace, dtype: str, scratch: Path) -> Results:
     with_weights = bool(pythons_of(arguments)) or arguments.served
     models = (arguments.models or scratch).absolute()
     model = model_folder(arguments.model, dtype, models, with_weights=with_weights).absolute()
-    vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    return asyncio.run(measure(arguments, systems_of(arguments, model, dtype), vocab_size, scratch))
+    config = load_config(model)
+    machine = machine_of(arguments.device, dtype, arguments.threads)
+    results = asyncio.run(measure(arguments, systems_of(arguments, model, dtype), config.vocab_size, scratch))
+    results.machine = rates_of(machine)
+    for workload, about in results.about.items():
+        rates = [
+            roofline_tokens_per_second(requests, config, dtype, machine)
+            for requests in _draws(arguments, workload, config.vocab_size)
+        ]
+        about[ROOFLINE_RATE] = None if None in rates else round(median(filter(None, rates)), 1)
+    return results
 
 
 def main() -> None:

@@ -20,6 +20,8 @@ DISTURBING_CORES = 0.1
 MIN_PAIRS = 3
 """Undisturbed ones; where there are fewer, all pairs count."""
 UNSHARED = "blockyard, nothing shared"
+ROOFLINE = "the roofline"
+ROOFLINE_RATE = "roofline_tokens_per_second"
 Figures = dict[str, Any]
 
 
@@ -34,6 +36,8 @@ class Results:
     """Versions, notes and load time, or why it is absent."""
     ours: tuple[str, ...] = ()
     """The first is the one that floors are of."""
+    machine: Figures = field(default_factory=dict)
+    """The rates that rooflines are of."""
 
 
 def figures_of(runs: Mapping[str, Results], setting: Mapping[str, Any]) -> Figures:
@@ -45,11 +49,13 @@ def _run(results: Results) -> Figures:
     return {
         "ours": results.ours,
         "systems": results.systems,
+        "machine": results.machine,
         "workloads": {
             name: {
                 **results.about[name],
                 "systems": {system: _row(trials) for system, trials in rows.items()},
                 "ratios": _ratios(rows, results.ours),
+                "of_roofline": _of_roofline(rows, results.about[name].get(ROOFLINE_RATE)),
                 "equal_first_tokens": _equal(rows, results.ours),
             }
             for name, rows in results.trials.items()
@@ -102,6 +108,17 @@ def _ratios(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures
     }
 
 
+def _of_roofline(rows: Mapping[str, Sequence[Trial]], limit: float | None) -> Figures:
+    """Of each system; nothing where the workload has no roofline."""
+    if limit is None:
+        return {}
+    return {
+        name: round(median(map(tokens_per_second, trials)) / limit, 4)
+        for name, trials in rows.items()
+        if trials
+    }
+
+
 def _ratio(ours: Sequence[Trial], others: Sequence[Trial]) -> Figures:
     pairs = list(zip(ours, others, strict=True))
     calm = [pair for pair in pairs if max(trial.foreign_cores for trial in pair) <= DISTURBING_CORES]
@@ -137,6 +154,7 @@ GOALS = (
     ("prefix", "", UNSHARED, 5.0, "cpu"),
     ("prefix", "", "vllm", 1.15, "cpu"),
     ("nano", "", "transformers, continuous", 4.0, "cuda"),
+    ("nano", "", ROOFLINE, 0.5, "cuda"),
 )
 
 
@@ -162,7 +180,10 @@ def _goals(figures: Figures) -> Iterator[tuple[str, float | None, float]]:
     for dtype, run in figures["runs"].items():
         for workload, named, other, floor, device in GOALS:
             our = named or run["ours"][0]
-            ratios = run["workloads"].get(workload, {}).get("ratios", {}).get(our, {})
+            measured = run["workloads"].get(workload, {})
+            ratios = dict(measured.get("ratios", {}).get(our, {}))
+            if our in (shares := measured.get("of_roofline", {})):
+                ratios[ROOFLINE] = {"median": shares[our]}
             variants = [name for name in ratios if name == other or name.startswith(f"{other},")]
             if device == figures["device"]:
                 for name in variants or [other]:

@@ -3,7 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.engine.figures import DISTURBING_CORES, MIN_PAIRS, UNDECIDED, Figures, floors_of, not_judged
+from bench.engine.figures import (
+    DISTURBING_CORES,
+    MIN_PAIRS,
+    ROOFLINE_RATE,
+    UNDECIDED,
+    Figures,
+    floors_of,
+    not_judged,
+)
 from bench.reporting import write_report
 
 TITLE = "The engine alone, through the cluster's path, and beside its peers"
@@ -25,7 +33,7 @@ HEAD = (
 def text_of(figures: Figures) -> str:
     parts = [INTRODUCTION, _setting(figures)]
     for dtype, run in figures["runs"].items():
-        parts += [f"## {dtype}", _systems(run)]
+        parts += [f"## {dtype}", _systems(run), *_machine(run["machine"])]
         parts += [_workload(f"{name}, {dtype}", workload) for name, workload in run["workloads"].items()]
     if missed := not_judged(figures):
         parts.append(
@@ -40,6 +48,16 @@ def _setting(figures: Figures) -> str:
         f"{figures['repeats']} repeats. Proven before: {figures['proven']}.\n\n"
         f"```bash\n{figures['command']}\n```"
     )
+
+
+def _machine(rates: Figures) -> list[str]:
+    if not rates:
+        return []
+    return [
+        f"A roofline is of prompts at the matmul rate and of decode steps at max(weight bytes / B, FLOPs / F) + KV "
+        f"bytes / B, where B, the copy bandwidth, is {rates['copy_gb_per_second']:,.1f} GB/s and F, the matmul rate, "
+        f"{rates['matmul_tflops_per_second']:.3g} TFLOP/s, measured before the first system started."
+    ]
 
 
 def _systems(run: Figures) -> str:
@@ -71,7 +89,17 @@ def _workload(title: str, workload: Figures) -> str:
             *rows,
             "",
             *_ratios(workload["ratios"], list(workload["systems"])),
+            *_of_roofline(workload),
         ]
+    )
+
+
+def _of_roofline(workload: Figures) -> list[str]:
+    shares = [f"{name} {share:.0%}" for name, share in workload["of_roofline"].items()]
+    return (
+        ["", f"Of the roofline, {workload[ROOFLINE_RATE]:,.0f} tokens/s: {', '.join(shares)}."]
+        if shares
+        else []
     )
 
 

@@ -17,8 +17,8 @@ from bench.kernels.timing import Machine
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStep:
     sequences: int
-    context_tokens: int
-    """Of each."""
+    context_tokens: float
+    """Of each, in the mean."""
 
 
 def limit_seconds(step: DecodeStep, model: ModelConfig, item_bytes: int, machine: Machine) -> float:

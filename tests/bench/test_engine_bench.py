@@ -8,14 +8,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+from blockyard.worker.model.config import load_config
 
 from bench.engine.__main__ import check_memory
 from bench.engine.figures import GOALS, Results, figures_of, floors_of, not_judged, tokens_per_second
+from bench.engine.limit import roofline_tokens_per_second
 from bench.engine.peers.protocol import Course, Request, drive
-from bench.engine.report import write
+from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
 from bench.engine.systems import ROOT, Running, System, SystemEnded, Trial, our_systems, peers, running
 from bench.engine.workloads import WORKLOADS, requests_of
+from bench.kernels.timing import Machine
+from bench.profile.roofline import used_weights
 from bench.proof import RedTests, prove
 
 GIB = 2**30
@@ -186,6 +190,38 @@ def test_a_goal_holds_for_each_variant_of_a_peer() -> None:
     ]
 
 
+def test_a_roofline_is_of_prompts_whose_beginning_counts_once_and_of_all_decode_steps() -> None:
+    model = load_config(Path(SETTINGS["model"]))
+    weights, head = used_weights(model), model.vocab_size * model.hidden_size
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
+    requests = [Request(0.0, [1, 2, 3, 4], 3), Request(0.0, [1, 2, 3, 5, 6], 2)]
+    slow_matmul = Machine(copy_bytes_per_second=1e30, matmul_flops_per_second=1e9)
+    slow_memory = Machine(copy_bytes_per_second=1e9, matmul_flops_per_second=1e30)
+    # Six tokens of prompts, two of which are answered; then a step of both and one of the first.
+    flops = 2 * (6 * (weights - head) + 2 * head) + 2 * weights * (2 + 1)
+    num_bytes = 2 * 4 * weights + kv_bytes * ((3 + 2 + 3) + (3 + 3))
+    for machine, seconds in ((slow_matmul, flops / 1e9), (slow_memory, num_bytes / 1e9)):
+        rate = roofline_tokens_per_second(requests, model, "float32", machine)
+        assert rate == pytest.approx(5 / seconds)
+    late = [*requests, Request(0.5, [9], 1)]
+    assert roofline_tokens_per_second(late, model, "float32", slow_memory) is None
+
+
+def test_a_goal_beside_the_roofline_is_a_gpus_and_of_our_first_row() -> None:
+    measured = results()
+    measured.trials = {"nano": {"blockyard triton": [trial(2.0), trial(2.5)]}}
+    measured.ours = ("blockyard triton",)
+    measured.about = {"nano": {**measured.about["prefix"], "roofline_tokens_per_second": 10.0}}
+    measured.machine = {"copy_gb_per_second": 4000.0, "matmul_tflops_per_second": 750.0}
+    figures = figures_of({"bfloat16": measured}, {**SETTING, "device": "cuda"})
+    (floor,) = floors_of(figures)
+    assert (floor.value, floor.floor, floor.holds) == (0.45, 0.5, False)
+    text = text_of(figures)
+    assert "Of the roofline, 10 tokens/s: blockyard triton 45%." in text
+    assert "4,000.0 GB/s and F, the matmul rate, 750 TFLOP/s" in text
+    assert floors_of(figures_of({"bfloat16": measured}, SETTING)) == []
+
+
 def test_a_report_names_who_was_absent_and_has_a_json_twin(tmp_path: Path) -> None:
     path = write(figures_of({"float32": results()}, SETTING), tmp_path)
     text = path.read_text(encoding="utf-8")
@@ -283,6 +319,7 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
         "absent": "no Python of it was named"
     }
     assert report.with_suffix(".png").stat().st_size > 10_000
+    assert "Of the roofline, " in report.with_suffix(".md").read_text()
     assert str(tmp_path) not in report.with_suffix(".md").read_text()
 
 

@@ -1,0 +1,66 @@
+"""The roofline of a workload: all its prompts at the matmul rate, one after the other, then decode steps in which
+every request that is not over runs, each at its limit (bench/profile/roofline.py). What all prompts begin with counts
+once, and of a prompt only the last position goes through the head.
+
+Owns the arithmetic, and that the machine's rates are measured in a process that has ended before any system starts.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import takewhile
+from multiprocessing import get_context
+
+import torch
+from blockyard.worker.model.config import ModelConfig
+
+from bench.engine.build import DTYPES
+from bench.engine.peers.protocol import Request
+from bench.kernels.timing import Machine, measure_machine
+from bench.profile.roofline import DecodeStep, limit_seconds, used_weights
+
+
+def machine_of(device: str, dtype: str, threads: int) -> Machine:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_measure, device, dtype, threads).result()
+
+
+def _measure(device: str, dtype: str, threads: int) -> Machine:
+    if threads:
+        torch.set_num_threads(threads)
+    with torch.inference_mode():
+        return measure_machine(torch.device(device), DTYPES[dtype])
+
+
+def rates_of(machine: Machine) -> dict[str, float]:
+    """For a report."""
+    return {
+        "copy_gb_per_second": round(machine.copy_bytes_per_second / 1e9, 2),
+        "matmul_tflops_per_second": round(machine.matmul_flops_per_second / 1e12, 4),
+    }
+
+
+def roofline_tokens_per_second(
+    requests: Sequence[Request], model: ModelConfig, dtype: str, machine: Machine
+) -> float | None:
+    """Output tokens. None where requests do not arrive at once."""
+    if any(request.arrival_seconds for request in requests):
+        return None
+    prompts = [request.token_ids for request in requests]
+    columns = zip(*prompts, strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    num_prompt_tokens = num_shared + sum(len(prompt) - num_shared for prompt in prompts)
+    head = model.vocab_size * model.hidden_size
+    weights = used_weights(model)
+    seconds = (
+        2 * (num_prompt_tokens * (weights - head) + len(prompts) * head) / machine.matmul_flops_per_second
+    )
+    for step in range(1, max(request.max_tokens for request in requests)):
+        lengths = [len(r.token_ids) + step - num_shared for r in requests if r.max_tokens > step]
+        contexts = num_shared + sum(lengths)
+        seconds += limit_seconds(
+            DecodeStep(sequences=len(lengths), context_tokens=contexts / len(lengths)),
+            model,
+            DTYPES[dtype].itemsize,
+            machine,
+        )
+    return sum(request.max_tokens for request in requests) / seconds
