@@ -80,7 +80,8 @@ class TableRows:
         self._last = _Gathered(tables, places_2R)
         num_blocks = int(needed_R.max())
         self._widen(num_blocks)
-        return self._tables_NB[:, :num_blocks][numbers_R]
+        tables_RB: npt.NDArray[np.int32] = self._tables_NB[:, :num_blocks][numbers_R]
+        return tables_RB
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         """Frees the rows of sequences; unknown ones do no harm."""
