@@ -99,7 +99,7 @@ class AttentionPlan:
 
     def of_last_queries(self) -> Self:
         """This step as if each row had its last query alone, and nothing were to be written: what a last layer attends
-        where no other query's output is wanted. No prefix is shared in it."""
+        where no other query's output is wanted. No item of it is over a shared prefix."""
         query_R = np.ones(self.num_rows, dtype=np.int64)
         items = self._items(query_R, self.window)
         tensors = _to_device(
@@ -193,20 +193,17 @@ def plan_rows(
         shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
         items = items_of_step(query_R, context_R, None, shared, num_kv_heads, target_programs)
     place = torch.device(device)
-    tensors = {
-        **_to_device(
-            {
-                "slots": _padded(slots_T, padding, PADDING_SLOT),
-                "positions": _padded(positions_T, padding, 0),
-                "starts": starts_R1.astype(np.int32),
-                "contexts": context_R.astype(np.int32),
-                "table": table_RB,
-                **(items if with_items else {}),
-            },
-            place,
-        ),
-        **({} if with_items else _no_items(place)),
+    arrays: dict[str, IntArray] = {
+        "slots": _padded(slots_T, padding, PADDING_SLOT),
+        "positions": _padded(positions_T, padding, 0),
+        "starts": starts_R1.astype(np.int32),
+        "contexts": context_R.astype(np.int32),
+        "table": table_RB,
     }
+    if with_items:
+        tensors = _to_device({**arrays, **items}, place)
+    else:
+        tensors = {**_to_device(arrays, place), **_no_items(place)}
     return AttentionPlan(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
@@ -289,6 +286,7 @@ def _padded(array_T: Int64Array, padding: int, value: int) -> Int64Array:
 
 @cache
 def _no_items(device: torch.device) -> Mapping[str, torch.Tensor]:
+    """Nobody writes them."""
     return _to_device(NO_ITEMS, device)
 
 

@@ -67,7 +67,6 @@ class InputRows:
             num_kv_heads=self._num_kv_heads,
             with_items=self._with_items,
         )
-        # A decode has no position before the prompt's last.
         num_scored = {} if is_decodes else _num_scored(rows)
         wanted_Q, last_R = wanted_positions(query_R, num_scored)
         # A prefix that many decodes read once is worth more than a layer of prompts.
@@ -114,7 +113,9 @@ def _input_tokens(
 
 
 def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:
-    return {index: count for index, row in enumerate(rows) if (count := len(scored_positions(row)))}
+    # A decode has no position before the prompt's last.
+    chunks = [index for index, row in enumerate(rows) if row.num_tokens > 1 or not row.samples]
+    return {index: count for index in chunks if (count := len(scored_positions(rows[index])))}
 
 
 def wanted_positions(query_R: Int64Array, num_scored: Mapping[int, int]) -> tuple[Int64Array, Int64Array]:

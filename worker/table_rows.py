@@ -61,15 +61,19 @@ class TableRows:
     ) -> npt.NDArray[np.int32]:
         """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
         means nothing. Each needs a block at least, and no two have one id. Raises ValueError where one has fewer than
-        it needs: behind its own lie those of others."""
+        it needs: behind its own lie those of others. `is_plain` is of their rows in the step."""
         tables: list[list[BlockId] | None] = [sequence.block_table for sequence in sequences]
         last, self._last = self._last, _Gathered()
         places_2R = _widened(last.places_2R, len(tables))
         stand_as_before = zip_longest(map(is_, tables, last.tables), is_plain)
-        for index, (sequence, known) in enumerate(zip(sequences, stand_as_before, strict=True)):
-            if known != (True, True):
-                row = self._up_to_date(sequence)
-                places_2R[:, index] = row.number, row.num_blocks
+        changed: list[int] = []
+        known: list[_Row] = []
+        for index, (sequence, (stands, plain)) in enumerate(zip(sequences, stand_as_before, strict=True)):
+            if not (stands and plain):
+                changed.append(index)
+                known.append(self._up_to_date(sequence))
+        if changed:
+            places_2R[:, changed] = [row.number for row in known], [row.num_blocks for row in known]
         numbers_R, lengths_R = places_2R[0], places_2R[1]
         short = np.flatnonzero(lengths_R < needed_R)
         if len(short):

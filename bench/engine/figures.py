@@ -188,4 +188,5 @@ def _goals(figures: Figures) -> Iterator[tuple[str, float | None, float]]:
             if device == figures["device"]:
                 for name in variants or [other]:
                     ratio = ratios[name]["median"] if variants else None
-                    yield f"{workload}, {dtype}: {our} / {name}, median pair", ratio, floor
+                    of = "median" if name == ROOFLINE else "median pair"
+                    yield f"{workload}, {dtype}: {our} / {name}, {of}", ratio, floor

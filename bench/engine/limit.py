@@ -1,6 +1,7 @@
 """The roofline of a workload: all its prompts at the matmul rate, one after the other, then decode steps in which
 every request that is not over runs, each at its limit (bench/profile/roofline.py). What all prompts begin with counts
-once, and of a prompt only the last position goes through the head.
+once, and of a prompt only the last position goes through the head. No upper bound: prompts that are computed beside
+decodes, caches that hold what is read, and numbers in 8 bits do better.
 
 Owns the arithmetic, and that the machine's rates are measured in a process that has ended before any system starts.
 """

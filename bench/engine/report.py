@@ -33,7 +33,8 @@ HEAD = (
 def text_of(figures: Figures) -> str:
     parts = [INTRODUCTION, _setting(figures)]
     for dtype, run in figures["runs"].items():
-        parts += [f"## {dtype}", _systems(run), *_machine(run["machine"])]
+        has_roofline = any(workload["of_roofline"] for workload in run["workloads"].values())
+        parts += [f"## {dtype}", _systems(run), *([_machine(run["machine"])] if has_roofline else [])]
         parts += [_workload(f"{name}, {dtype}", workload) for name, workload in run["workloads"].items()]
     if missed := not_judged(figures):
         parts.append(
@@ -50,14 +51,14 @@ def _setting(figures: Figures) -> str:
     )
 
 
-def _machine(rates: Figures) -> list[str]:
-    if not rates:
-        return []
-    return [
-        f"A roofline is of prompts at the matmul rate and of decode steps at max(weight bytes / B, FLOPs / F) + KV "
-        f"bytes / B, where B, the copy bandwidth, is {rates['copy_gb_per_second']:,.1f} GB/s and F, the matmul rate, "
-        f"{rates['matmul_tflops_per_second']:.3g} TFLOP/s, measured before the first system started."
-    ]
+def _machine(rates: Figures) -> str:
+    return (
+        f"A roofline is of all prompts at the matmul rate, what they all begin with counted once and the head for "
+        f"their last positions alone, and then of decode steps at max(weight bytes / B, FLOPs / F) + KV bytes / B, all "
+        f"in the model's data type. B, the copy bandwidth, is {rates['copy_gb_per_second']:,.1f} GB/s and F, the "
+        f"matmul rate, {rates['matmul_tflops_per_second']:.3g} TFLOP/s, measured before the first system started. "
+        f"Prompts beside decodes, caches and numbers in 8 bits can do better."
+    )
 
 
 def _systems(run: Figures) -> str:

@@ -19,7 +19,7 @@ from blockyard.worker.kv_size import bytes_per_block
 from bench.engine.shapes import SHAPES, Shape
 
 BLOCK_SIZE = 16
-CASCADE, ONE_BY_ONE = "decode attention, cascade", "decode attention, each by itself"
+CASCADE, ONE_BY_ONE = "decode attention, cascade", "decode attention, no cascade"
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b")
 
 

@@ -29,6 +29,7 @@ constexpr int VECTORS = 4;
 constexpr int VECTORS = 1;
 #endif
 constexpr float LOWEST = -3e38f;
+constexpr double LEAST_SPARED = 0.125;
 
 // Fields as in kernels/cpu_library.py. `is_bf16` says what `q` and `out` point to, `stored` what `pool` does.
 struct Attention {
@@ -45,7 +46,7 @@ struct Attention {
 };
 
 // `count` tokens of each of `num_rows` rows, from a row's query `first` on: many of one row, or one of each of many decodes,
-// which have the blocks of their first `shared` keys in common.
+// which have the blocks of their first `shared` keys in common. Neither is 0.
 struct Item {
     const int* rows;
     int num_rows, first, count, head;
@@ -59,10 +60,10 @@ static inline int64_t token_of(const Attention& a, const Item& item, int t) {
     return a.query_starts[item.rows[t / item.count]] + item.first + t % item.count;
 }
 
-// Keys from `base` on, before `end`, in blocks of `row`, against the item's tokens from `first` to before `last`. Of these
-// the first sees keys from `first_key` to `position`, each other one more.
+// Keys from `base` on, before `end`, in blocks of `row`, against the item's tokens from `first_token` to before `end_token`.
+// Of these the first sees keys from `first_key` to `position`, each other one more; of what rows share all see all.
 struct Tile {
-    int row, first, last;
+    int row, first_token, end_token;
     int64_t first_key, position, base, end;
 };
 
@@ -85,7 +86,7 @@ static inline bool advance(const Attention& a, const Item& item, Tile& tile) {
         tile.base += TILE_KEYS;
         return true;
     }
-    const int member = tile.end == item.shared ? 0 : tile.last / item.count;
+    const int member = tile.end == item.shared ? 0 : tile.end_token / item.count;
     if (member == item.num_rows) return false;
     tile = own_tile(a, item, member);
     return true;
@@ -205,7 +206,7 @@ static const Item* attend_item(const Attention& a, const Item& item, F take, Par
         else if ((following = take())) locate(a, following->head, first_tile(a, *following), next);
         const bool has_next = !is_last || following;
         const int num_keys = std::min<int64_t>(TILE_KEYS, tile.end - tile.base), num_parts = (num_keys + LANES - 1) / LANES;
-        const int64_t start = tile.first * group, num_rows = (tile.last - tile.first) * group;
+        const int64_t start = tile.first_token * group, num_rows = (tile.end_token - tile.first_token) * group;
         in_tiles<ROWS>(num_rows, [&](int m, auto rows) {
             in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
                 score<S, rows, vectors>(q + (start + m) * dim, dim, parts + j, has_next && !m ? next + j : nullptr,
@@ -213,7 +214,8 @@ static const Item* attend_item(const Attention& a, const Item& item, F take, Par
             });
         });
         for (int64_t m = start; m < start + num_rows; m++) {
-            const int64_t last = tile.position + (m - start) / group - tile.base, first = a.window ? last - a.window + 1 : -1;
+            const int64_t last = tile.position + (m - start) / group - tile.base;
+            const int64_t first = a.window ? last - a.window + 1 : -1;
             rescale[m] = soften(scores + m * TILE_KEYS, parts, num_parts, std::max<int64_t>(first, -1),
                                 std::min<int64_t>(last, TILE_KEYS), peak[m], total[m]);
         }
@@ -253,17 +255,47 @@ static int64_t keys_in_common(const Attention& a, int left, int right, int64_t m
     return std::min(most, alike * a.block_size) / TILE_KEYS * TILE_KEYS;
 }
 
-// How many of the next rows, `most` at most, are an item together, and the keys that they share: each that joins must make
-// more keys that need not be read again.
-static std::pair<int, int64_t> sharers(const Attention& a, const int* rows, int most) {
-    int64_t shared = 0;
-    int count = 1;
-    for (; count < most; count++) {
-        const int64_t with_next = keys_in_common(a, rows[0], rows[count], count == 1 ? INT32_MAX : shared);
-        if (with_next * count <= shared * (count - 1)) break;
-        shared = with_next;
+// Decodes that are an item together: `count` of the sorted rows from `first` on. `keys` are all that they see.
+struct Group {
+    int first, count;
+    int64_t shared, keys;
+};
+
+// Sorts the decodes, and parts them so that the most keys need not be read again, among groups that fill an item's packed
+// rows at most, keep a thread no longer than half of its share, or others would wait for it, and spare LEAST_SPARED of
+// their keys. Most keys first. Under a window nothing is shared.
+static std::vector<Group> group_decodes(const Attention& a, int* rows, int num_decodes, int threads) {
+    const int most = a.window ? 1 : std::max<int64_t>(1, ITEM_ROWS * a.num_kv_heads / a.num_heads);
+    if (most > 1) sort_decodes(a, rows, num_decodes);
+    // Of the first so many rows: their keys, the most that can be spared, and the last group of those that spare it.
+    std::vector<int64_t> keys(num_decodes + 1), spared(num_decodes + 1);
+    std::vector<Group> last(num_decodes + 1);
+    for (int i = 0; i < num_decodes; i++) keys[i + 1] = keys[i] + a.context_lens[rows[i]];
+    const int64_t most_keys = keys[num_decodes] * a.num_kv_heads / (2 * threads);
+    for (int end = 1; end <= num_decodes; end++) {
+        spared[end] = spared[end - 1];
+        last[end] = {end - 1, 1, 0, keys[end] - keys[end - 1]};
+        int64_t shared = INT64_MAX;
+        for (int first = end - 2; first >= 0 && end - first <= most; first--) {
+            shared = keys_in_common(a, rows[first], rows[first + 1], shared);
+            const int64_t seen = keys[end] - keys[first], gain = shared * (end - first - 1);
+            if (!shared || seen > most_keys) break;
+            if (gain < seen * LEAST_SPARED || spared[first] + gain <= spared[end]) continue;
+            spared[end] = spared[first] + gain;
+            last[end] = {first, end - first, shared, seen};
+        }
     }
-    return {count, shared};
+    std::vector<Group> groups;
+    for (int end = num_decodes; end > 0; end = last[end].first) groups.push_back(last[end]);
+    std::stable_sort(groups.begin(), groups.end(), [](const Group& x, const Group& y) { return x.keys > y.keys; });
+    return groups;
+}
+
+// Rows that have one query, up to the first that has more.
+static int count_decodes(const Attention& a) {
+    int count = 0;
+    while (count < a.num_rows && query_len(a, count) == 1) count++;
+    return count;
 }
 
 template <class T, class S>
@@ -272,21 +304,15 @@ static void attend(const Attention& a, int threads) {
     std::vector<Item> items;
     std::vector<int> rows(a.num_rows);
     for (int row = 0; row < a.num_rows; row++) rows[row] = row;
-    int num_decodes = 0;
-    while (num_decodes < a.num_rows && query_len(a, num_decodes) == 1) num_decodes++;
+    const int num_decodes = count_decodes(a);
     // Prefill rows come last and take longest: they are begun first.
     for (int row = a.num_rows - 1; row >= num_decodes; row--)
         for (int head = 0; head < a.num_kv_heads; head++)
             for (int first = (query_len(a, row) - 1) / tokens * tokens; first >= 0; first -= tokens)
                 items.push_back({&rows[row], 1, first, std::min<int>(tokens, query_len(a, row) - first), head, 0});
-    // Two items a thread, or threads would wait for what others compute together.
-    const int most = a.window ? 1 : std::min<int64_t>(tokens, num_decodes * a.num_kv_heads / (2 * threads));
-    if (most > 1) sort_decodes(a, rows.data(), num_decodes);
-    for (int i = 0, count; i < num_decodes; i += count) {
-        const auto [together, shared] = sharers(a, &rows[i], std::min(most, num_decodes - i));
-        count = together;
-        for (int head = 0; head < a.num_kv_heads; head++) items.push_back({&rows[i], count, 0, 1, head, shared});
-    }
+    for (const Group& group : group_decodes(a, rows.data(), num_decodes, threads))
+        for (int head = 0; head < a.num_kv_heads; head++)
+            items.push_back({&rows[group.first], group.count, 0, 1, head, group.shared});
     std::atomic<size_t> num_taken = 0;
 #pragma omp parallel num_threads(threads) if (items.size() > 1)
     {
@@ -308,4 +334,19 @@ extern "C" void by_attend(int is_bf16, int threads, const Attention* a) {
     stored_as(is_bf16, a->stored, [&](auto element, auto number) {
         attend<decltype(element), decltype(number)>(*a, threads);
     });
+}
+
+// How many items decodes are for each kv head, most keys first; of each the keys that its rows share, and its rows, one
+// after the other. For tests: what is read together does not show in what comes of it.
+extern "C" int by_decode_groups(int threads, const Attention* a, int64_t* shared, int32_t* counts, int32_t* rows) {
+    const int num_decodes = count_decodes(*a);
+    std::vector<int> sorted(num_decodes);
+    for (int row = 0; row < num_decodes; row++) sorted[row] = row;
+    const std::vector<Group> groups = group_decodes(*a, sorted.data(), num_decodes, threads);
+    for (const Group& group : groups) {
+        *shared++ = group.shared;
+        *counts++ = group.count;
+        rows = std::copy_n(sorted.begin() + group.first, group.count, rows);
+    }
+    return groups.size();
 }
