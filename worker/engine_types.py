@@ -44,10 +44,11 @@ class EngineRequest:
     """What the output must follow, compiled; for the runner."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SequenceOutput:
     """What one step brought one output of a request. One without tokens ends the whole request early: what its outputs
-    have so far is all that comes of them."""
+    have so far is all that comes of them. Nobody changes it; it is not frozen because each step makes one a sequence,
+    and freezing is most of what that costs."""
 
     request_id: RequestId
     index: int = 0
