@@ -262,6 +262,7 @@ class EngineLink:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(call, outgoing))
             tasks.create_task(self._ping(outgoing))
+            tasks.create_task(self._watch())
             tasks.create_task(self._read(call))
 
     async def _write(self, call: _Call, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
@@ -273,11 +274,15 @@ class EngineLink:
 
     async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
         while True:
-            if self._clock() - self._last_heard > self._lost_seconds:
-                raise NoDeath(f"silent for more than {self._lost_seconds:g} s")
             self._nonce += 1
             outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
+
+    async def _watch(self) -> None:
+        """Ends the conversation as soon as the worker has been silent for long enough."""
+        while (left := self._last_heard + self._lost_seconds - self._clock()) > 0:
+            await asyncio.sleep(min(left, PING_SECONDS))
+        raise NoDeath(f"silent for {self._lost_seconds:g} s")
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), session_pb2.ToRouter):
