@@ -170,7 +170,7 @@ async def survives(
     measured |= {
         "failed": len(traffic.errors),
         "recovery_seconds": exact_seconds,
-        "note": f"placement +{survived.added_p50_ms:.1f} ms in the middle, at worst "
+        "note": f"placement {survived.added_p50_ms:+.1f} ms in the middle, at worst "
         f"+{survived.added_worst_ms:.0f} ms; {traffic.num_done} requests",
     }
     print(f"\n{survived.exact_seconds:.2f} s to EXACT, {survived.equal_seconds:.2f} s to equal; ", end="")
