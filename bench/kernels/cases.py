@@ -19,6 +19,8 @@ from blockyard.worker.kv_size import bytes_per_block
 from bench.engine.shapes import SHAPES, Shape
 
 BLOCK_SIZE = 16
+MOST_SEQUENCES = 256
+"""That sample in one step, or whose blocks are copied."""
 CASCADE, ONE_BY_ONE = "decode attention, cascade", "decode attention, no cascade"
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b")
 
@@ -266,6 +268,15 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
         norms = HeadNorms(q_weight_D=weight, k_weight_D=weight, eps=1e-6)
         return lambda: backend.place_heads(every, norms, table, pool, plan)
 
+    def embed() -> Callable[[], object]:
+        table = bench.random(shape.vocab, hidden)
+        ids = torch.randint(shape.vocab, (tokens,), device=bench.device)
+        return lambda: backend.embed(table, ids)
+
+    def likeliest() -> Callable[[], object]:
+        logits = bench.random(tokens, shape.vocab)
+        return lambda: backend.likeliest(logits)
+
     def copy() -> Callable[[], object]:
         pool = bench.random(2 * tokens, 2, kv, BLOCK_SIZE, shape.head_dim)
         pairs = torch.arange(2 * tokens, device=bench.device).view(2, tokens).T.contiguous()
@@ -284,10 +295,14 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
         7 * tokens * (heads + kv) * shape.head_dim,
         place,
     )
-    if tokens <= 256:
-        yield case("copy_blocks (one a token)", 4 * tokens * kv * BLOCK_SIZE * head_bytes, 0, copy)
+    table_bytes = shape.vocab * hidden * item
+    yield replace(case("embed", 2 * row, 0, embed), resident_bytes=table_bytes + row)
     for name, outputs, inputs in _linears(shape):
         yield _linear(bench, model, tokens, name, outputs, inputs)
+    if tokens <= MOST_SEQUENCES:
+        yield case("copy_blocks (one a token)", 4 * tokens * kv * BLOCK_SIZE * head_bytes, 0, copy)
+        yield _linear(bench, model, tokens, "linear head", shape.vocab, hidden)
+        yield case("likeliest token", tokens * shape.vocab * item, 0, likeliest)
 
 
 def _linears(shape: Shape) -> Iterator[tuple[str, int, int]]:

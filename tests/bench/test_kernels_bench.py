@@ -4,6 +4,7 @@ refused, and a report comes of a run."""
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def test_a_linear_moves_its_weight_and_multiplies_it_with_each_token() -> None:
     gate_up = case("linear gate-up", "3 tokens")
     assert gate_up.flops == 2 * 3 * 1024 * 5504
     assert gate_up.num_bytes == 4 * (1024 * 5504 + 3 * (1024 + 5504))
+
+
+def test_a_head_is_multiplied_and_searched_for_no_more_rows_than_sample() -> None:
+    sizes = replace(SMALL, sequences=(256,), prefills=(257,))
+    for kernel in ("linear head", "likeliest token"):
+        assert [c.shape for c in cases(BENCH, sizes) if c.kernel == kernel] == ["256 tokens"]
+    assert case("likeliest token", "3 tokens").num_bytes == 3 * 32000 * 4
+    assert case("embed", "3 tokens").num_bytes == 2 * 3 * 1024 * 4
 
 
 @pytest.mark.parametrize("kernel", sorted({c.kernel for c in cases(BENCH, SMALL)}))
