@@ -42,6 +42,12 @@ class Backend(Protocol):
         ...
 
     @property
+    def mlp_rows(self) -> int | None:
+        """How many tokens go through an MLP at once: what lies between its linears is the widest of a step, and for so
+        many stays in the CPU's caches. None: all."""
+        ...
+
+    @property
     def widens_bfloat16(self) -> bool:
         """Whether bfloat16 is as fast as float32 on a CPU that does not multiply it."""
         ...

@@ -51,6 +51,7 @@ class CpuBackend(TorchBackend):
     """Not thread-safe, as the torch backend. The library is `cpu_extension`'s."""
 
     name = "cpu"
+    mlp_rows = 256  # as many as its linears take at once
 
     def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:
         super().__init__()

@@ -88,6 +88,7 @@ class TorchBackend:
 
     name = "torch"
     reads_items = False
+    mlp_rows: int | None = None
     widens_bfloat16 = False
 
     def __init__(self) -> None:

@@ -47,6 +47,7 @@ class TritonBackend:
 
     name = "triton"
     reads_items = True
+    mlp_rows = None
     widens_bfloat16 = False
 
     def __init__(self) -> None:

@@ -280,9 +280,11 @@ class EngineLink:
 
     async def _watch(self) -> None:
         """Ends the conversation as soon as the worker has been silent for long enough."""
-        while (left := self._last_heard + self._lost_seconds - self._clock()) > 0:
-            await asyncio.sleep(min(left, PING_SECONDS))
-        raise NoDeath(f"silent for {self._lost_seconds:g} s")
+        while True:
+            left_seconds = self._last_heard + self._lost_seconds - self._clock()
+            if left_seconds <= 0:
+                raise NoDeath(f"silent for {self._lost_seconds:g} s")
+            await asyncio.sleep(min(left_seconds, PING_SECONDS))
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), session_pb2.ToRouter):

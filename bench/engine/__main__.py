@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto", help="of ours")
     parser.add_argument("--memory-gib", type=float, default=6.0, help="a system that takes more is ended")
     parser.add_argument(
-        "--no-tcmalloc", action="store_true", help="else preloaded everywhere, if it is installed"
+        "--no-tcmalloc", action="store_true", help="else preloaded for peers that take it, if it is installed"
     )
     parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
     parser.add_argument("--skip-proof", action="store_true")

@@ -230,7 +230,8 @@ def _peer(name: str, script: str, pythons: Mapping[str, Path], settings: Setting
 
 
 def with_preload(system: System, libraries: Sequence[str]) -> System:
-    if not system.takes_preload:
+    """Ours run as workers do, with the C library's own allocator."""
+    if system.is_ours or not system.takes_preload:
         return system
     known = [*libraries, *filter(None, [system.env.get("LD_PRELOAD", "")])]
     return replace(system, env={**system.env, "LD_PRELOAD": ":".join(known)}) if known else system

@@ -16,7 +16,17 @@ from bench.engine.limit import roofline_tokens_per_second
 from bench.engine.peers.protocol import Course, Request, drive
 from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
-from bench.engine.systems import ROOT, Running, System, SystemEnded, Trial, our_systems, peers, running
+from bench.engine.systems import (
+    ROOT,
+    Running,
+    System,
+    SystemEnded,
+    Trial,
+    our_systems,
+    peers,
+    running,
+    with_preload,
+)
 from bench.engine.workloads import WORKLOADS, requests_of
 from bench.kernels.timing import Machine
 from bench.profile.roofline import used_weights
@@ -322,6 +332,14 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
     assert report.with_suffix(".png").stat().st_size > 10_000
     assert "Of the roofline, " in report.with_suffix(".md").read_text()
     assert str(tmp_path) not in report.with_suffix(".md").read_text()
+
+
+def test_an_allocator_is_preloaded_for_peers_that_take_one_and_never_for_ours() -> None:
+    ours = System(name="blockyard cpu", command=("x",), settings={}, is_ours=True)
+    vllm = System(name="vllm", command=("x",), settings={}, env={"LD_PRELOAD": "omp.so"})
+    openvino = System(name="openvino", command=("x",), settings={}, takes_preload=False)
+    loaded = [with_preload(system, ["malloc.so"]).env.get("LD_PRELOAD") for system in (ours, vllm, openvino)]
+    assert loaded == [None, "malloc.so:omp.so", None]
 
 
 def test_systems_that_leave_too_little_memory_end_the_run() -> None:

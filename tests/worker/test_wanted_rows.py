@@ -116,6 +116,27 @@ def test_wanted_rows_alone_are_as_among_all_and_the_pools_too(folder: Path, opti
     assert all(written), "the step has filled blocks in every layer"
 
 
+def test_an_mlp_in_pieces_has_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of 4 tokens at a time, where each token's result does not depend on the others."""
+    runner = make_runner(make_checkpoint(tmp_path, "LlamaForCausalLM"), {"deterministic": True})
+    inputs = runner._inputs.prepare(mixed_rows(runner), NewestTokens.none())
+    expected_QH, expected_pools = hidden(runner, inputs, None)
+    silu_mul, num_computed = runner.backend.silu_mul, []
+
+    def counted(gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        num_computed.append(len(gate_up_T2I))
+        silu_mul(gate_up_T2I, out_TI=out_TI)
+
+    monkeypatch.setattr(runner.backend, "silu_mul", counted)
+    monkeypatch.setattr(runner.backend, "mlp_rows", 4)
+    in_pieces_QH, pools = hidden(runner, inputs, None)
+    assert max(num_computed) == 4
+    assert sum(num_computed) == inputs.plan.num_query_tokens * runner.config.num_layers
+    assert torch.equal(in_pieces_QH, expected_QH)
+    for pool, expected in zip(pools, expected_pools, strict=True):
+        torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_the_last_layer_of_a_step_with_prompts_computes_only_their_last_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -109,6 +109,15 @@ class Decoder:
         return HeadNorms(q_weight_D=layer.q_norm_D, k_weight_D=layer.k_norm_D, eps=eps)
 
     def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
+        """Of many tokens it may be written over `x_TH`."""
+        most = self._backend.mlp_rows
+        if most is None or len(x_TH) <= most:
+            return self._mlp_of(layer, x_TH)
+        for some_TH in x_TH.split(most):
+            some_TH.copy_(self._mlp_of(layer, some_TH))
+        return x_TH
+
+    def _mlp_of(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
         hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], self._config.intermediate_size)
         self._backend.silu_mul(gate_up_T2I, out_TI=hidden_TI)
