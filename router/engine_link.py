@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 SECRET_METADATA_KEY = "x-blockyard-secret"
 PING_SECONDS = 0.5
+LEAST_SLEEP_SECONDS = 0.001
+"""What is left after a sleep may be less than a clock tells apart, and would be slept for ever."""
 HELLO_SECONDS = 5.0
 """A process that takes connections but says nothing is hung or no worker."""
 FIRST_BACKOFF_SECONDS = 0.1
@@ -284,7 +286,7 @@ class EngineLink:
             left_seconds = self._last_heard + self._lost_seconds - self._clock()
             if left_seconds <= 0:
                 raise NoDeath(f"silent for {self._lost_seconds:g} s")
-            await asyncio.sleep(min(left_seconds, PING_SECONDS))
+            await asyncio.sleep(min(max(left_seconds, LEAST_SLEEP_SECONDS), PING_SECONDS))
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), session_pb2.ToRouter):
