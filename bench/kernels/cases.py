@@ -9,6 +9,7 @@ I intermediate size, R sequences.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
@@ -100,6 +101,7 @@ def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
             yield _attention(bench, model, shape, f"prefill {prompt}", [prompt], prompt)
         for tokens in sorted({*sizes.sequences, *(size for size in sizes.prefills if size <= 8192)}):
             yield from _of_a_layer(bench, model, shape, tokens)
+            yield from _around_layers(bench, model, shape, tokens)
 
 
 def _attention(
@@ -224,16 +226,7 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
     row = tokens * hidden * item
     head_bytes = shape.head_dim * item
 
-    def case(kernel: str, num_bytes: int, flops: int, make: Callable[[], Callable[[], object]]) -> Case:
-        return Case(
-            kernel=kernel,
-            model=model,
-            shape=f"{tokens} tokens",
-            num_bytes=num_bytes,
-            flops=flops,
-            resident_bytes=2 * num_bytes,
-            make=make,
-        )
+    case = partial(_case, model, tokens)
 
     def add_norm() -> Callable[[], object]:
         x, residual, weight = bench.random(tokens, hidden), bench.random(tokens, hidden), bench.random(hidden)
@@ -268,6 +261,30 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
         norms = HeadNorms(q_weight_D=weight, k_weight_D=weight, eps=1e-6)
         return lambda: backend.place_heads(every, norms, table, pool, plan)
 
+    yield case("rms_norm", 2 * row, 4 * tokens * hidden, norm)
+    yield case("add_rms_norm", 4 * row, 5 * tokens * hidden, add_norm)
+    yield case("silu_mul", 3 * tokens * shape.intermediate * item, 5 * tokens * shape.intermediate, silu)
+    yield case(
+        "rotary", 2 * tokens * (heads + kv) * head_bytes, 3 * tokens * (heads + kv) * shape.head_dim, rotary
+    )
+    yield case("write_kv", 4 * tokens * kv * head_bytes, 0, write)
+    yield case(
+        "place_heads",
+        (2 * heads + 4 * kv) * tokens * head_bytes,
+        7 * tokens * (heads + kv) * shape.head_dim,
+        place,
+    )
+    for name, outputs, inputs in _linears(shape):
+        yield _linear(bench, model, tokens, name, outputs, inputs)
+
+
+def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator[Case]:
+    """What a step does once, and what moves blocks, at one number of tokens."""
+    item = bench.dtype.itemsize
+    backend, hidden, kv = bench.backend, shape.hidden, shape.kv_heads
+    row = tokens * hidden * item
+    case = partial(_case, model, tokens)
+
     def embed() -> Callable[[], object]:
         table = bench.random(shape.vocab, hidden)
         ids = torch.randint(shape.vocab, (tokens,), device=bench.device)
@@ -282,27 +299,31 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
         pairs = torch.arange(2 * tokens, device=bench.device).view(2, tokens).T.contiguous()
         return lambda: backend.copy_blocks(pool, pairs)
 
-    yield case("rms_norm", 2 * row, 4 * tokens * hidden, norm)
-    yield case("add_rms_norm", 4 * row, 5 * tokens * hidden, add_norm)
-    yield case("silu_mul", 3 * tokens * shape.intermediate * item, 5 * tokens * shape.intermediate, silu)
-    yield case(
-        "rotary", 2 * tokens * (heads + kv) * head_bytes, 3 * tokens * (heads + kv) * shape.head_dim, rotary
-    )
-    yield case("write_kv", 4 * tokens * kv * head_bytes, 0, write)
-    yield case(
-        "place_heads",
-        (2 * heads + 4 * kv) * tokens * head_bytes,
-        7 * tokens * (heads + kv) * shape.head_dim,
-        place,
-    )
-    table_bytes = shape.vocab * hidden * item
-    yield replace(case("embed", 2 * row, 0, embed), resident_bytes=table_bytes + row)
-    for name, outputs, inputs in _linears(shape):
-        yield _linear(bench, model, tokens, name, outputs, inputs)
+    yield replace(case("embed", 2 * row, 0, embed), resident_bytes=shape.vocab * hidden * item + row)
     if tokens <= MOST_SEQUENCES:
-        yield case("copy_blocks (one a token)", 4 * tokens * kv * BLOCK_SIZE * head_bytes, 0, copy)
+        copied_bytes = 4 * tokens * kv * BLOCK_SIZE * shape.head_dim * item
+        yield case("copy_blocks (one a token)", copied_bytes, 0, copy)
         yield _linear(bench, model, tokens, "linear head", shape.vocab, hidden)
         yield case("likeliest token", tokens * shape.vocab * item, 0, likeliest)
+
+
+def _case(
+    model: str,
+    tokens: int,
+    kernel: str,
+    num_bytes: int,
+    flops: int,
+    make: Callable[[], Callable[[], object]],
+) -> Case:
+    return Case(
+        kernel=kernel,
+        model=model,
+        shape=f"{tokens} tokens",
+        num_bytes=num_bytes,
+        flops=flops,
+        resident_bytes=2 * num_bytes,
+        make=make,
+    )
 
 
 def _linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
