@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 SECRET_METADATA_KEY = "x-blockyard-secret"
 PING_SECONDS = 0.5
+LEAST_SLEEP_SECONDS = 0.001
+"""What is left after a sleep may be less than a clock tells apart, and would be slept for ever."""
 HELLO_SECONDS = 5.0
 """A process that takes connections but says nothing is hung or no worker."""
 FIRST_BACKOFF_SECONDS = 0.1
@@ -262,6 +264,7 @@ class EngineLink:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(call, outgoing))
             tasks.create_task(self._ping(outgoing))
+            tasks.create_task(self._watch())
             tasks.create_task(self._read(call))
 
     async def _write(self, call: _Call, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
@@ -273,11 +276,17 @@ class EngineLink:
 
     async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
         while True:
-            if self._clock() - self._last_heard > self._lost_seconds:
-                raise NoDeath(f"silent for more than {self._lost_seconds:g} s")
             self._nonce += 1
             outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
+
+    async def _watch(self) -> None:
+        """Ends the conversation as soon as the worker has been silent for long enough."""
+        while True:
+            left_seconds = self._last_heard + self._lost_seconds - self._clock()
+            if left_seconds <= 0:
+                raise NoDeath(f"silent for {self._lost_seconds:g} s")
+            await asyncio.sleep(min(max(left_seconds, LEAST_SLEEP_SECONDS), PING_SECONDS))
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), session_pb2.ToRouter):
