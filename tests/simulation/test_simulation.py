@@ -1,14 +1,16 @@
 """Router, workers and index live through whatever a seed brings; and a product that is broken on purpose does not."""
 
+import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, find, given, note, settings
+from hypothesis import HealthCheck, Phase, find, given, note, settings
 from hypothesis import strategies as st
 
 from .mutants import MUTANTS, broken
 from .runs import run, run_scenario
 from .scenario import FEWEST_REQUESTS, Kind, Scenario, drawn
+from .virtual_time import Stalled, VirtualLoop
 
 CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20
@@ -17,6 +19,8 @@ MUTANT_RUNS = 60
 
 SCENARIOS = st.builds(drawn, st.randoms(use_true_random=False), st.integers(0, 1000))
 DRAWING = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+AS_DRAWN = settings(DRAWING, phases=(Phase.explicit, Phase.generate), print_blob=True)
+"""What fails is shown at once: to shorten it takes longer than a test may."""
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
 
 
 @given(scenario=SCENARIOS)
-@DRAWING
+@AS_DRAWN
 def test_no_scenario_that_hypothesis_draws_breaks_an_invariant(scenario: Scenario) -> None:
     note(scenario.describe())
     assert run_scenario(scenario).violation == ""
@@ -51,6 +55,23 @@ def test_what_breaks_a_broken_product_is_shortened() -> None:
         shortest = find(SCENARIOS, lambda scenario: bool(run_scenario(scenario).violation), settings=DRAWING)
     assert len(shortest.requests) == FEWEST_REQUESTS
     assert not shortest.faults, "none is needed for it"
+
+
+def test_a_time_at_which_something_happens_without_end_is_noticed() -> None:
+    async def sleep_for_too_little() -> None:
+        while True:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(1e-12)
+
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(asyncio.sleep(1e6))
+        with pytest.raises(Stalled, match="stands still"):
+            loop.run_until_complete(sleep_for_too_little())
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+    finally:
+        loop.close()
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 50))

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 START_SECONDS = 1000.0
+MOST_TURNS_AT_ONCE = 100_000
 OUTSIDE = Context()
 """Of what belongs to no process: the network, the plan of a run."""
 
@@ -24,7 +25,7 @@ class ProcessState(Enum):
 
 
 class Stalled(AssertionError):
-    """Somebody waits, and nothing will ever happen."""
+    """Somebody waits, and nothing will ever happen; or something happens without end, and no time goes by."""
 
 
 class Process:
@@ -115,6 +116,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._selector = self
         self._is_to_sift = False
         self.num_turns = 0
+        self._first_turn_now = 0
         self.set_task_factory(_task_of_process)
 
     def time(self) -> float:
@@ -130,8 +132,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._ready.append(handle)
         elif timeout is None:
             raise Stalled("nothing will ever happen")
-        elif timeout > 0:
+        else:
             self._now += timeout
+        if timeout is not None and timeout > self._clock_resolution:
+            self._first_turn_now = self.num_turns
+        elif self.num_turns - self._first_turn_now > MOST_TURNS_AT_ONCE:
+            self._first_turn_now = self.num_turns
+            raise Stalled("time stands still")
         return []
 
     def sift(self) -> None:
