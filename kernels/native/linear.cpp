@@ -43,6 +43,9 @@ static inline void with_groups(int64_t rows, F f) {
 #endif
 // At once: their inputs stay in the cache, and their copies small.
 constexpr int64_t MOST_ROWS = 256;
+// Few panels of many rows are parted by rows too, into so many items for each thread, of so many rows at least: so that no
+// thread goes without, or waits long for the last.
+constexpr int64_t ITEMS = 16, LEAST_ROWS = 48;
 
 template <class W>
 constexpr int64_t TOGETHER = sizeof(float) / sizeof(W);
@@ -226,17 +229,21 @@ static void linear(Linear l, int threads) {
         }
         static thread_local std::vector<float> sums;
         sums.resize(std::max<size_t>(sums.size(), l.num_rows * PANEL));
-        // A thread whose core is taken for a while, by another program or another machine, leaves panels to the others.
+        const int64_t panels = (l.num_outputs + PANEL - 1) / PANEL, most_parts = std::max<int64_t>(1, l.num_rows / LEAST_ROWS);
+        const int64_t parts = std::clamp<int64_t>(ITEMS * threads / panels, 1, most_parts);
+        // A thread whose core is taken for a while, by another program or another machine, leaves items to the others.
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t output = 0; output < l.num_outputs; output += PANEL) {
-            const int64_t wanted = std::min<int64_t>(PANEL, l.num_outputs - output);
-            for (int64_t row = 0; row < l.num_rows; row++)
+        for (int64_t item = 0; item < panels * parts; item++) {
+            const int64_t output = item / parts * PANEL, wanted = std::min<int64_t>(PANEL, l.num_outputs - output);
+            const int64_t first = item % parts * l.num_rows / parts, end = (item % parts + 1) * l.num_rows / parts;
+            for (int64_t row = first; row < end; row++)
                 for (int g = 0; g < wanted; g += LANES)
                     store(sums.data() + row * PANEL + g, l.bias ? load((const T*)l.bias + output + g) : f32x16{});
-            with_groups(l.num_rows, [&](auto groups) {
-                multiply<groups>(x, stride, l.num_rows, (const T*)l.weight + output * l.num_inputs, l.num_inputs, sums.data());
+            with_groups(end - first, [&](auto groups) {
+                multiply<groups>(x + first * stride, stride, end - first, (const T*)l.weight + output * l.num_inputs,
+                                 l.num_inputs, sums.data() + first * PANEL);
             });
-            for (int64_t row = 0; row < l.num_rows; row++)
+            for (int64_t row = first; row < end; row++)
                 for (int g = 0; g < wanted; g += LANES)
                     store((T*)l.out + row * l.out_stride + output + g, load(sums.data() + row * PANEL + g));
         }

@@ -64,7 +64,7 @@ def test_threads_share_a_large_weight(panels: CpuBackend, dtype: torch.dtype, ro
     expected = (x_TI.float() @ weight_OI.float().t()).to(dtype)
     before = torch.get_num_threads()
     try:
-        for threads in (2, 1, 3):
+        for threads in (2, 1, 3, 16):
             torch.set_num_threads(threads)
             assert torch.equal(panels.linear(x_TI, lay_out(weight_OI)), expected)
     finally:
