@@ -338,31 +338,47 @@ def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a pool with each head's keys [P, D] as [J, D, 16], where the C++ kernels serve it for a model in
-    `dtype`; values and scales stay."""
+    """A copy of a pool with each head's keys [P, D] as [J, D, 16], and in bf16 as [J, D / 2, 16, 2] beside values as
+    [P / 2, D, 2], where the C++ kernels serve it for a model in `dtype`; scales stay."""
     native = kv_pool_B2KPD.clone()
-    if not has_native_layout(kv_pool_B2KPD, dtype):
-        return native
-    keys_BKJ16D = _keys_of(kv_pool_B2KPD).unflatten(2, (-1, LANES))
-    _keys_of(native).copy_(keys_BKJ16D.transpose(-1, -2).reshape(_keys_of(native).shape))
+    if has_native_layout(kv_pool_B2KPD, dtype):
+        for there, here in zip(_as_native(native), _as_plain(kv_pool_B2KPD), strict=True):
+            there.copy_(here)
     return native
 
 
 def from_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `to_native` made it from."""
     plain = kv_pool_B2KPD.clone()
-    if not has_native_layout(kv_pool_B2KPD, dtype):
-        return plain
-    keys_BKPD = _keys_of(kv_pool_B2KPD)
-    num_blocks, num_kv_heads, _, head_dim = keys_BKPD.shape
-    keys_BKJD16 = keys_BKPD.reshape(num_blocks, num_kv_heads, -1, head_dim, LANES)
-    _keys_of(plain).copy_(keys_BKJD16.transpose(-1, -2).flatten(2, 3))
+    if has_native_layout(kv_pool_B2KPD, dtype):
+        for there, here in zip(_as_plain(plain), _as_native(kv_pool_B2KPD), strict=True):
+            there.copy_(here)
     return plain
 
 
-def _keys_of(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
-    """[B, K, P, D], a view, of any pool."""
-    return (numbers_of(kv_pool_B2KPD) if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD)[:, 0]
+def _as_plain(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [B, K, J, D / E, 16, E] and values [B, K, P / E, D, E], views; E numbers lie together natively."""
+    keys_BKPD, values_BKPD, together = _numbers_of(kv_pool_B2KPD)
+    keys = keys_BKPD.unflatten(3, (-1, together)).unflatten(2, (-1, LANES)).transpose(3, 4)
+    return keys, values_BKPD.unflatten(2, (-1, together)).transpose(3, 4)
+
+
+def _as_native(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a pool that is laid out natively."""
+    keys_BKPD, values_BKPD, together = _numbers_of(kv_pool_B2KPD)
+    head_dim = keys_BKPD.shape[3]
+    keys = (
+        keys_BKPD.unflatten(2, (-1, LANES))
+        .flatten(3, 4)
+        .unflatten(3, (head_dim // together, LANES, together))
+    )
+    return keys, values_BKPD.unflatten(2, (-1, together)).flatten(3, 4).unflatten(3, (head_dim, together))
+
+
+def _numbers_of(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Keys and values [B, K, P, D], views, and how many numbers lie together natively."""
+    numbers = numbers_of(kv_pool_B2KPD) if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD
+    return numbers[:, 0], numbers[:, 1], 2 if kv_pool_B2KPD.dtype == torch.bfloat16 else 1
 
 
 def _is_native(*tensors: torch.Tensor) -> bool:

@@ -2,11 +2,14 @@
 // in 8 bits with a scale each (kernels/kv_pool.py): scores are multiplied by the scales of keys, weights by those of values.
 //
 // A block holds its keys as [kv head, P / 16, D, 16], so that one dimension of 16 keys is one vector, and its values as
-// [kv head, P, D]. Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one
-// kv head, in tiles of 64 keys with an online softmax in fp32. Decodes whose first blocks are the same are an item together:
-// what they share is read once for all of them, then each reads on alone (cascade). The tiles of a row, and so its bits, are
-// the same with whomever it shares. Hidden keys are masked by selection, so what lies in slots that no query sees, NaN too,
-// weighs nothing.
+// [kv head, P, D]. In bf16 they are [kv head, P / 16, D / 2, 16, 2] and [kv head, P / 2, D, 2]: a vector has two dimensions
+// of 16 keys, or 16 dimensions of two values, which one instruction multiplies and adds where the CPU has it, the weights
+// rounded to bf16. Elsewhere they are widened, one half after the other.
+//
+// Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one kv head, in tiles of
+// 64 keys with an online softmax in fp32. Decodes whose first blocks are the same are an item together: what they share is
+// read once for all of them, then each reads on alone (cascade). The tiles of a row, and so its bits, are the same with
+// whomever it shares. Hidden keys are masked by selection, so what lies in slots that no query sees, NaN too, weighs nothing.
 //
 // T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, M packed rows of an item.
 
@@ -118,40 +121,78 @@ static inline void locate(const Attention& a, int head, const Tile& tile, Part<S
     }
 }
 
+// A register of stored numbers, of bf16 pairs.
+template <class S>
+using Held = std::conditional_t<TOGETHER<S> == 2, Words, Floats>;
+template <class S>
+static inline Held<S> hold(const S* p) {
+    if constexpr (TOGETHER<S> == 2) return read<Words>(p);
+    else return load_floats(p);
+}
+static inline void add_product(Floats& sum, const float* x, Floats y) { sum += *x * y; }
+#ifdef __AVX512BF16__
+static inline void add_product(Floats& sum, const bf16* x, Words y) {
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)y, (__m512bh)_mm512_set1_epi32(read<int>(x)));
+}
+#else
+static inline void add_product(Floats& sum, const float* x, Words y) {
+    sum += x[0] * (Floats)(y << 16);
+    sum += x[1] * (Floats)(y & 0xffff0000u);
+}
+#endif
+
 // Each asks meanwhile for what will be read of the next tile, into the second cache, as two tiles of floats are more than
 // the first holds: blocks lie scattered, no prefetcher of the hardware guesses the next, and all at once would wait for one
 // another.
 template <class S, int R, int J>
-static inline void score(const float* q, int64_t dim, const Part<S>* parts, const Part<S>* next, float* scores) {
+static inline void score(const Input<S>* q, int64_t dim, float scale, const Part<S>* parts, const Part<S>* next, float* scores) {
     Floats sums[R][J * PARTS] = {};
-    for (int64_t d = 0; d < dim; d++)
+    for (int64_t d = 0; d < dim; d += TOGETHER<S>) {
+        Held<S> keys[J * PARTS];
         for (int v = 0; v < J * PARTS; v++) {
             const int j = v / PARTS, lane = v % PARTS * WIDTH;
-            Floats keys = load_floats(parts[j].keys + d * LANES + lane);
+            keys[v] = hold(parts[j].keys + d * LANES + lane * TOGETHER<S>);
             if (next && !lane) __builtin_prefetch(next[j].keys + d * LANES, 0, 2);
-            for (int r = 0; r < R; r++) sums[r][v] += q[r * dim + d] * keys;
         }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < J * PARTS; v++) add_product(sums[r][v], q + r * dim + d, keys[v]);
+    }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < J * PARTS; v++) {
+            sums[r][v] *= scale;
             if constexpr (QUANTISED<S>) sums[r][v] *= load_floats(parts[v / PARTS].key_scales + v % PARTS * WIDTH);
             store_floats(scores + r * TILE_KEYS + v * WIDTH, sums[r][v]);
         }
 }
 
+// The weights of a row, where its scores were.
+template <class S>
+constexpr int ROW_WEIGHTS = TILE_KEYS * sizeof(float) / sizeof(Input<S>);
+// Of a pair what is kept.
+constexpr uint32_t FIRST = 0xffffu, SECOND = 0xffff0000u, BOTH = FIRST | SECOND;
+
 template <class S, int R, int J>
-static inline void weigh(const float* weights, const float* rescale, const Part<S>* parts, const Part<S>* next, int first,
+static inline void weigh(const Input<S>* weights, const float* rescale, const Part<S>* parts, const Part<S>* next, int first,
                          int end, int64_t dim, int64_t column, float* acc) {
     Floats sums[R][J * PARTS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < J * PARTS; v++) sums[r][v] = load_floats(acc + r * dim + column + v * WIDTH) * rescale[r];
-    for (int key = first; key < end; key++) {
-        const int64_t place = key % LANES * dim + column;
+    auto add = [&](int key, auto kept) {
+        const int64_t place = key % LANES * dim + column * TOGETHER<S>;
+        Held<S> values[J * PARTS];
         for (int v = 0; v < J * PARTS; v++) {
-            Floats part = load_floats(parts[key / LANES].values + place + v * WIDTH);
-            if (next && v % PARTS == 0) __builtin_prefetch(next[key / LANES].values + place + v * WIDTH, 0, 2);
-            for (int r = 0; r < R; r++) sums[r][v] += weights[r * TILE_KEYS + key] * part;
+            values[v] = hold(parts[key / LANES].values + place + v * WIDTH * TOGETHER<S>);
+            if constexpr (kept != BOTH) values[v] = (Held<S>)((Words)values[v] & kept());
+            if (next && v % PARTS == 0)
+                __builtin_prefetch(next[key / LANES].values + place + v * WIDTH * TOGETHER<S>, 0, 2);
         }
-    }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < J * PARTS; v++) add_product(sums[r][v], weights + r * ROW_WEIGHTS<S> + key, values[v]);
+    };
+    int key = first;
+    if (key % TOGETHER<S>) add(key++ - 1, std::integral_constant<uint32_t, SECOND>());
+    for (; key + TOGETHER<S> <= end; key += TOGETHER<S>) add(key, std::integral_constant<uint32_t, BOTH>());
+    if (key < end) add(key, std::integral_constant<uint32_t, FIRST>());
     for (int r = 0; r < R; r++)
         for (int v = 0; v < J * PARTS; v++) store_floats(acc + r * dim + column + v * WIDTH, sums[r][v]);
 }
@@ -174,7 +215,7 @@ static inline float soften(float* scores, const Part<S>* parts, int num_parts, i
         Floats weight = exp2_of(masked[v] - peak);
         sum += weight;
         if constexpr (QUANTISED<S>) weight *= load_floats(parts[v / PARTS].value_scales + v % PARTS * WIDTH);
-        store_floats(scores + v * WIDTH, weight);
+        store_floats((Input<S>*)scores + v * WIDTH, weight);
     }
     float rescale = peak > old_peak ? exp2_of(Floats{} + (old_peak - peak))[0] : 1.0f;
     total = total * rescale + sum_of(sum);
@@ -187,13 +228,14 @@ template <class T, class S, class F>
 static const Item* attend_item(const Attention& a, const Item& item, F take, Part<S>* next, std::vector<float>& scratch) {
     const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.num_tokens() * group;
     scratch.assign(num_packed * (2 * dim + TILE_KEYS + 3), 0.0f);
-    float *q = scratch.data(), *acc = q + num_packed * dim, *scores = acc + num_packed * dim;
+    auto q = (Input<S>*)scratch.data();
+    float *acc = scratch.data() + num_packed * dim, *scores = acc + num_packed * dim;
     float *peak = scores + num_packed * TILE_KEYS, *total = peak + num_packed, *rescale = total + num_packed;
     for (int64_t m = 0; m < num_packed; m++) {
         peak[m] = LOWEST;
         const int64_t head = item.head * group + m % group;
         const T* query = (const T*)a.q + token_of(a, item, m / group) * a.q_stride + head * dim;
-        for (int64_t d = 0; d < dim; d += LANES) store(q + m * dim + d, load(query + d) * (a.scale * LOG2_E));
+        for (int64_t d = 0; d < dim; d += LANES) store(q + m * dim + d, load(query + d));
     }
     Part<S> parts[TILE_PARTS];
     const Item* following = nullptr;
@@ -209,8 +251,8 @@ static const Item* attend_item(const Attention& a, const Item& item, F take, Par
         const int64_t start = tile.first_token * group, num_rows = (tile.end_token - tile.first_token) * group;
         in_tiles<ROWS>(num_rows, [&](int m, auto rows) {
             in_tiles<VECTORS>(num_parts, [&](int j, auto vectors) {
-                score<S, rows, vectors>(q + (start + m) * dim, dim, parts + j, has_next && !m ? next + j : nullptr,
-                                        scores + (start + m) * TILE_KEYS + j * LANES);
+                score<S, rows, vectors>(q + (start + m) * dim, dim, a.scale * LOG2_E, parts + j,
+                                        has_next && !m ? next + j : nullptr, scores + (start + m) * TILE_KEYS + j * LANES);
             });
         });
         for (int64_t m = start; m < start + num_rows; m++) {
@@ -222,7 +264,7 @@ static const Item* attend_item(const Attention& a, const Item& item, F take, Par
         const int first = std::max<int64_t>(0, tile.first_key - tile.base);
         in_tiles<ROWS>(num_rows, [&](int m, auto rows) {
             in_tiles<VECTORS>(dim / LANES, [&](int j, auto vectors) {
-                weigh<S, rows, vectors>(scores + (start + m) * TILE_KEYS, rescale + start + m, parts,
+                weigh<S, rows, vectors>((Input<S>*)(scores + (start + m) * TILE_KEYS), rescale + start + m, parts,
                                         has_next && !m ? next : nullptr, first, num_keys, dim, j * LANES,
                                         acc + (start + m) * dim);
             });

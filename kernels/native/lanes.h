@@ -48,6 +48,25 @@ using Floats = float __attribute__((vector_size(4 * WIDTH)));
 using Words = uint32_t __attribute__((vector_size(4 * WIDTH)));
 constexpr float LOG2_E = 1.44269504f;
 
+// Numbers that lie side by side where they are multiplied and added in one go: bf16 goes by pairs.
+template <class S>
+constexpr int TOGETHER = std::is_same_v<S, bf16> ? 2 : 1;
+// What they are multiplied with: bf16 only where an instruction does that.
+#ifdef __AVX512BF16__
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+template <class S>
+using Input = std::conditional_t<MULTIPLIES_BF16 && std::is_same_v<S, bf16>, bf16, float>;
+
+template <class V>
+static inline V read(const void* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
 // Each one instruction of AVX-512, where gcc 12 by itself goes by halves, and from 8 bits number by number.
 #ifdef __AVX512F__
 static inline u32x16 widened(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }

@@ -47,25 +47,6 @@ constexpr int64_t MOST_ROWS = 256;
 // thread goes without, or waits long for the last.
 constexpr int64_t ITEMS = 16, LEAST_ROWS = 48;
 
-template <class W>
-constexpr int64_t TOGETHER = sizeof(float) / sizeof(W);
-
-template <class V>
-static inline V read(const void* p) {
-    V v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-// What the rows are multiplied as: bf16 only where an instruction does that.
-#ifdef __AVX512BF16__
-template <class W>
-using Input = W;
-#else
-template <class W>
-using Input = float;
-#endif
-
 template <int R, int G>
 using Sums = Floats[R][G * PARTS];
 

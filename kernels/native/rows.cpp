@@ -108,10 +108,11 @@ static void place_token(const Placement& p, int64_t token) {
             quantise(v, dim, values + offset * dim, (float*)(values + p.block_size * dim) + offset);
         } else {
             memcpy(numbers, turned_key, dim * sizeof(T));
-            memcpy(values + offset * dim, v, dim * sizeof(T));
+            values += offset / TOGETHER<S> * TOGETHER<S> * dim + offset % TOGETHER<S>;
+            for (int64_t d = 0; d < dim; d++) values[d * TOGETHER<S>] = v[d];
         }
-        keys += offset / LANES * LANES * dim + offset % LANES;
-        for (int64_t d = 0; d < dim; d++) keys[d * LANES] = numbers[d];
+        keys += offset / LANES * LANES * dim + offset % LANES * TOGETHER<S>;
+        for (int64_t d = 0; d < dim; d += TOGETHER<S>) memcpy(keys + d * LANES, numbers + d, TOGETHER<S> * sizeof(S));
     }
 }
 
