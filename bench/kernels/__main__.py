@@ -21,6 +21,7 @@ import torch
 
 from bench.engine.build import DTYPES, backend_of
 from bench.kernels.cases import CASCADE, CPU, FULL, ONE_BY_ONE, Bench, Case, cases
+from bench.kernels.plot import draw
 from bench.kernels.timing import Clock, Machine, measure_machine
 from bench.proof import prove
 from bench.reporting import REPORTS, Floor, write_report
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
     parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
+    parser.add_argument("--name", help="of the report; default: kernels, or kernels-cpu-BACKEND")
     arguments = parser.parse_args()
     bench = make_bench(arguments.device, arguments.dtype, arguments.backend)
     proven = "nothing" if arguments.skip_proof else prove(arguments.prove)
@@ -212,7 +214,7 @@ def main() -> None:
         print(text_of(figures))
         return
     path = write_report(
-        "kernels" if bench.device.type == "cuda" else f"kernels-cpu-{bench.backend.name}",
+        arguments.name or ("kernels" if bench.device.type == "cuda" else f"kernels-cpu-{bench.backend.name}"),
         title="Kernels against the roofline",
         text=text_of(figures),
         figures=figures,
@@ -220,6 +222,7 @@ def main() -> None:
         versions=_versions(),
         folder=arguments.output,
     )
+    draw(figures, path.with_suffix(".png"))
     print(path.read_text(encoding="utf-8"))
 
 

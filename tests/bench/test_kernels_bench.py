@@ -14,6 +14,7 @@ from blockyard.kernels.torch_backend import TorchBackend
 
 from bench.kernels.__main__ import CASCADE_SHAPE, floors_of, make_bench, measure, row_of
 from bench.kernels.cases import CASCADE, FULL, ONE_BY_ONE, Bench, Case, Sizes, cases, each_by_itself
+from bench.kernels.plot import draw
 from bench.kernels.timing import Clock, Machine
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,16 @@ def test_goals_are_a_gpus_and_judge_its_worst_row() -> None:
     assert (floors["decode attention"].value, floors["decode attention"].holds) == (0.8, False)
     assert (floors["decode"].value, floors["decode"].holds) == (2.0, False)
     assert not floors_of(rows, "cpu")
+
+
+def test_a_picture_shows_kernels_that_compute_and_such_as_only_copy(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measured = [row_of(case, 0.001, MACHINE) for case in cases(BENCH, SMALL)]
+    assert {bool(row["flops"]) for row in measured} == {True, False}
+    rates = {"copy_gb_per_second": 1.0, "matmul_tflops_per_second": 1.0}
+    figures = {"backend": "torch", "dtype": "float32", "device_name": "a device", "machine": rates}
+    assert draw({**figures, "rows": measured}, tmp_path / "kernels.png")
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
 def test_tritons_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
