@@ -4,8 +4,8 @@ likeliest token in C++ (`native/`).
 Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears that
 `can_lay_out` refuses, block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
 are no multiple of 16 or beyond MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is
-one vector: `to_native` says how. Copies and swaps move whole blocks and need not know. Linears may be in int8 instead.
-Must never import triton.
+one vector, and bf16 by pairs: `to_native` says how. Copies and swaps move whole blocks and need not know. Linears may
+be in int8 instead. Must never import triton.
 
 Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
 size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles of a block. A pool may be quantised
@@ -326,8 +326,8 @@ class RecordedStep:
 
 
 def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the C++ kernels serve such a pool for a model in `dtype`: then keys lie in it as `to_native` lays them
-    out."""
+    """Whether the C++ kernels serve such a pool for a model in `dtype`: then its numbers lie as `to_native`
+    lays them out."""
     block_size, head_dim = kv_pool_B2KPD.shape[3], head_dim_of(kv_pool_B2KPD)
     return (
         (dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype) in _NATIVE_DTYPES

@@ -286,7 +286,7 @@ class EngineLink:
             left_seconds = self._last_heard + self._lost_seconds - self._clock()
             if left_seconds <= 0:
                 raise NoDeath(f"silent for {self._lost_seconds:g} s")
-            await asyncio.sleep(min(max(left_seconds, LEAST_SLEEP_SECONDS), PING_SECONDS))
+            await asyncio.sleep(max(left_seconds, LEAST_SLEEP_SECONDS))
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), session_pb2.ToRouter):

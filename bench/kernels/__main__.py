@@ -222,8 +222,8 @@ def main() -> None:
         versions=_versions(),
         folder=arguments.output,
     )
-    draw(figures, path.with_suffix(".png"))
     print(path.read_text(encoding="utf-8"))
+    draw(figures, path.with_suffix(".png"))
 
 
 def make_bench(device_name: str, dtype: str | None, backend: str) -> Bench:

@@ -8,6 +8,7 @@ draws beside a report what the machine that measured could not, for want of matp
 import json
 import sys
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ def draw(figures: dict[str, Any], path: Path) -> bool:
     kernels: dict[str, list[Row]] = {}
     for row in figures["rows"]:
         kernels.setdefault(row["kernel"], []).append(row)
-    colours = dict(zip(kernels, matplotlib.colormaps["tab20"].colors, strict=False))
+    colours = dict(zip(kernels, cycle(matplotlib.colormaps["tab20"].colors)))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 6), layout="constrained")
     _draw_roofline(left, figures["machine"], kernels, colours)
     _draw_shares(right, kernels, colours)
@@ -50,8 +51,9 @@ def _draw_roofline(
         rates = [row["flops"] / row["us"] * 1e6 for row in computing]
         axes.scatter(intensities, rates, s=14, color=colours[kernel], label=kernel if computing else None)
     known = [row["flops"] / row["bytes"] for rows in kernels.values() for row in rows if row["flops"]]
-    low, ridge = min(known), matmul / copy
-    axes.plot([low, ridge, max(ridge, *known)], [copy * low, matmul, matmul], color="black")
+    ridge = matmul / copy
+    low, high = min([ridge, *known]), max([ridge, *known])
+    axes.plot([low, ridge, high], [copy * low, matmul, matmul], color="black")
     axes.set(
         xscale="log",
         yscale="log",
@@ -73,6 +75,8 @@ def _draw_shares(axes: "Axes", kernels: dict[str, list[Row]], colours: dict[str,
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m bench.kernels.plot REPORT.json")
     report = Path(sys.argv[1])
     if not draw(json.loads(report.read_text(encoding="utf-8"))["figures"], report.with_suffix(".png")):
         raise SystemExit("matplotlib is not installed")

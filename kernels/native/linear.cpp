@@ -43,9 +43,9 @@ static inline void with_groups(int64_t rows, F f) {
 #endif
 // At once: their inputs stay in the cache, and their copies small.
 constexpr int64_t MOST_ROWS = 256;
-// Few panels of many rows are parted by rows too, into so many items for each thread, of so many rows at least: so that no
+// Among several threads few panels of many rows are parted by rows too, into items of so many rows at least: so that no
 // thread goes without, or waits long for the last.
-constexpr int64_t ITEMS = 16, LEAST_ROWS = 48;
+constexpr int64_t ITEMS_A_THREAD = 16, LEAST_ROWS = 48;
 
 template <int R, int G>
 using Sums = Floats[R][G * PARTS];
@@ -200,7 +200,11 @@ static void linear(Linear l, int threads) {
         x = widened.data();
     }
     float* wide = widened.data();
-#pragma omp parallel num_threads(threads) if (l.num_inputs * l.num_outputs >= PARALLEL_WEIGHTS)
+    const int sharers = l.num_inputs * l.num_outputs >= PARALLEL_WEIGHTS ? threads : 1;
+    const int64_t panels = (l.num_outputs + PANEL - 1) / PANEL;
+    const int64_t most_parts = sharers > 1 ? std::max<int64_t>(1, l.num_rows / LEAST_ROWS) : 1;
+    const int64_t parts = std::clamp<int64_t>(ITEMS_A_THREAD * sharers / std::max<int64_t>(1, panels), 1, most_parts);
+#pragma omp parallel num_threads(sharers)
     {
         if constexpr (IS_WIDENED) {
 #pragma omp for schedule(static)
@@ -210,8 +214,6 @@ static void linear(Linear l, int threads) {
         }
         static thread_local std::vector<float> sums;
         sums.resize(std::max<size_t>(sums.size(), l.num_rows * PANEL));
-        const int64_t panels = (l.num_outputs + PANEL - 1) / PANEL, most_parts = std::max<int64_t>(1, l.num_rows / LEAST_ROWS);
-        const int64_t parts = std::clamp<int64_t>(ITEMS * threads / panels, 1, most_parts);
         // A thread whose core is taken for a while, by another program or another machine, leaves items to the others.
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < panels * parts; item++) {

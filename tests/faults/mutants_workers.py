@@ -98,6 +98,11 @@ MUTANTS = (
             "left_seconds = self._last_heard + self._lost_seconds - self._clock()",
             "left_seconds = self._last_heard + (0.1 if self._open else 1.0) - self._clock()",
         ),
+        (
+            "router/engine_link.py",
+            "await asyncio.sleep(max(left_seconds, LEAST_SLEEP_SECONDS))",
+            "await asyncio.sleep(0.01)",
+        ),
     ),
     mutant(
         24,

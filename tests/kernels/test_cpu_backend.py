@@ -219,6 +219,16 @@ def test_the_layout_of_a_pool_is_only_another_order(cpu_backend: Backend) -> Non
     assert not has_native_layout(pool.half(), torch.float16)
 
 
+def test_bf16_lies_by_pairs_of_dimensions_and_of_values(cpu_backend: Backend) -> None:
+    pool = torch.randn(3, 2, 2, 64, 48).bfloat16()
+    native = to_native(pool, pool.dtype)
+    assert torch.equal(from_native(native, pool.dtype), pool)
+    # Dimensions 6 and 7 of the keys 16 to 31, and the values 10 and 11.
+    keys = native[2, 0, 1].flatten()[(48 + 6) * 16 :][:32].view(16, 2)
+    assert torch.equal(keys, pool[2, 0, 1, 16:32, 6:8])
+    assert torch.equal(native[2, 1, 1, 10:12].reshape(48, 2), pool[2, 1, 1, 10:12].t())
+
+
 def test_a_pool_of_another_shape_is_refused(cpu_backend: Backend, make_step: MakeStep) -> None:
     step = make_step([1], [5])
     with pytest.raises(ValueError, match="does not hold 4 kv heads"):

@@ -48,10 +48,11 @@ def test_products_of_any_shape_are_exact_in_whole_numbers(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_is_the_same_bits_whoever_stands_beside_it(panels: CpuBackend, dtype: torch.dtype) -> None:
-    x_TI, weight = torch.randn(45, 700).to(dtype), lay_out(torch.randn(192, 700).to(dtype))
+    # Large enough for several threads, which share many rows of so few outputs by rows too.
+    x_TI, weight = torch.randn(200, 1400).to(dtype), lay_out(torch.randn(192, 1400).to(dtype))
     together = panels.linear(x_TI, weight)
-    for rows in (1, 2, 5, 7, 13, 20, 31):
-        for first in (0, 45 - rows):
+    for rows in (1, 2, 5, 7, 13, 20, 31, 97, 150):
+        for first in (0, 200 - rows):
             alone = panels.linear(x_TI[first : first + rows], weight)
             assert torch.equal(alone, together[first : first + rows])
 

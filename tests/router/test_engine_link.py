@@ -3,12 +3,16 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.engine_events import Event, Tokens
 from blockyard.router.engine_link import CHANNEL_OPTIONS, ROWS_A_TURN, EngineLink, LinkEvents
+
+from tests.simulation.virtual_time import VirtualLoop
 
 from .fake_worker import SECRET, FakeWorker
 from .rig import until
@@ -134,3 +138,57 @@ async def test_links_that_were_given_up_leave_nothing_to_the_garbage_collector()
         gc.garbage.clear()
         gc.enable()
     assert left == 0
+
+
+class SilentChannel:
+    """Of a worker that greets, and then says nothing: what a link uses of a grpc.aio.Channel and of its call."""
+
+    def __init__(self) -> None:
+        self._words = [session_pb2.ToRouter(hello=session_pb2.Hello())]
+
+    def stream_stream(self, method: str, **_: object) -> Any:
+        return lambda **_: self
+
+    def unary_unary(self, method: str, **_: object) -> None:
+        return None
+
+    unary_stream = unary_unary
+
+    async def read(self) -> session_pb2.ToRouter:
+        if not self._words:
+            await asyncio.get_running_loop().create_future()
+        return self._words.pop()
+
+    async def write(self, message: session_pb2.ToWorker) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_silent_worker_is_given_up_when_its_time_is_over_and_not_at_the_next_ping() -> None:
+    loop = VirtualLoop()
+    began, lost = loop.time(), []
+
+    class Losing(Accepting):
+        def disconnected(self, address: str, reason: str) -> None:
+            lost.append((loop.time() - began, reason))
+
+    @asynccontextmanager
+    async def open_silent(address: str) -> AsyncIterator[Any]:
+        yield SilentChannel()
+
+    async def run() -> None:
+        link = EngineLink(
+            "a", Losing(), secret=SECRET, lost_seconds=2.2, clock=loop.time, open_channel=open_silent
+        )
+        running = asyncio.create_task(link.run())
+        await asyncio.sleep(3)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+    assert lost == [(pytest.approx(2.2, abs=0.01), "silent for 2.2 s")]
