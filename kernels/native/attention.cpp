@@ -145,7 +145,8 @@ static inline void add_product(Floats& sum, const float* x, Words y) {
 // the first holds: blocks lie scattered, no prefetcher of the hardware guesses the next, and all at once would wait for one
 // another.
 template <class S, int R, int J>
-static inline void score(const Input<S>* q, int64_t dim, float scale, const Part<S>* parts, const Part<S>* next, float* scores) {
+static inline void score(const Input<S>* q, int64_t dim, float scale, const Part<S>* parts, const Part<S>* next,
+                         float* scores) {
     Floats sums[R][J * PARTS] = {};
     for (int64_t d = 0; d < dim; d += TOGETHER<S>) {
         Held<S> keys[J * PARTS];

@@ -1,8 +1,8 @@
 // What is done token by token beside attention: rotary embedding with the KV write, norms, SiLU-mul, the likeliest token
 // of logits; fp32 and bf16.
 //
-// Computed in fp32 and rounded where Hugging Face's Llama rounds. How keys and values lie in a block is attention.cpp's, what 8 bits
-// mean kernels/kv_pool.py's.
+// Computed in fp32 and rounded where Hugging Face's Llama rounds. How keys and values lie in a block is attention.cpp's,
+// what 8 bits mean kernels/kv_pool.py's.
 //
 // T tokens, N query heads, K kv heads, D head size, P tokens a block, H hidden size, I intermediate size.
 
