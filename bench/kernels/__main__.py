@@ -12,7 +12,9 @@ rate, would take at least, over the time it took.
 import argparse
 import gc
 import os
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +40,7 @@ CASCADE_FLOOR = 5.0
 CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
 CLIFF = 1.5
 """16 sequences may take so many times what 8 take, for each sequence, and no more."""
+OTHERS_OVER_IT = "others_over_it"
 Row = dict[str, Any]
 
 
@@ -45,17 +48,33 @@ def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> 
     """A row for each case that fits, and how many did not."""
     clock = Clock(bench.device)
     rows, skipped = [], 0
-    for case in cases(bench, FULL if bench.device.type == "cuda" else CPU):
-        if only not in case.kernel:
+    for together in _in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only):
+        if any(case.resident_bytes > memory_bytes for case in together):
+            skipped += len(together)
             continue
-        if case.resident_bytes > memory_bytes:
-            skipped += 1
-            continue
-        seconds = clock.seconds(case.make())
-        rows.append(row_of(case, seconds, machine))
+        times = clock.turns([case.make() for case in together])
+        for case, seconds in zip(together, times, strict=True):
+            row = row_of(case, median(seconds), machine)
+            rows.append(row | _others_over(seconds, together, times))
+            print(f"{case.model} {case.kernel} {case.shape}: {row['us']:,.1f} us", flush=True)
         gc.collect()
-        print(f"{case.model} {case.kernel} {case.shape}: {1e6 * seconds:,.1f} us", flush=True)
     return rows, skipped
+
+
+def _in_turns(every: Iterator[Case], only: str) -> Iterator[list[Case]]:
+    wanted = (case for case in every if only in case.kernel)
+    for _, together in groupby(wanted, lambda case: case.turns or (case.model, case.kernel, case.shape)):
+        yield list(together)
+
+
+def _others_over(own: list[float], together: list[Case], times: list[list[float]]) -> Row:
+    """How many times as long the others take, if any, by their kernels: the median of the turns' ratios."""
+    ratios = {
+        case.kernel: round(median(other / mine for other, mine in zip(seconds, own, strict=True)), 4)
+        for case, seconds in zip(together, times, strict=True)
+        if seconds is not own
+    }
+    return {OTHERS_OVER_IT: ratios} if ratios else {}
 
 
 def row_of(case: Case, seconds: float, machine: Machine) -> Row:
@@ -125,11 +144,10 @@ def _cliffs(decodes: list[Row]) -> list[float]:
 
 def _cascades(rows: list[Row]) -> list[tuple[Row, float]]:
     """Rows of the cascade, and how many times as long the same decodes take each by itself."""
-    alone = {(row["model"], row["shape"]): row["us"] for row in rows if row["kernel"] == ONE_BY_ONE}
     return [
-        (row, alone[row["model"], row["shape"]] / row["us"])
+        (row, row[OTHERS_OVER_IT][ONE_BY_ONE])
         for row in rows
-        if row["kernel"] == CASCADE and (row["model"], row["shape"]) in alone
+        if row["kernel"] == CASCADE and ONE_BY_ONE in row.get(OTHERS_OVER_IT, {})
     ]
 
 
@@ -156,7 +174,8 @@ def _cascade_table(rows: list[Row]) -> list[str]:
     if not lines:
         return []
     about = (
-        "Of the same decodes. The torch backend has none; with many threads a CPU keeps few decodes apart."
+        "Of the same decodes, in turns, the median turn. The torch backend has none; with many threads a CPU "
+        "keeps few decodes apart."
     )
     head = "| model | decodes | time without / with cascade |\n|---|---|---|"
     return ["\n".join(["## What a cascade gains", "", about, "", head, *lines])]

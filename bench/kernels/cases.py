@@ -38,6 +38,8 @@ class Case:
     resident_bytes: int
     """What it takes in memory."""
     make: Callable[[], Callable[[], object]]
+    turns: str = ""
+    """Cases that follow one another with the same name here are measured in turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,7 @@ def _shared_attention(
     bench: Bench, model: str, shape: Shape, sequences: int, shared: int, own: int, *, is_cascade: bool
 ) -> Case:
     """Decodes of which each reads the same blocks first, together (cascade) or each by itself."""
+    name = f"decode {sequences} x ({shared} shared + {own})"
     values = shape.kv_heads * shape.head_dim
     kv_bytes = 2 * (shared + sequences * own) * values * bench.dtype.itemsize
 
@@ -176,11 +179,12 @@ def _shared_attention(
     return Case(
         kernel=CASCADE if is_cascade else ONE_BY_ONE,
         model=model,
-        shape=f"decode {sequences} x ({shared} shared + {own})",
+        shape=name,
         num_bytes=kv_bytes + 2 * sequences * shape.heads * shape.head_dim * bench.dtype.itemsize,
         flops=4 * sequences * (shared + own) * shape.heads * shape.head_dim,
-        resident_bytes=2 * kv_bytes,
+        resident_bytes=2 * 2 * kv_bytes,
         make=make,
+        turns=f"{model} {name}",
     )
 
 

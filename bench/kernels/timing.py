@@ -1,11 +1,12 @@
-"""How long one call takes, and what the machine could do: its copy bandwidth and its matmul rate, in the same run.
+"""How long calls take, each alone or in turns, and what the machine could do: its copy bandwidth and its matmul rate,
+in the same run.
 
 On a GPU by CUDA events, with the last-level cache overwritten before each call; on a CPU by the wall clock, with inputs
 far larger than its caches where the case is. Owns no case.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -30,7 +31,7 @@ class Machine:
 
 
 class Clock:
-    """Median seconds of a call on one device."""
+    """Seconds of calls on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,10 +40,21 @@ class Clock:
         )
 
     def seconds(self, call: Callable[[], object], pick: Callable[[Iterable[float]], float] = median) -> float:
-        call()  # compiles, packs, reserves
-        first = self._once(call)
-        calls = min(MAX_CALLS, max(MIN_CALLS, int(TARGET_SECONDS / max(first, 1e-6))))
-        return pick(self._once(call) for _ in range(calls))
+        (times,) = self.turns([call])
+        return pick(times)
+
+    def turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+        """Of each call its seconds in each turn; another one is the first of each turn."""
+        for call in calls:
+            call()  # compiles, packs, reserves
+        longest = max(self._once(call) for call in calls)
+        num_turns = min(MAX_CALLS, max(MIN_CALLS, int(TARGET_SECONDS / max(longest, 1e-6))))
+        times: list[list[float]] = [[] for _ in calls]
+        for turn in range(num_turns):
+            for number in range(len(calls)):
+                which = (turn + number) % len(calls)
+                times[which].append(self._once(calls[which]))
+        return times
 
     def _once(self, call: Callable[[], object]) -> float:
         if self._flush is None:

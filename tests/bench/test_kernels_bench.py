@@ -12,6 +12,7 @@ import torch
 from blockyard.kernels.attention_plan import plan_attention
 from blockyard.kernels.torch_backend import TorchBackend
 
+import bench.kernels.__main__ as main
 from bench.kernels.__main__ import CASCADE_SHAPE, floors_of, make_bench, measure, row_of
 from bench.kernels.cases import CASCADE, FULL, ONE_BY_ONE, Bench, Case, Sizes, cases, each_by_itself
 from bench.kernels.plot import draw
@@ -118,6 +119,22 @@ def test_cases_that_do_not_fit_the_memory_are_skipped_and_counted() -> None:
     assert skipped > 50
 
 
+def test_what_decodes_gain_together_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "CPU", SMALL)
+    rows, _ = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="cascade")
+    with_cascade, without = rows
+    assert (with_cascade["kernel"], without["kernel"]) == (CASCADE, ONE_BY_ONE)
+    (gain,), (loss,) = with_cascade["others_over_it"].values(), without["others_over_it"].values()
+    assert gain * loss == pytest.approx(1, rel=1e-2)
+
+
+def test_calls_take_turns_and_each_is_first_as_often_as_the_other() -> None:
+    calls: list[str] = []
+    first, second = Clock(CPU).turns([lambda: calls.append("a"), lambda: calls.append("b")])
+    assert len(first) == len(second) >= 5
+    assert calls[4:8] == ["a", "b", "b", "a"]
+
+
 def test_a_clock_gives_the_median_of_calls() -> None:
     calls = []
     assert 0 <= Clock(CPU).seconds(lambda: calls.append(1)) < 1e-3
@@ -138,8 +155,8 @@ def decode_row(shape: str, us: float, of_copy: float) -> dict[str, object]:
 
 def test_a_cascade_is_judged_by_the_time_of_the_same_decodes_each_by_itself() -> None:
     rows = [
-        decode_row(CASCADE_SHAPE, 10, 0.5) | {"kernel": CASCADE},
-        decode_row(CASCADE_SHAPE, 49, 0.1) | {"kernel": ONE_BY_ONE},
+        decode_row(CASCADE_SHAPE, 10, 0.5) | {"kernel": CASCADE, "others_over_it": {ONE_BY_ONE: 4.9}},
+        decode_row(CASCADE_SHAPE, 50, 0.1) | {"kernel": ONE_BY_ONE, "others_over_it": {CASCADE: 0.2}},
     ]
     (floor,) = floors_of(rows, "cuda")
     assert (floor.value, floor.floor, floor.holds) == (4.9, 5.0, False)
