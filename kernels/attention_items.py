@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
-from blockyard.kernels.shared_prefix import Int32Array, Int64Array, SharedPrefixes
+from blockyard.kernels.shared_prefix import Int32Array, Int64Array, SharedPrefixes, members_of_item
 
 PREFILL_ITEM_TOKENS = 128
 # A split reads at least this many keys: below it the merge costs more than the parallelism gains.
@@ -29,6 +29,8 @@ MIN_SPLIT_TOKENS = 256
 SPLIT_ALIGNMENT_TOKENS = 64
 # Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
 DEFAULT_TARGET_PROGRAMS = 528
+# Query heads of a kv head where nobody says: how many decodes an item has goes by it, not what comes of them.
+DEFAULT_GROUP = 4
 # Of a step whose work is not cut.
 NO_ITEMS: Mapping[str, Int32Array] = MappingProxyType(
     {
@@ -47,6 +49,7 @@ def items_of_step(
     window: int | None,
     shared: SharedPrefixes,
     num_kv_heads: int,
+    group: int,
     target_programs: int,
 ) -> Mapping[str, Int32Array]:
     """The items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their members, and
@@ -57,9 +60,11 @@ def items_of_step(
     num_decodes = int((query_R == 1).sum())
     context_D = context_R[:num_decodes]
     begin_D = np.maximum(_first_keys(context_D - 1, window), shared.tokens_of_rows(num_decodes))
-    total_reads = (int((context_D - begin_D).sum()) + shared.reads()) * num_kv_heads
+    members = members_of_item(group)
+    total_reads = (int((context_D - begin_D).sum()) + shared.reads(members)) * num_kv_heads
     wanted_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
-    shared_Y5, splits_M = shared.items(-(-wanted_tokens // SPLIT_ALIGNMENT_TOKENS) * SPLIT_ALIGNMENT_TOKENS)
+    split_tokens = -(-wanted_tokens // SPLIT_ALIGNMENT_TOKENS) * SPLIT_ALIGNMENT_TOKENS
+    shared_Y5, splits_M = shared.items(split_tokens, members)
     shared_splits_D = np.zeros(num_decodes, dtype=np.int64)
     shared_splits_D[shared.members_M] = splits_M
     decode_W6, partial_starts_D1 = _decode_items(context_D, begin_D, shared_splits_D, wanted_tokens)

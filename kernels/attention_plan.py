@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from blockyard.kernels.attention_items import DEFAULT_TARGET_PROGRAMS, NO_ITEMS, items_of_step
+from blockyard.kernels.attention_items import DEFAULT_GROUP, DEFAULT_TARGET_PROGRAMS, NO_ITEMS, items_of_step
 from blockyard.kernels.shared_prefix import Int32Array, Int64Array, SharedPrefixes, find_shared_prefixes
 
 PADDING_SLOT = -1
@@ -43,6 +43,7 @@ class AttentionPlan:
 
     block_size: int
     num_kv_heads: int
+    group: int  # query heads of each
     target_programs: int
     window: int | None  # in tokens; None where all keys before a query are seen
     has_items: bool  # False: the work is not cut, and the items below are empty; for backends that walk rows
@@ -131,6 +132,7 @@ class AttentionPlan:
             window,
             SharedPrefixes.none(),
             self.num_kv_heads,
+            self.group,
             self.target_programs,
         )
 
@@ -144,6 +146,7 @@ def plan_attention(
     device: torch.device | str,
     num_kv_heads: int,
     padded_tokens: int | None = None,
+    group: int = DEFAULT_GROUP,
     target_programs: int = DEFAULT_TARGET_PROGRAMS,
 ) -> AttentionPlan:
     """Plan one step from lists. `context_lens` count the tokens in the KV cache including this step's queries.
@@ -162,6 +165,7 @@ def plan_attention(
         device=device,
         num_kv_heads=num_kv_heads,
         padded_tokens=padded_tokens,
+        group=group,
         target_programs=target_programs,
     )
 
@@ -175,6 +179,7 @@ def plan_rows(
     device: torch.device | str,
     num_kv_heads: int,
     padded_tokens: int | None = None,
+    group: int = DEFAULT_GROUP,
     target_programs: int = DEFAULT_TARGET_PROGRAMS,
     with_items: bool = True,
 ) -> AttentionPlan:
@@ -191,7 +196,7 @@ def plan_rows(
     items = NO_ITEMS
     if with_items:
         shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
-        items = items_of_step(query_R, context_R, None, shared, num_kv_heads, target_programs)
+        items = items_of_step(query_R, context_R, None, shared, num_kv_heads, group, target_programs)
     place = torch.device(device)
     arrays: dict[str, IntArray] = {
         "slots": _padded(slots_T, padding, PADDING_SLOT),
@@ -207,6 +212,7 @@ def plan_rows(
     return AttentionPlan(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
+        group=group,
         target_programs=target_programs,
         window=None,
         has_items=with_items,

@@ -21,8 +21,13 @@ Int64Array = npt.NDArray[np.int64]
 # Fewer rows, or fewer tokens, gain less than the second launch and the merge cost.
 MIN_SHARERS = 8
 MIN_SHARED_TOKENS = 512
-# Members of one item: with 4 query heads a kv head they fill a prefill program's 128 packed rows.
-SHARED_ITEM_MEMBERS = 32
+# Packed query rows of one item: those of a prefill program.
+_ITEM_ROWS = 128
+
+
+def members_of_item(group: int) -> int:
+    """How many decode rows, of so many query heads for each kv head, one program attends for."""
+    return max(1, _ITEM_ROWS // group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +50,15 @@ class SharedPrefixes:
         tokens_D[self.members_M] = np.repeat(self.group_tokens, self.group_sizes)
         return tokens_D
 
-    def reads(self) -> int:
-        """Keys that items read over what is shared, for each kv head."""
+    def reads(self, members: int) -> int:
+        """Keys that items of so many members read over what is shared, for each kv head."""
         return sum(
-            tokens * -(-size // SHARED_ITEM_MEMBERS)
+            tokens * -(-size // members)
             for tokens, size in zip(self.group_tokens, self.group_sizes, strict=True)
         )
 
-    def items(self, split_tokens: int) -> tuple[Int32Array, Int64Array]:
-        """The items [Y, 5] for splits of so many keys at most, and how many splits each member has [M].
+    def items(self, split_tokens: int, members: int) -> tuple[Int32Array, Int64Array]:
+        """The items [Y, 5] of so many members and keys at most, and how many splits each member has [M].
 
         An item is (first member, end member, first key, end key, split): it leaves the partial result of each of its
         members in that member's slot of that number. Keys are read by the first member's table.
@@ -64,9 +69,9 @@ class SharedPrefixes:
         for size, tokens in zip(self.group_sizes, self.group_tokens, strict=True):
             bounds = [*range(0, tokens, split_tokens), tokens]
             items += [
-                (member, min(member + SHARED_ITEM_MEMBERS, first + size), begin, end, split)
+                (member, min(member + members, first + size), begin, end, split)
                 for split, (begin, end) in enumerate(pairwise(bounds))
-                for member in range(first, first + size, SHARED_ITEM_MEMBERS)
+                for member in range(first, first + size, members)
             ]
             splits += [len(bounds) - 1] * size
             first += size

@@ -25,7 +25,7 @@ from blockyard.kernels.cache_ops import copy_blocks_kernel
 from blockyard.kernels.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
 from blockyard.kernels.kv_pool import movable
 from blockyard.kernels.shared_attention import attend_shared_kernel
-from blockyard.kernels.shared_prefix import SHARED_ITEM_MEMBERS
+from blockyard.kernels.shared_prefix import members_of_item
 from blockyard.kernels.triton_placing import (
     check_dense_rows,
     check_pool,
@@ -116,7 +116,7 @@ class TritonBackend:
         _, num_heads, head_dim = q_TND.shape
         num_kv_heads = kv_pool_B2KPD.shape[2]
         group = num_heads // num_kv_heads
-        programs_per_item = -(-SHARED_ITEM_MEMBERS * group // tiles.rows)
+        programs_per_item = -(-members_of_item(plan.group) * group // tiles.rows)
         numbers, scales, scale_bytes = pool_pointers(kv_pool_B2KPD)
         attend_shared_kernel[(len(plan.shared_items_Y5) * programs_per_item, num_kv_heads)](
             q_TND,

@@ -9,7 +9,7 @@ from blockyard.worker.host_blocks import STAGING_BYTES
 from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.runner import TorchRunner
-from blockyard.worker.step_graphs import GRAPH_BYTES, ladder
+from blockyard.worker.step_graphs import GRAPH_BYTES, ladder, shared_sizes
 
 logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = 2**30
@@ -29,7 +29,9 @@ def measured_budget(runner: TorchRunner, config: EngineConfig, meter: Meter) -> 
     later = STAGING_BYTES
     if not config.enforce_eager:
         # Of a graph's tensors all share one memory, which its largest step takes.
-        later += GRAPH_BYTES * len(ladder(num_sequences)) + use.step * num_sequences // num_tokens
+        rows, bounds = ladder(num_sequences), runner.split_bounds
+        later += GRAPH_BYTES * (len(rows) + len(shared_sizes(rows))) + use.step * num_sequences // num_tokens
+        later += bounds.partial_bytes(num_sequences, runner.config.head_dim)
     logger.info("memory: %s", use.describe(later))
     return use.for_pool(config.gpu_memory_utilization, later=later)
 

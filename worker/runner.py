@@ -19,7 +19,7 @@ from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_
 from blockyard.kernels.cpu_recording import NotRecordable
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
-from blockyard.kernels.static_plan import StaticDecodes
+from blockyard.kernels.static_plan import Bounds, StaticDecodes
 from blockyard.worker.cpu_features import has_bfloat16
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.kv_size import KVCacheDtype
@@ -125,6 +125,9 @@ class TorchRunner:
         """`verify_host_blocks` checks what comes back from host memory against what went there, by content."""
         self.config = config
         self.backend = backend
+        self.split_bounds = Bounds(
+            num_kv_heads=config.num_kv_heads, group=config.num_heads // config.num_kv_heads
+        )
         self.block_size = block_size
         self.device = weights.embedding_VH.device
         self.dtype = weights.embedding_VH.dtype
@@ -142,6 +145,7 @@ class TorchRunner:
         self._inputs = InputRows(
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
+            group=self.split_bounds.group,
             device=self.device,
             with_items=backend.reads_items,
         )
@@ -274,7 +278,7 @@ class TorchRunner:
             max_rows=sizes.rows[-1],
             max_context_tokens=max_context_tokens,
             block_size=self.block_size,
-            num_kv_heads=self.config.num_kv_heads,
+            bounds=self.split_bounds,
             device=self.device,
         )
         graphs = DecodeGraphs(self._decoder, self.kv_pools, static, sizes=sizes, device=self.device)

@@ -1,10 +1,10 @@
 """Decode steps that are launched as one graph instead of kernel by kernel, for some batch sizes.
 
 A graph reads static buffers (static_plan.py): a step is copied there, padded to the next size that there is, and the
-whole forward pass up to the last norm is replayed. What does not fit runs kernel by kernel: prompts, windows, a shared
-prefix that is read once for many, more rows than the largest size. On a GPU the sizes are a ladder, and all graphs are
-captured before the first request. On a CPU a graph is the recorded calls of its kernels; there a row of padding costs
-as much as any other, so that each size is one, captured when it is first met.
+whole forward pass up to the last norm is replayed. What does not fit runs kernel by kernel: prompts, windows, more rows
+than the largest size. Steps in which a prefix is read once for many decodes have graphs of their own. On a GPU the sizes
+are a ladder, and all graphs are captured before the first request. On a CPU a graph is the recorded calls of its
+kernels; there a row of padding costs as much as any other, so that each size is one, captured when it is first met.
 
 Shapes: T tokens in the step, H hidden size.
 """
@@ -20,6 +20,7 @@ from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import Backend
 from blockyard.kernels.cpu_backend import CpuBackend, RecordedStep
 from blockyard.kernels.cpu_recording import Arena
+from blockyard.kernels.shared_prefix import MIN_SHARERS
 from blockyard.kernels.static_plan import StaticDecodes
 from blockyard.worker.model.decoder import Decoder
 
@@ -40,6 +41,11 @@ def ladder(max_rows: int) -> tuple[int, ...]:
         sizes.append(size)
         size += next((step for end, step in _STEPS_OF_LADDER if size < end), 32)
     return (*sizes, max_rows)
+
+
+def shared_sizes(rows: Sequence[int]) -> tuple[int, ...]:
+    """Those of so many rows as may share a prefix."""
+    return tuple(size for size in rows if size >= MIN_SHARERS)
 
 
 class StepGraph(Protocol):
@@ -135,13 +141,17 @@ class GraphSizes:
     """Of each, rising."""
     at_start: tuple[int, ...]
     """Captured before the first request; the others when they are first met."""
+    shared_at_start: tuple[int, ...] = ()
+    """Of steps whose plans have items over a shared prefix, likewise."""
 
 
 def sizes_for(backend: Backend, device: torch.device, max_rows: int) -> GraphSizes | None:
     """None where nothing can be captured."""
     if device.type == "cuda" and backend.name == "triton":
         rows = ladder(max_rows)
-        return GraphSizes(make_graph=CudaSteps(), rows=rows, at_start=rows)
+        return GraphSizes(
+            make_graph=CudaSteps(), rows=rows, at_start=rows, shared_at_start=shared_sizes(rows)
+        )
     if isinstance(backend, CpuBackend):
         rows = tuple(range(1, min(max_rows, MAX_CPU_ROWS) + 1))
         return GraphSizes(make_graph=CpuSteps(backend), rows=rows, at_start=(1,))
@@ -166,19 +176,20 @@ class DecodeGraphs:
         self._static = static
         self._sizes = sizes
         self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)
-        self._graphs: dict[int, StepGraph] = {}
+        self._graphs: dict[tuple[int, bool], StepGraph] = {}
 
     def capture(self) -> None:
         """Those of the start, the largest first, whose memory the others use. All rows are padding: no block is
         written."""
-        sizes = self._sizes.at_start
-        for number, size in enumerate(reversed(sizes), start=1):
-            self._graphs[size] = self._captured(size)
+        sizes = [(size, True) for size in self._sizes.shared_at_start]
+        sizes = sorted([*sizes, *((size, False) for size in self._sizes.at_start)], reverse=True)
+        for number, (size, is_shared) in enumerate(sizes, start=1):
+            self._graphs[size, is_shared] = self._captured(size, is_shared)
             if number % 8 == 0 or number == len(sizes):
                 logger.info("decode graphs: %d of %d captured", number, len(sizes))
 
-    def _captured(self, size: int) -> StepGraph:
-        tokens_T, plan = self._tokens_T[:size], self._static.plan(size)
+    def _captured(self, size: int, is_shared: bool) -> StepGraph:
+        tokens_T, plan = self._tokens_T[:size], self._static.plan(size, is_shared=is_shared)
         graph = self._sizes.make_graph()
         graph.capture(lambda: self._decoder.hidden(tokens_T, self._kv_pools, plan, None))
         return graph
@@ -191,6 +202,7 @@ class DecodeGraphs:
         size = rows[bisect_left(rows, num_rows)]
         self._static.fill(plan, size)
         self._tokens_T[:num_rows].copy_(tokens_T)
-        if size not in self._graphs:
-            self._graphs[size] = self._captured(size)
-        return self._graphs[size].replay()[:num_rows]
+        key = (size, len(plan.shared_items_Y5) > 0)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(*key)
+        return self._graphs[key].replay()[:num_rows]

@@ -40,10 +40,13 @@ class StepInputs:
 class InputRows:
     """What is kept from step to step of the sequences of one runner. Not thread-safe."""
 
-    def __init__(self, *, block_size: int, num_kv_heads: int, device: torch.device, with_items: bool) -> None:
+    def __init__(
+        self, *, block_size: int, num_kv_heads: int, group: int, device: torch.device, with_items: bool
+    ) -> None:
         """`with_items` says whether attention is computed in work items."""
         self._block_size = block_size
         self._num_kv_heads = num_kv_heads
+        self._group = group
         self._device = device
         self._with_items = with_items
         self._tables = TableRows()
@@ -65,6 +68,7 @@ class InputRows:
             block_size=self._block_size,
             device=self._device,
             num_kv_heads=self._num_kv_heads,
+            group=self._group,
             with_items=self._with_items,
         )
         num_scored = {} if is_decodes else _num_scored(rows)

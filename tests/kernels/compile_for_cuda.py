@@ -38,7 +38,13 @@ def pool_types(dtype: str, stored: str | None) -> tuple[dict[str, str], dict[str
 
 
 def compile_attention(
-    dtype: str, head_dim: int, tiles: Tiles, *, windowed: bool = False, stored: str | None = None
+    dtype: str,
+    head_dim: int,
+    tiles: Tiles,
+    *,
+    group: int = 4,
+    windowed: bool = False,
+    stored: str | None = None,
 ) -> Any:
     integers = ("q_stride_t", "q_stride_n", "out_stride_t", "out_stride_n", "table_stride_r", "window")
     pool_pointers, pool_constants = pool_types(dtype, stored)
@@ -51,7 +57,7 @@ def compile_attention(
         dict.fromkeys(integers, "i32") | {"scale_log2": "fp32"},
         {
             "NUM_KV_HEADS": 8,
-            "GROUP": 4,
+            "GROUP": group,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": 16,
             "PROGRAMS_PER_ITEM": 4,
@@ -66,7 +72,9 @@ def compile_attention(
     )
 
 
-def compile_shared(dtype: str, head_dim: int, tiles: Tiles, stored: str | None = None) -> Any:
+def compile_shared(
+    dtype: str, head_dim: int, tiles: Tiles, stored: str | None = None, *, group: int = 4
+) -> Any:
     pool_pointers, pool_constants = pool_types(dtype, stored)
     pointers = {"q_ptr": f"*{dtype}"} | pool_pointers
     pointers |= dict.fromkeys(("table_ptr", "members_ptr", "items_ptr", "partial_starts_ptr"), "*i32")
@@ -77,7 +85,7 @@ def compile_shared(dtype: str, head_dim: int, tiles: Tiles, stored: str | None =
         dict.fromkeys(("q_stride_t", "q_stride_n", "table_stride_r"), "i32") | {"scale_log2": "fp32"},
         {
             "NUM_KV_HEADS": 8,
-            "GROUP": 4,
+            "GROUP": group,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": 16,
             "PROGRAMS_PER_ITEM": 1,
@@ -172,6 +180,13 @@ def main() -> None:
             compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
             compiled[f"shared, head size {head_dim},"] = compile_shared(dtype, head_dim, prefill)
         tiles = prefill_tiles(128, torch_dtype)
+        for group in (2, 5):  # Qwen3-0.6B's and Qwen3-14B's
+            decode = decode_tiles(group, 128, torch_dtype)
+            compiled |= {
+                f"decode, group {group},": compile_attention(dtype, 128, decode, group=group),
+                f"prefill, group {group},": compile_attention(dtype, 128, tiles, group=group),
+                f"shared, group {group},": compile_shared(dtype, 128, tiles, group=group),
+            }
         compiled["prefill in a window"] = compile_attention(dtype, 128, tiles, windowed=True)
         compiled |= {"write_kv": compile_write_kv(dtype), "copy_blocks": compile_copy_blocks(dtype)}
         compiled |= {

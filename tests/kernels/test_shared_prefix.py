@@ -140,6 +140,7 @@ def test_the_result_is_that_of_rows_that_read_alone(
         block_size=BLOCK_SIZE,
         device=device,
         num_kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
     )
     assert len(plan.shared_members_M) == MIN_SHARERS + 1
     # Other numbers each time: partial results that an earlier step left in the workspace must not do.

@@ -2,7 +2,7 @@
 
 import hypothesis
 from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.shared_prefix import MIN_SHARERS, SHARED_ITEM_MEMBERS
+from blockyard.kernels.shared_prefix import MIN_SHARERS, members_of_item
 from hypothesis import strategies
 
 from .test_shared_prefix import BLOCK_SIZE, DEEP, plan_of
@@ -15,7 +15,7 @@ def reads_of(plan: AttentionPlan) -> list[dict[int, list[tuple[int, int]]]]:
         rows[row].setdefault(slot, []).append((first, end))
     starts, members = plan.partial_starts_D1.tolist(), plan.shared_members_M.tolist()
     for first_member, end_member, first, end, split in plan.shared_items_Y5.tolist():
-        assert 0 < end_member - first_member <= SHARED_ITEM_MEMBERS
+        assert 0 < end_member - first_member <= members_of_item(plan.group)
         for row in members[first_member:end_member]:
             rows[row].setdefault(starts[row] + split, []).append((first, end))
     return rows
@@ -27,14 +27,15 @@ def reads_of(plan: AttentionPlan) -> list[dict[int, list[tuple[int, int]]]]:
         min_size=1,
         max_size=50,
     ),
+    group=strategies.sampled_from([1, 4, 5, 48]),
     target_programs=strategies.sampled_from([1, 64, 528]),
 )
 def test_every_key_of_every_row_is_read_once_into_a_slot_of_its_own(
-    rows: list[tuple[int, int]], target_programs: int
+    rows: list[tuple[int, int]], group: int, target_programs: int
 ) -> None:
     shared_blocks = [shared for shared, _ in rows]
     context_lens = [shared * BLOCK_SIZE + own for shared, own in rows]
-    plan = plan_of(shared_blocks, context_lens, target_programs=target_programs)
+    plan = plan_of(shared_blocks, context_lens, group=group, target_programs=target_programs)
     starts = plan.partial_starts_D1.tolist()
     for row, (reads, context_len) in enumerate(zip(reads_of(plan), context_lens, strict=True)):
         expected = list(range(starts[row], starts[row + 1])) or [-1]

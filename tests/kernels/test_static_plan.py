@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend
-from blockyard.kernels.static_plan import StaticDecodes
+from blockyard.kernels.static_plan import Bounds, StaticDecodes
+from hypothesis import given, strategies
+
+from .test_shared_prefix import tables_of
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]
@@ -21,9 +24,8 @@ def static(device: torch.device) -> StaticDecodes:
         max_rows=MAX_ROWS,
         max_context_tokens=MAX_CONTEXT,
         block_size=16,
-        num_kv_heads=2,
+        bounds=Bounds(num_kv_heads=2, group=2, target_programs=8),
         device=device,
-        target_programs=8,
     )
 
 
@@ -34,6 +36,35 @@ def attend(backend: Backend, step: Any, plan: AttentionPlan, num_rows: int) -> t
     out_TND = torch.full_like(q_TND, float("nan"))
     backend.attention(q_TND, step.kv_pool_B2KPD, plan, scale=step.scale, out_TND=out_TND)
     return out_TND[: len(step.q_TND)]
+
+
+@pytest.mark.parametrize("num_rows", [9, 10])
+def test_a_padded_step_reads_what_its_rows_share_once_for_all(
+    triton_backend: Backend, make_step: MakeStep, assert_near: AssertNear, device: torch.device, num_rows: int
+) -> None:
+    """Through the same buffers as steps that share nothing, or more, or are of fewer rows."""
+    static = StaticDecodes(
+        max_rows=10,
+        max_context_tokens=MAX_CONTEXT,
+        block_size=16,
+        bounds=Bounds(num_kv_heads=2, group=2, target_programs=8),
+        device=device,
+    )
+    shared, alone = static.plan(num_rows, is_shared=True), static.plan(num_rows)
+    for contexts, shared_blocks in (
+        ([*range(520, 529)], 32),
+        ([600, 33, 2], 0),
+        ([700, 641, 650, 660, 999, 641, 641, 642], 40),
+        ([17], 0),
+    ):
+        step = make_step([1] * len(contexts), contexts, shared_blocks=shared_blocks, target_programs=8)
+        assert static.takes(step.plan)
+        assert (len(step.plan.shared_items_Y5) > 0) == (shared_blocks > 0)
+        static.fill(step.plan, num_rows)
+        own = attend(triton_backend, step, step.plan, len(contexts))
+        assert not own.isnan().any()
+        plan = shared if shared_blocks else alone
+        assert_near(attend(triton_backend, step, plan, num_rows), own)
 
 
 @pytest.mark.parametrize("num_rows", [4, 6])
@@ -74,8 +105,8 @@ def test_an_empty_step_of_any_size_reads_and_writes_nothing(
     """As at a capture: the pool may hold anything."""
     step = make_step([1], [20], target_programs=8)
     before = step.kv_pool_B2KPD.clone()
-    for num_rows in (1, 3, MAX_ROWS):
-        plan = static.plan(num_rows)
+    for num_rows, is_shared in ((1, False), (3, False), (MAX_ROWS, False), (MAX_ROWS, True)):
+        plan = static.plan(num_rows, is_shared=is_shared)
         triton_backend.write_kv(*torch.randn(2, num_rows, 2, 16, device=device).unbind(), before, plan)
         attend(triton_backend, step, plan, num_rows)
     assert torch.equal(before.nan_to_num(7.0), step.kv_pool_B2KPD.nan_to_num(7.0))
@@ -96,9 +127,8 @@ def test_items_never_outgrow_the_buffers(make_step: MakeStep) -> None:
             max_rows=num_rows,
             max_context_tokens=40_000,
             block_size=16,
-            num_kv_heads=2,
+            bounds=Bounds(num_kv_heads=2, target_programs=target),
             device=torch.device("cpu"),
-            target_programs=target,
         )
         for longest in (1, 257, 4_000, 40_000):
             contexts = [1 + (longest - 1) * (row % 3 == 0) for row in range(num_rows)]
@@ -107,8 +137,6 @@ def test_items_never_outgrow_the_buffers(make_step: MakeStep) -> None:
 
 
 def make_plan(contexts: list[int], target_programs: int) -> AttentionPlan:
-    from blockyard.kernels.attention_plan import plan_attention
-
     return plan_attention(
         query_lens=[1] * len(contexts),
         context_lens=contexts,
@@ -118,3 +146,34 @@ def make_plan(contexts: list[int], target_programs: int) -> AttentionPlan:
         num_kv_heads=2,
         target_programs=target_programs,
     )
+
+
+@given(
+    shared_blocks=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=70),
+    own=strategies.integers(1, 3000),
+    group=strategies.sampled_from([1, 2, 4, 5, 8, 16, 48]),
+    num_kv_heads=strategies.sampled_from([1, 2, 8]),
+    target_programs=strategies.sampled_from([1, 64, 528]),
+)
+def test_what_rows_share_never_outgrows_the_buffers_either(
+    shared_blocks: list[int], own: int, group: int, num_kv_heads: int, target_programs: int
+) -> None:
+    static = StaticDecodes(
+        max_rows=len(shared_blocks),
+        max_context_tokens=64 * 64,
+        block_size=64,
+        bounds=Bounds(num_kv_heads=num_kv_heads, group=group, target_programs=target_programs),
+        device=torch.device("cpu"),
+    )
+    contexts = [shared * 64 + 1 + own * row % 1000 for row, shared in enumerate(shared_blocks)]
+    plan = plan_attention(
+        query_lens=[1] * len(contexts),
+        context_lens=contexts,
+        block_tables=tables_of(shared_blocks, contexts, 64),
+        block_size=64,
+        device="cpu",
+        num_kv_heads=num_kv_heads,
+        group=group,
+        target_programs=target_programs,
+    )
+    assert static.takes(plan)

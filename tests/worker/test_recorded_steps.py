@@ -68,7 +68,7 @@ def test_tokens_are_those_of_transformers(architecture: str, overlap: bool) -> N
         assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
         assert tokens == list(expected.tokens)
     assert runner._graphs is not None
-    assert set(runner._graphs._graphs) == {1, 2, 3, 4}
+    assert set(runner._graphs._graphs) == {(size, False) for size in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from blockyard.kernels import shared_prefix
+from blockyard.kernels.attention_plan import AttentionPlan
+from blockyard.kernels.shared_prefix import MIN_SHARERS
+from blockyard.kernels.static_plan import StaticDecodes
+from blockyard.proto.block_hash import chain
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.runner import PendingStep, TorchRunner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, StepPlan
-from blockyard.worker.step_graphs import CudaSteps, GraphSizes, RepeatedStep, StepGraph, ladder
+from blockyard.worker.step_graphs import CudaSteps, GraphSizes, RepeatedStep, StepGraph, ladder, shared_sizes
 
 from .checkpoints import reference_greedy, shared_checkpoint
 from .scheduling import ROOT
@@ -64,8 +69,12 @@ def capture(runner: TorchRunner, max_rows: int) -> list[int]:
     """The list that the sizes of replayed graphs are put into."""
     replays: list[int] = []
     make_graph: Callable[[], StepGraph] = CudaSteps() if DEVICE.type == "cuda" else RepeatedStep
+    rows = ladder(max_rows)
     sizes = GraphSizes(
-        make_graph=lambda: Counting(make_graph(), replays), rows=ladder(max_rows), at_start=ladder(max_rows)
+        make_graph=lambda: Counting(make_graph(), replays),
+        rows=rows,
+        at_start=rows,
+        shared_at_start=shared_sizes(rows),
     )
     runner.capture_decodes(sizes, max_context_tokens=128)
     return replays
@@ -81,7 +90,7 @@ def submit(engine: Engine, prompt: list[int], num_tokens: int) -> RequestId:
         EngineRequest(
             token_ids=prompt,
             prompt_length=len(prompt),
-            names=[BlockName(ROOT)],
+            names=[BlockName(name) for name in (ROOT, *chain(ROOT, prompt, 16))],
             sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens),
         )
     )
@@ -123,9 +132,35 @@ def test_tokens_are_those_of_transformers(overlap: bool) -> None:
     assert {1, 2, 3} >= set(replays) > {1}
 
 
+def test_a_step_that_shares_a_prefix_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight chats on one prompt: their tokens are those of chats that nobody shares with."""
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 32)
+    prompt = list(range(40, 73))
+    own = [[*prompt, 5 + index] for index in range(MIN_SHARERS)]
+    runner = make_runner()
+    replays = capture(runner, max_rows=MIN_SHARERS)
+    engine = engine_of(runner, overlap=False)
+    ids = [submit(engine, tokens, NUM_TOKENS) for tokens in own]
+    filled: list[AttentionPlan] = []
+    fill = StaticDecodes.fill
+
+    def noting(static: StaticDecodes, plan: AttentionPlan, num_rows: int) -> None:
+        filled.append(plan)
+        fill(static, plan, num_rows)
+
+    monkeypatch.setattr(StaticDecodes, "fill", noting)
+    tokens = run(engine)
+    for request_id, token_ids in zip(ids, own, strict=True):
+        expected = reference_greedy(checkpoint(), tuple(token_ids), NUM_TOKENS)
+        assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
+        assert tokens[request_id] == list(expected.tokens)
+    assert [len(plan.shared_members_M) for plan in filled] == [MIN_SHARERS]
+    assert replays == [MIN_SHARERS]
+
+
 def test_a_capture_writes_no_block() -> None:
     runner = make_runner()
-    capture(runner, max_rows=2)
+    capture(runner, max_rows=MIN_SHARERS)
     assert all(bool(pool.isnan().all()) for pool in runner.kv_pools)
 
 

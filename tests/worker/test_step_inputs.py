@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def input_rows(block_size: int = 16) -> InputRows:
-    return InputRows(block_size=block_size, num_kv_heads=2, device=CPU, with_items=True)
+    return InputRows(block_size=block_size, num_kv_heads=2, group=2, device=CPU, with_items=True)
 
 
 def from_scratch(rows: tuple[ScheduledRow, ...], block_size: int) -> AttentionPlan:
@@ -45,6 +45,7 @@ def from_scratch(rows: tuple[ScheduledRow, ...], block_size: int) -> AttentionPl
         block_size=block_size,
         device=CPU,
         num_kv_heads=2,
+        group=2,
     )
 
 
@@ -251,7 +252,7 @@ def test_planning_and_preparing_256_decodes_stay_within_ten_times_their_millisec
     scheduler = make_scheduler(256 * 40, max_num_batched_tokens=2**18, max_model_len=640)
     for number in range(256):
         scheduler.submit(make_sequence(number, [number] * (500 + number % 16), max_tokens=40))
-    inputs, durations = InputRows(block_size=16, num_kv_heads=2, device=CPU, with_items=False), []
+    inputs, durations = InputRows(block_size=16, num_kv_heads=2, group=2, device=CPU, with_items=False), []
     for _ in range(20):
         begin = time.perf_counter()
         plan = scheduler.plan()
