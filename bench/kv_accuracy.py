@@ -1,10 +1,12 @@
-"""What a KV cache in 8 bits costs in accuracy, and how many more tokens it holds, for the demo model.
+"""What a KV cache in 8 bits, or linears in 8 bits, cost in accuracy, and how many more tokens such a cache holds, for
+the demo model.
 
     python -m bench.kv_accuracy
 
 Modules that the model was never trained on, in rows of 512 tokens, each computed as one prompt whose attention reads
 keys and values back from the pool. Errors are differences of logits from the same model in float32 with its cache in
-float32.
+float32. Linears in int8 are the cpu backend's: a scale for each output of a weight, and for each token of what it is
+multiplied with.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from blockyard.deploy.demo_model.corpus import HELD_OUT_MODULES, read_corpus
 from blockyard.deploy.demo_model.tokens import encode_documents
 from blockyard.deploy.options import model_path
 from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.backend import BackendName, choose_backend
+from blockyard.kernels.backend import BackendName, LinearsName, choose_backend
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, pool_shape
 from blockyard.worker.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config
@@ -37,22 +39,31 @@ MAX_PERPLEXITY_RATIO = 1.01
 MIN_CAPACITY = 1.88
 """Beside 16 bits, at head size 64; larger heads have more."""
 HEAD_SIZES = (32, 64, 128)
-PROOF = ("tests/kernels/test_quantised_pool.py", "tests/bench/test_kv_accuracy.py")
+PROOF = (
+    "tests/kernels/test_quantised_pool.py",
+    "tests/kernels/test_int8_linear.py",
+    "tests/bench/test_kv_accuracy.py",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     dtype: str
     kv_cache_dtype: KVCacheDtype
+    linears: LinearsName = "full"
 
     @property
     def name(self) -> str:
-        return f"{self.dtype}, KV in {stored_dtype(self.kv_cache_dtype, self.dtype)}"
+        linears = "" if self.linears == "full" else f", linears in {self.linears}"
+        return f"{self.dtype}, KV in {stored_dtype(self.kv_cache_dtype, self.dtype)}{linears}"
 
 
 EXACT = Case(dtype="float32", kv_cache_dtype="auto")
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "int8", "fp8")
-CASES = tuple(Case(dtype=dtype, kv_cache_dtype=kv) for dtype in DTYPES for kv in KV_CACHE_DTYPES)
+CASES = (
+    *(Case(dtype=dtype, kv_cache_dtype=kv) for dtype in DTYPES for kv in KV_CACHE_DTYPES),
+    *(Case(dtype=dtype, kv_cache_dtype="auto", linears="int8") for dtype in DTYPES),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,7 @@ def logits_of(case: Case, rows: torch.Tensor, backend: BackendName = "auto") -> 
     folder, device, dtype = Path(model_path("demo")), torch.device("cpu"), DTYPES[case.dtype]
     config = load_config(folder)
     weights = load_weights(folder, config, dtype=dtype, device=device)
-    decoder = Decoder(config, weights, choose_backend(device, requested=backend))
+    decoder = Decoder(config, weights, choose_backend(device, requested=backend, linears=case.linears))
     num_tokens = rows.shape[1]
     stored = dtype if case.kv_cache_dtype == "auto" else QUANTISED_DTYPES[case.kv_cache_dtype]
     num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -124,9 +135,18 @@ def capacity_of(kv_dtype: str, head_dim: int) -> float:
     return sizes[0] / sizes[1]
 
 
+def cases_here() -> tuple[Case, ...]:
+    """Without linears in int8 where the CPU has no instructions for them."""
+    try:
+        choose_backend(torch.device("cpu"), linears="int8")
+    except ValueError:
+        return tuple(case for case in CASES if case.linears == "full")
+    return CASES
+
+
 def measure(rows: torch.Tensor) -> dict[Case, Accuracy]:
     exact = list(logits_of(EXACT, rows))
-    return {case: accuracy_of(case, rows, exact) for case in CASES}
+    return {case: accuracy_of(case, rows, exact) for case in cases_here()}
 
 
 def floors_of(measured: dict[Case, Accuracy]) -> list[Floor]:
@@ -157,7 +177,7 @@ def text_of(measured: dict[Case, Accuracy], rows: torch.Tensor, proven: str) -> 
     lines = [
         f"{meaning} {rows.numel():,} tokens of {', '.join(HELD_OUT_MODULES)}. {proven}.",
         "",
-        "| model, cache | perplexity | mean logit error | largest logit error | same likeliest token |",
+        "| model, cache, linears | perplexity | mean logit error | largest logit error | same likeliest token |",
         "|---|---|---|---|---|",
         *(
             f"| {case.name} | {accuracy.perplexity:.3f} | {accuracy.mean_logit_error:.4f} "
@@ -203,7 +223,7 @@ def main() -> None:
     measured = measure(rows)
     path = write_report(
         "kv-accuracy",
-        title="KV cache in 8 bits: accuracy and capacity",
+        title="KV cache and linears in 8 bits: accuracy and capacity",
         text=text_of(measured, rows, proven),
         figures=figures_of(measured, rows),
         floors=floors_of(measured),

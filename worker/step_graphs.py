@@ -2,7 +2,7 @@
 
 A graph reads static buffers (static_plan.py): a step is copied there, padded to the next size that there is, and the
 whole forward pass up to the last norm is replayed. What does not fit runs kernel by kernel: prompts, windows, more rows
-than the largest size. Steps in which a prefix is read once for many decodes have graphs of their own. On a GPU the sizes
+than the largest size. Steps that read a prefix once for many decodes have graphs of their own. On a GPU the sizes
 are a ladder, and all graphs are captured before the first request. On a CPU a graph is the recorded calls of its
 kernels; there a row of padding costs as much as any other, so that each size is one, captured when it is first met.
 

@@ -3,13 +3,23 @@
 import pytest
 import torch
 
-from bench.kv_accuracy import CASES, EXACT, Case, capacity_of, floors_of, held_out_rows, logits_of, measure
+from bench.kv_accuracy import (
+    CASES,
+    EXACT,
+    Case,
+    capacity_of,
+    cases_here,
+    floors_of,
+    held_out_rows,
+    logits_of,
+    measure,
+)
 
 
 def test_errors_are_differences_from_the_exact_model() -> None:
     rows = held_out_rows()[:2, :96]
     measured = measure(rows)
-    assert tuple(measured) == CASES
+    assert tuple(measured) == cases_here()
     exact = measured[EXACT]
     assert (exact.mean_logit_error, exact.max_logit_error, exact.same_first_choice) == (0.0, 0.0, 1.0)
     int8, fp8 = (measured[Case(dtype="float32", kv_cache_dtype=kv)] for kv in ("int8", "fp8"))
@@ -17,8 +27,17 @@ def test_errors_are_differences_from_the_exact_model() -> None:
     assert int8.max_logit_error > int8.mean_logit_error
     assert all(0.9 < accuracy.perplexity / exact.perplexity < 1.1 for accuracy in measured.values())
     floors = floors_of(measured)
-    assert len(floors) == len(CASES) - 1 + 2
+    assert len(floors) == len(measured) - 1 + 2
     assert floors[-1].value == pytest.approx(128 / 68)
+
+
+def test_linears_in_int8_are_measured_where_the_cpu_has_them() -> None:
+    rows = held_out_rows()[:1, :64]
+    for case in cases_here():
+        if case.linears == "int8":
+            logits, exact = (next(logits_of(which, rows)) for which in (case, EXACT))
+            assert 1e-3 < float((logits - exact).abs().mean()) < 0.5
+    assert {case.linears for case in CASES} == {"full", "int8"}
 
 
 def test_the_exact_model_is_transformers() -> None:
