@@ -9,7 +9,6 @@ as much as any other, so that each size is one, captured when it is first met.
 Shapes: T tokens in the step, H hidden size.
 """
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from blockyard.kernels.backend import Backend
 from blockyard.kernels.cpu_backend import CpuBackend, RecordedStep
 from blockyard.kernels.cpu_recording import Arena
 from blockyard.kernels.static_plan import StaticDecodes
+from blockyard.worker.capture_progress import CaptureProgress
 from blockyard.worker.model.decoder import Decoder
 
-logger = logging.getLogger(__name__)
 GRAPH_BYTES = 8 << 20
 """Beside its tensors, an estimate for each graph."""
 _STEPS_OF_LADDER = ((256, 8), (512, 16))
@@ -172,10 +171,10 @@ class DecodeGraphs:
         """Those of the start, the largest first, whose memory the others use. All rows are padding: no block is
         written."""
         sizes = self._sizes.at_start
-        for number, size in enumerate(reversed(sizes), start=1):
-            self._graphs[size] = self._captured(size)
-            if number % 8 == 0 or number == len(sizes):
-                logger.info("decode graphs: %d of %d captured", number, len(sizes))
+        with CaptureProgress(len(sizes)) as progress:
+            for size in reversed(sizes):
+                self._graphs[size] = self._captured(size)
+                progress.advance()
 
     def _captured(self, size: int) -> StepGraph:
         tokens_T, plan = self._tokens_T[:size], self._static.plan(size)
