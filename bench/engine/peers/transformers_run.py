@@ -116,9 +116,7 @@ def load(settings: Settings) -> Loaded:
         generation_config=GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16
         ),
-        continuous_batching_config=batching_config(
-            ContinuousBatchingConfig, _pages(model.config, settings)
-        ),
+        continuous_batching_config=batching_config(ContinuousBatchingConfig, _pages(model.config, settings)),
     )
     manager.start()
     return stepped(ContinuousBatches(manager), versions)
