@@ -24,7 +24,11 @@ __all__ = ["LLM", "Completion", "SamplingParams"]
 
 
 class LLM:
-    """One model in this process. Keyword arguments are EngineConfig's. Raises ValueError as loading does."""
+    """One model in this process. Keyword arguments are EngineConfig's. Raises ValueError as loading does.
+
+    The garbage collector stays as it is, unlike in a worker's process: what is spared is never freed, and here that
+    would be all that the caller has made so far, and this model once it is dropped.
+    """
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)

@@ -9,7 +9,6 @@ kernels; there a row of padding costs as much as any other, so that each size is
 Shapes: T tokens in the step, H hidden size.
 """
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from blockyard.kernels.cpu_backend import CpuBackend, RecordedStep
 from blockyard.kernels.cpu_recording import Arena
 from blockyard.kernels.shared_prefix import MIN_SHARERS
 from blockyard.kernels.static_plan import StaticDecodes
+from blockyard.worker.capture_progress import CaptureProgress
 from blockyard.worker.model.decoder import Decoder
 
-logger = logging.getLogger(__name__)
 GRAPH_BYTES = 8 << 20
 """Beside its tensors, an estimate for each graph."""
 _STEPS_OF_LADDER = ((256, 8), (512, 16))
@@ -181,12 +180,12 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Those of the start, the largest first, whose memory the others use. All rows are padding: no block is
         written."""
-        sizes = [(size, True) for size in self._sizes.shared_at_start]
-        sizes = sorted([*sizes, *((size, False) for size in self._sizes.at_start)], reverse=True)
-        for number, (size, is_shared) in enumerate(sizes, start=1):
-            self._graphs[size, is_shared] = self._captured(size, is_shared)
-            if number % 8 == 0 or number == len(sizes):
-                logger.info("decode graphs: %d of %d captured", number, len(sizes))
+        graphs = [(size, True) for size in self._sizes.shared_at_start]
+        graphs += [(size, False) for size in self._sizes.at_start]
+        with CaptureProgress(len(graphs)) as progress:
+            for size, is_shared in sorted(graphs, reverse=True):
+                self._graphs[size, is_shared] = self._captured(size, is_shared)
+                progress.advance()
 
     def _captured(self, size: int, is_shared: bool) -> StepGraph:
         tokens_T, plan = self._tokens_T[:size], self._static.plan(size, is_shared=is_shared)

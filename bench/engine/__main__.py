@@ -14,8 +14,10 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -82,6 +84,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--openvino-python", type=Path, help="of an environment with openvino-genai 2026.4.1")
     parser.add_argument("--convert-python", type=Path, help="of one with optimum-intel, for openvino")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--workload-seconds",
+        type=float,
+        default=inf,
+        help="after which no further repeat of a workload begins",
+    )
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second of `serve`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
@@ -158,8 +166,6 @@ async def measure(
                 running(system, folder, int(arguments.memory_gib * GIB))
             )
             if isinstance(started, str):
-                if system.is_ours:
-                    raise RuntimeError(f"{system.name}: {started}")
                 print(f"{system.name} is absent: {started}", flush=True)
                 results.systems[system.name] = {"absent": started.partition("\n")[0]}
                 continue
@@ -170,7 +176,7 @@ async def measure(
                 "load_seconds": round(started.load_seconds, 2),
             }
             print(f"{system.name} is ready after {started.load_seconds:.1f} s", flush=True)
-        results.ours = tuple(system.name for system in systems if system.is_ours and system.name in ready)
+        results.ours = tuple(system.name for system in systems if system.is_ours)
         for workload in arguments.workloads.split(","):
             await _measure_workload(arguments, workload, ready, vocab_size, results)
     absent = [name for name in PEERS if name not in pythons_of(arguments)]
@@ -190,7 +196,7 @@ def check_memory(available: int | None) -> None:
 async def _measure_workload(
     arguments: argparse.Namespace, workload: str, ready: dict[str, Running], vocab_size: int, results: Results
 ) -> None:
-    """In turns: another system begins each repeat."""
+    """In turns: another system begins each repeat. The first repeat is never left out."""
     check_memory(available_bytes())
     draws = _draws(arguments, workload, vocab_size)
     results.about[workload] = describe(workload, draws[0])
@@ -199,9 +205,13 @@ async def _measure_workload(
     warm_up = requests_of("tiny", vocab_size=vocab_size, rate=1.0, repeat=0)
     for name in tuple(ready):
         await _run(name, warm_up, ready, results)
+    began = time.monotonic()
     for repeat, requests in enumerate(draws):
+        if repeat and time.monotonic() - began > arguments.workload_seconds:
+            break
         names = list(ready)
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+        turn = repeat % max(1, len(names))
+        for name in names[turn:] + names[:turn]:
             trial = await _run(name, requests, ready, results)
             if trial is not None:
                 rows.setdefault(name, []).append(trial)
@@ -223,15 +233,13 @@ def _draws(arguments: argparse.Namespace, workload: str, vocab_size: int) -> lis
 async def _run(
     name: str, requests: list[Request], ready: dict[str, Running], results: Results
 ) -> Trial | None:
-    """A peer that fails is out from then on, and the report says so."""
+    """Who fails is out from then on and ended, and the report says so: what the others measured is kept."""
     try:
         return await ready[name].run(requests)
     except (SystemEnded, ValueError, TimeoutError) as error:
-        if name in results.ours:
-            raise
         print(f"{name} is out: {error}", flush=True)
         results.systems[name]["failed"] = str(error).partition("\n")[0] or type(error).__name__
-        del ready[name]
+        ready.pop(name).kill()
         return None
 
 
@@ -284,6 +292,18 @@ def main() -> None:
     path = report.write(figures, arguments.output)
     draw(figures, path.with_suffix(".png"))
     print(path.read_text(encoding="utf-8"))
+    if lost := lost_of(runs):
+        raise SystemExit(f"the report has no figures of our own {lost}")
+
+
+def lost_of(runs: dict[str, Results]) -> str:
+    """Our rows that did not start, or failed: the command fails after its report is kept."""
+    return ", ".join(
+        f"{name} in {dtype}"
+        for dtype, results in runs.items()
+        for name in results.ours
+        if {"absent", "failed"} & results.systems[name].keys()
+    )
 
 
 def _without_paths(words: list[str]) -> list[str]:

@@ -35,7 +35,7 @@ class Results:
     systems: dict[str, Figures] = field(default_factory=dict)
     """Versions, notes and load time, or why it is absent."""
     ours: tuple[str, ...] = ()
-    """The first is the one that floors are of."""
+    """The first is the one that floors are of; one that failed is among them."""
     machine: Figures = field(default_factory=dict)
     """The rates that rooflines are of."""
 
@@ -128,8 +128,11 @@ def _ratio(ours: Sequence[Trial], others: Sequence[Trial]) -> Figures:
 
 
 def _equal(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:
-    """Of each system, for how many requests its first tokens are those of our first row."""
-    reference = [course.head for trial in rows[ours[0]] for course in trial.courses]
+    """Of each system, for how many requests its first tokens are those of the first of our rows that there is."""
+    first = next((name for name in (*ours, *rows) if name in rows), None)
+    if first is None:
+        return {}
+    reference = [course.head for trial in rows[first] for course in trial.courses]
     return {
         system: round(
             sum(

@@ -95,6 +95,11 @@ class Running:
             cores=(after.measured - before.measured) / elapsed,
         )
 
+    def kill(self) -> None:
+        """Its memory and its cores, and those of all that it started, are the others' again."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _clock(self) -> CpuClock:
         return cpu_clock([self._process.pid])
 
@@ -124,6 +129,8 @@ async def running(system: System, folder: Path, memory_bytes: int) -> AsyncItera
             hello = await _ask(process, system.settings, LOAD_SECONDS, log)
         except SystemEnded as ended:
             hello = {"absent": str(ended)}
+        except TimeoutError:
+            hello = {"absent": f"it did not stand ready within {LOAD_SECONDS:.0f} s"}
         yield hello["absent"] if "absent" in hello else Running(process, log, hello)
     finally:
         guard.cancel()

@@ -2,11 +2,12 @@
 
     python -m bench.profile --model llama-166m --dtype float32
 
-0. whole decode steps, unwatched, beside the roofline of weights, matmuls and KV cache;
-1. steady decodes of 32 and of 256 sequences, and prefills: plan, prepare, forward by operation, sample, deliver;
+0. whole decode steps of each length of context, unwatched, beside the roofline of weights, matmuls and KV cache;
+1. steady decodes of the first length, and prefills: plan, prepare, forward by operation, sample, deliver;
 2. plan + prepare at 256 running sequences (on any model: its forward pass is not in it);
 3. `mixed` at 0 % hits: what naming blocks and looking names up takes of it;
-4. the same: how long Python's garbage collector holds a step up, spared as a worker's process is, and not spared.
+4. the same: how long Python's garbage collector holds a step up, spared as a worker's process is, and not spared; and
+   how long a full collection takes while 256 sequences decode.
 
 Times of a part are without those it calls. On a GPU each operation waits for the device, so that a step here is longer
 than one that is not watched: only shares are told of it.
@@ -17,6 +18,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -30,8 +32,8 @@ from bench.engine.build import BLOCK_SIZE, EngineSettings, build_engine
 from bench.engine.shapes import model_folder
 from bench.engine.workloads import requests_of
 from bench.kernels.timing import measure_machine
-from bench.profile.decoding import blocks_of_decodes, decoding
-from bench.profile.report import MANY, Figures, floors_of, text_of
+from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
+from bench.profile.report import MANY, UNSPARED, Figures, floors_of, text_of
 from bench.profile.roofline import DecodeStep, limit_seconds
 from bench.profile.scenarios import (
     PLAN,
@@ -39,6 +41,7 @@ from bench.profile.scenarios import (
     WARM_STEPS,
     Course,
     Profile,
+    full_collections_ms,
     medians,
     prefill_profile,
     profile_steps,
@@ -52,29 +55,43 @@ from bench.reporting import REPORTS, percentile, write_report
 
 PROOF = ("tests/worker/test_scheduler.py", "tests/worker/test_engine.py", "tests/worker/test_step_inputs.py")
 PLANNED_STEPS = 50
+FULL_COLLECTIONS = 3
+DECODES = {"cpu": (1, 32, MANY), "cuda": (1, 32, 64, 128, MANY)}
+CONTEXTS = {"cpu": (256,), "cuda": (256, 2048)}
+LONGEST_PREFILL = 2048
 GIB = 2**30
 
 
 @dataclass(slots=True, kw_only=True)
 class Decodes:
-    """Of steady decodes, by how many sequences: unwatched, with planning watched, and with all parts."""
+    """Of steady decodes, by how many sequences: with planning watched, and with all parts."""
 
-    plain: dict[int, Profile] = field(default_factory=dict)
+    plain: dict[tuple[int, int], Profile] = field(default_factory=dict)
+    """Unwatched; by how many tokens, and by how many sequences."""
     planned: dict[int, Profile] = field(default_factory=dict)
     parts: dict[int, Profile] = field(default_factory=dict)
+    full_collections_ms: tuple[float, float] = (0.0, 0.0)
+    """Spared, and not."""
 
 
 def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
-    """One prefill serves all three looks."""
+    """One prefill serves all three looks. Spared by the garbage collector, as in a worker."""
     known = Decodes()
     num_steps = decode_steps(arguments.steps)
-    for running in (1, 32, MANY):
-        with decoding(engine, running=running, context=arguments.context, num_steps=num_steps):
-            known.plain[running] = profile_steps(engine, Stopwatch(), arguments.steps)
-            with watch_scheduler(engine) as seen:
-                known.planned[running] = profile_steps(engine, seen, PLANNED_STEPS)
-            with watch_parts(engine) as seen:
-                known.parts[running] = profile_steps(engine, seen, arguments.steps)
+    first, *further = arguments.contexts
+    with spared_by_garbage_collection():
+        for running in arguments.decodes:
+            with decoding(engine, running=running, context=first, num_steps=num_steps):
+                known.plain[first, running] = profile_steps(engine, Stopwatch(), arguments.steps)
+                with watch_scheduler(engine) as seen:
+                    known.planned[running] = profile_steps(engine, seen, PLANNED_STEPS)
+                with watch_parts(engine) as seen:
+                    known.parts[running] = profile_steps(engine, seen, arguments.steps)
+                if running == MANY:
+                    known.full_collections_ms = full_collections_ms(FULL_COLLECTIONS)
+        for context, running in product(further, arguments.decodes):
+            with decoding(engine, running=running, context=context, num_steps=num_steps):
+                known.plain[context, running] = profile_steps(engine, Stopwatch(), arguments.steps)
     return known
 
 
@@ -86,7 +103,7 @@ def decode_steps(steps: int) -> int:
 def measure(engine: Engine, arguments: argparse.Namespace, vocab_size: int) -> Figures:
     known = decodes(engine, arguments)
     profiles = {
-        f"decode, {running} sequences of {arguments.context} tokens": profile
+        f"decode, {running} sequences of {arguments.contexts[0]} tokens": profile
         for running, profile in known.parts.items()
     }
     with watch_parts(engine) as seen:
@@ -94,13 +111,13 @@ def measure(engine: Engine, arguments: argparse.Namespace, vocab_size: int) -> F
             f"prefill of {tokens} tokens": prefill_profile(
                 engine, seen, tokens=tokens, num_steps=max(3, arguments.steps // 4)
             )
-            for tokens in (128, 512, 2048)
+            for tokens in (128, 512, LONGEST_PREFILL)
             if tokens < engine.scheduler.config.max_model_len
         }
         spared = _course(engine, seen, vocab_size, 0)
         unspared = _course(engine, seen, vocab_size, 1, is_spared=False)
     return {
-        "of_roofline": _rooflines(engine, known.plain, arguments.context),
+        "of_roofline": _rooflines(engine, known.plain),
         "steps": {name: medians(profile) for name, profile in profiles.items()},
         "plan_and_prepare_ms": _plan_and_prepare(known.planned[MANY]),
         "names": {
@@ -109,31 +126,43 @@ def measure(engine: Engine, arguments: argparse.Namespace, vocab_size: int) -> F
             "look_up_ms": round(1000 * spared.look_up_seconds, 2),
             "whole_ms": round(1000 * spared.seconds, 1),
         },
-        "collections": {"spared": _collections(spared), "python's own way": _collections(unspared)},
+        "collections": {"spared": _collections(spared), UNSPARED: _collections(unspared)},
+        "full_collections_ms": {
+            "count": FULL_COLLECTIONS,
+            **{
+                way: round(longest, 2)
+                for way, longest in zip(("spared", UNSPARED), known.full_collections_ms, strict=True)
+            },
+        },
     }
 
 
-def _rooflines(engine: Engine, profiles: dict[int, Profile], context: int) -> Figures:
+def _rooflines(engine: Engine, profiles: dict[tuple[int, int], Profile]) -> list[Figures]:
     """Of decode steps that nobody watched."""
     runner: Any = engine.runner
     with torch.inference_mode():
         machine = measure_machine(runner.device, runner.dtype)
-    rows = {}
-    for running, profile in profiles.items():
+    rows = []
+    for (context, running), profile in profiles.items():
         step = DecodeStep(sequences=running, context_tokens=context)
         limit_ms = 1000 * limit_seconds(step, runner.config, runner.dtype.itemsize, machine)
         taken_ms = median(profile["step"])
-        rows[str(running)] = {
-            "limit_ms": round(limit_ms, 3),
-            "step_ms": round(taken_ms, 3),
-            "share": round(limit_ms / taken_ms, 4),
-        }
+        rows.append(
+            {
+                "sequences": running,
+                "context": context,
+                "limit_ms": round(limit_ms, 3),
+                "step_ms": round(taken_ms, 3),
+                "share": round(limit_ms / taken_ms, 4),
+            }
+        )
     return rows
 
 
 def _plan_and_prepare(profile: Profile) -> Figures:
     sums = [plan + prepare for plan, prepare in zip(profile[PLAN], profile[PREPARE], strict=True)]
-    return {f"p{share}": round(percentile(sums, share / 100), 3) for share in (0, 50, 99)}
+    shares = {f"p{share}": round(percentile(sums, share / 100), 3) for share in (0, 50, 99, 100)}
+    return {"steps": len(sums), **shares}
 
 
 def _course(
@@ -153,6 +182,15 @@ def _collections(course: Course) -> Figures:
     }
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _longest(arguments: argparse.Namespace) -> int:
+    """In tokens, of what is measured."""
+    return max(LONGEST_PREFILL + 64, max(arguments.contexts) + START_STEPS + decode_steps(arguments.steps))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.profile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -161,7 +199,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--context", type=int, default=256, help="tokens of a decoding sequence")
+    parser.add_argument(
+        "--contexts", type=_numbers, help="tokens of a decoding sequence; default: 256, on a GPU 256,2048"
+    )
+    parser.add_argument(
+        "--decodes",
+        type=_numbers,
+        help=f"sequences that decode, {MANY} among them; default: 1,32,{MANY}, on a GPU 1,32,64,128,{MANY}",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
@@ -172,6 +217,10 @@ def main() -> None:
     parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     arguments = parser.parse_args()
+    arguments.contexts = arguments.contexts or CONTEXTS[arguments.device]
+    arguments.decodes = arguments.decodes or DECODES[arguments.device]
+    if MANY not in arguments.decodes:
+        parser.error(f"--decodes must have {MANY} among them: floors are of so many")
     proven = "nothing" if arguments.skip_proof else prove(arguments.prove)
     with TemporaryDirectory(prefix="blockyard-bench-") as scratch:
         model = model_folder(arguments.model, arguments.dtype, Path(scratch), with_weights=False)
@@ -184,11 +233,11 @@ def main() -> None:
                 kv_bytes=int(arguments.kv_gib * GIB),
                 least_blocks=blocks_of_decodes(
                     running=MANY,
-                    context=arguments.context,
+                    context=max(arguments.contexts),
                     num_steps=decode_steps(arguments.steps),
                     block_size=BLOCK_SIZE,
                 ),
-                max_model_len=2048 + 64 if arguments.model != "demo" else 2048,
+                max_model_len=_longest(arguments) if arguments.model != "demo" else 2048,
                 threads=arguments.threads,
             )
         )

@@ -165,7 +165,7 @@ class Course:
     """Of prompts when they come, which a cluster's routers do, and of blocks as they fill."""
     look_up_seconds: float = 0.0
     collections_ms: list[float] = field(default_factory=list)
-    """Each time that the garbage collector held the engine up."""
+    """Each time that the garbage collector held the engine up, by the wall clock."""
 
     @property
     def share_of_names(self) -> float:
@@ -200,15 +200,34 @@ def _collections(durations_ms: list[float]) -> Iterator[None]:
     def note(phase: str, info: dict[str, int]) -> None:
         nonlocal started
         if phase == "start":
-            started = time.thread_time()
+            started = time.perf_counter()
         else:
-            durations_ms.append(1000 * (time.thread_time() - started))
+            durations_ms.append(1000 * (time.perf_counter() - started))
 
     gc.callbacks.append(note)
     try:
         yield
     finally:
         gc.callbacks.remove(note)
+
+
+def full_collections_ms(count: int) -> tuple[float, float]:
+    """The longest of so many walks over all generations now: spared, as the caller must be, and with all that is spared
+    walked too. It stays spared."""
+    spared = _longest_collection_ms(count)
+    gc.unfreeze()
+    try:
+        return spared, _longest_collection_ms(count)
+    finally:
+        gc.freeze()
+
+
+def _longest_collection_ms(count: int) -> float:
+    durations_ms: list[float] = []
+    with _collections(durations_ms):
+        for _ in range(count):
+            gc.collect()
+    return max(durations_ms)
 
 
 def medians(profile: Profile) -> dict[str, float]:

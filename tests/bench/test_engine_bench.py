@@ -4,13 +4,16 @@ systems hold together as real processes, and it keeps no report on a red test.""
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
 
 import pytest
 from blockyard.worker.model.config import load_config
 
-from bench.engine.__main__ import check_memory
+from bench.engine import systems
+from bench.engine.__main__ import check_memory, lost_of, measure
 from bench.engine.figures import GOALS, Results, figures_of, floors_of, not_judged, tokens_per_second
 from bench.engine.limit import roofline_tokens_per_second
 from bench.engine.peers.protocol import Course, Request, drive
@@ -308,6 +311,66 @@ async def test_a_peer_that_ends_amid_a_run_is_told_apart_from_a_slow_one(tmp_pat
         assert isinstance(started, Running)
         with pytest.raises(SystemEnded, match="enough"):
             await started.run(workload("tiny"))
+
+
+PEER = """
+import json, sys, time
+def say(**message): print(json.dumps(message), flush=True)
+sys.stdin.readline()
+say(versions={}, notes="", load_seconds=0.1)
+for number, line in enumerate(sys.stdin):
+    if number >= FAILS_AT: raise SystemExit("out of memory")
+    time.sleep(SECONDS)
+    done = dict(submitted=0.0, first=0.1, last=0.2, head=[1])
+    say(courses=[done | dict(num_tokens=asked) for _, _, asked in json.loads(line)])
+"""
+
+
+def scripted(tmp_path: Path, name: str, *, fails_at: int = 99, seconds: float = 0.0, is_ours: bool) -> System:
+    """Answers so many lists of requests, the one that warms it up among them, each after so long."""
+    path = tmp_path / f"{name}.py"
+    path.write_text(PEER.replace("FAILS_AT", str(fails_at)).replace("SECONDS", str(seconds)))
+    return System(name=name, command=(sys.executable, str(path)), settings={}, is_ours=is_ours)
+
+
+async def measured(systems: list[System], tmp_path: Path, *, seconds: float = inf) -> Results:
+    arguments = Namespace(
+        memory_gib=1.0, workloads="tiny,brief", repeats=3, rate=1.0, workload_seconds=seconds
+    )
+    arguments.transformers, arguments.vllm_python, arguments.openvino_python = "", None, None
+    return await measure(arguments, systems, 4096, tmp_path)
+
+
+async def test_who_fails_ours_too_loses_its_own_figures_alone(tmp_path: Path) -> None:
+    ours = scripted(tmp_path, "blockyard triton", fails_at=2, is_ours=True)
+    unshared = scripted(tmp_path, "blockyard, nothing shared", is_ours=True)
+    absent = script(tmp_path, "raise SystemExit('CUDA out of memory')")
+    results = await measured([ours, unshared, absent], tmp_path)
+    assert results.systems["blockyard triton"]["failed"] == "it has ended: out of memory"
+    assert results.systems["a peer"] == {"absent": "it has ended: CUDA out of memory"}
+    assert {name: [len(trials) for trials in rows.values()] for name, rows in results.trials.items()} == {
+        "tiny": [3],
+        "brief": [3],
+    }
+    text = text_of(figures_of({"bfloat16": results}, {**SETTING, "device": "cuda"}))
+    assert "**failed**: it has ended: out of memory" in text
+    assert "nano, bfloat16: blockyard triton / the roofline" in text, "the floor is not another row's"
+    assert lost_of({"bfloat16": results}) == "blockyard triton in bfloat16"
+
+
+async def test_no_repeat_begins_when_a_workload_has_had_its_time_but_the_first(tmp_path: Path) -> None:
+    slow = scripted(tmp_path, "slow", seconds=0.3, is_ours=True)
+    results = await measured([slow], tmp_path, seconds=0.2)
+    assert [len(rows["slow"]) for rows in results.trials.values()] == [1, 1]
+    assert lost_of({"bfloat16": results}) == ""
+
+
+async def test_a_peer_that_does_not_stand_ready_in_time_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(systems, "LOAD_SECONDS", 0.2)
+    async with running(script(tmp_path, "import time; time.sleep(60)"), tmp_path, GIB) as started:
+        assert started == "it did not stand ready within 0 s"
 
 
 def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path: Path) -> None:

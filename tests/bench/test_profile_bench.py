@@ -1,6 +1,7 @@
 """The profile: its parts add up to the step, a leaf keeps what is within it, and a real engine is watched from plan to
 delivery."""
 
+import gc
 import re
 import time
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.worker.engine import Engine
 from safetensors.torch import load_file
 
@@ -16,11 +18,12 @@ from bench.engine.peers.protocol import Request
 from bench.engine.shapes import DEMO, model_folder
 from bench.kernels.timing import Machine
 from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
-from bench.profile.report import floors_of
+from bench.profile.report import UNSPARED, Figures, floors_of, text_of
 from bench.profile.roofline import DecodeStep, limit_seconds, used_weights
 from bench.profile.scenarios import (
     PLAN,
     PREPARE,
+    full_collections_ms,
     medians,
     prefill_profile,
     profile_steps,
@@ -213,16 +216,65 @@ def test_a_whole_workload_finds_nothing_cached_and_counts_what_names_cost(engine
         assert course.share_of_names < 1
 
 
+def row(sequences: int, context: int, share: float) -> Figures:
+    return {"sequences": sequences, "context": context, "limit_ms": 1.0, "step_ms": 2.0, "share": share}
+
+
+FIGURES: Figures = {
+    "model": "llama-166m",
+    "dtype": "float32",
+    "backend": "cpu",
+    "threads": 2,
+    "proven": "9 tests passed",
+    "device": "cpu",
+    "steps": {},
+    "plan_and_prepare_ms": {"steps": 50, "p0": 0.7, "p50": 0.8, "p99": 0.9, "p100": 1.5},
+    "names": {"share": 0.02, "naming_ms": 1.0, "look_up_ms": 1.0, "whole_ms": 100.0},
+    "collections": {
+        "spared": {"count": 2, "longest_ms": 4.0, "whole_ms": 5.0},
+        UNSPARED: {"count": 9, "longest_ms": 6.0, "whole_ms": 9.0},
+    },
+    "full_collections_ms": {"count": 3, "spared": 3.0, UNSPARED: 600.0},
+    "of_roofline": [row(1, 256, 0.1), row(32, 256, 0.9), row(256, 256, 0.7), row(64, 2048, 0.85)],
+}
+
+
 def test_floors_are_the_schedulers_names_and_the_collectors() -> None:
-    figures = {
-        "plan_and_prepare_ms": {"p50": 0.8},
-        "names": {"share": 0.02},
-        "collections": {"spared": {"longest_ms": 4.0}},
-        "device": "cpu",
-        "of_roofline": {"1": {"share": 0.1}, "32": {"share": 0.9}, "256": {"share": 0.7}},
-    }
-    assert [floor.holds for floor in floors_of(figures)] == [True, False, True]
-    assert (floors_of({**figures, "device": "cuda"})[-1].value) == 0.7
+    assert [floor.holds for floor in floors_of(FIGURES)] == [True, False, True]
+    slow = {**FIGURES, "full_collections_ms": {"count": 3, "spared": 7.0, UNSPARED: 600.0}}
+    assert [floor.holds for floor in floors_of(slow)] == [True, False, False]
+
+
+def test_the_floor_of_a_whole_step_is_of_a_gpu_and_its_model_at_each_length_of_context() -> None:
+    assert len(floors_of({**FIGURES, "device": "cuda", "model": "qwen3-0.6b"})) == 3
+    floors = floors_of({**FIGURES, "device": "cuda", "model": "llama-3.1-8b"})[3:]
+    assert [(floor.value, floor.holds) for floor in floors] == [(0.7, False), (0.85, True)]
+    assert all("llama-3.1-8b" in floor.name for floor in floors)
+    assert ["sequences of 256 " in floors[0].name, "sequences of 2048 " in floors[1].name] == [True, True]
+
+
+def test_the_report_says_what_is_rare_beside_what_is_usual() -> None:
+    text = text_of(FIGURES, "Title.\n\n    command\n\nAbout.")
+    assert "50 steps: p50 0.8 ms, p99 0.9 ms, the longest 1.5 ms." in text
+    assert "while 256 sequences decode, the longest of 3: spared 3.0 ms, python's own way 600.0 ms" in text
+    assert "| 64 | 2,048 | 2.00 | 1.00 | 85% |" in text
+
+
+def test_a_full_collection_is_by_the_wall_clock_and_walks_what_is_spared_only_when_asked_to() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            time.sleep(SLEEP_SECONDS)
+
+    held = [Slow()]
+    with spared_by_garbage_collection():
+        held.clear()  # garbage that is spared
+        assert full_collections_ms(1)[1] >= 1000 * SLEEP_SECONDS
+        assert gc.get_freeze_count()
+        Slow()
+        assert full_collections_ms(1)[0] >= 1000 * SLEEP_SECONDS
 
 
 def test_the_limit_of_a_decode_step_is_weights_or_matmuls_and_then_the_cache(engine: Engine) -> None:

@@ -5,6 +5,7 @@ Imports nothing of Blockyard; see protocol.py.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from protocol import Loaded, Settings, serve, stepped
@@ -50,7 +51,8 @@ class StaticBatches:
 
 
 class ContinuousBatches:
-    """transformers turns it in a thread of its own; a step here waits for what that brings."""
+    """transformers turns it in a thread of its own; a step here waits for what that brings. Where it fails, the thread
+    is ended too: a process whose thread goes on never exits."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -58,20 +60,36 @@ class ContinuousBatches:
 
     def add(self, number: int, token_ids: list[int], max_tokens: int) -> None:
         self._seen[number] = 0
-        self._manager.add_request(
+        taken = self._manager.add_request(
             token_ids, request_id=str(number), max_new_tokens=max_tokens, streaming=True, eos_token_id=-1
         )
+        if taken is None:
+            raise self._failure("it takes no requests any more")
 
     def step(self) -> Iterable[tuple[int, Sequence[int]]]:
         result = self._manager.get_result(timeout=RESULT_SECONDS)
+        if result is None and not self._manager.is_running():
+            raise self._failure("its thread has ended")
         while result is not None:
             if result.error:
-                raise RuntimeError(result.error)
+                raise self._failure(result.error)
             number = int(result.request_id)
             tokens = list(result.generated_tokens)
             yield number, tokens[self._seen[number] :]
             self._seen[number] = len(tokens)
             result = self._manager.get_result(timeout=0.0)
+
+    def _failure(self, text: str) -> RuntimeError:
+        cause = self._manager.background_thread_status.fatal_error
+        self._manager.stop(block=False, hard_stop=True)
+        return RuntimeError(text if cause is None else f"{text}: {cause}")
+
+
+def batching_config(kind: Any, num_pages: int) -> Any:
+    """`kind` is transformers' ContinuousBatchingConfig, whose `page_size` was `block_size` up to 5.17."""
+    names = {field.name for field in fields(kind)}
+    page_size = "page_size" if "page_size" in names else "block_size"
+    return kind(**{page_size: PAGE_TOKENS}, num_blocks=num_pages, max_batch_tokens=MAX_BATCH_TOKENS)
 
 
 def _pages(config: Any, settings: Settings) -> int:
@@ -98,11 +116,7 @@ def load(settings: Settings) -> Loaded:
         generation_config=GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16
         ),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS,
-            num_blocks=_pages(model.config, settings),
-            max_batch_tokens=MAX_BATCH_TOKENS,
-        ),
+        continuous_batching_config=batching_config(ContinuousBatchingConfig, _pages(model.config, settings)),
     )
     manager.start()
     return stepped(ContinuousBatches(manager), versions)

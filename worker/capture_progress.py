@@ -1,0 +1,65 @@
+"""Shows how far the capture of decode graphs has come: a bar on a terminal, a log line now and then elsewhere, and one
+log line at its end.
+
+Owns the look. On stderr, which is not output; of the standard library alone, for machines that have little else.
+"""
+
+import logging
+import sys
+import time
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
+WIDTH = 24
+"""Of the bar, in characters."""
+LOG_EVERY = 8
+"""Graphs, where there is no terminal."""
+ERASE = "\r\x1b[K"
+"""To the line's begin, and what is on it away."""
+
+
+class CaptureProgress:
+    """`with CaptureProgress(total) as progress:`, and `progress.advance()` after each graph. Where the body raises, the
+    bar goes and no line claims an end."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._started_at = time.monotonic()
+
+    def __enter__(self) -> "CaptureProgress":
+        self._show()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_terminal:
+            print(ERASE, end="", file=sys.stderr, flush=True)
+        if error is None:
+            logger.info("decode graphs: %d captured in %.1f s", self._done, self._elapsed_seconds())
+
+    def advance(self) -> None:
+        self._done += 1
+        self._show()
+        if not self._is_terminal and self._done % LOG_EVERY == 0 and self._done < self._total:
+            logger.info("decode graphs: %d of %d captured", self._done, self._total)
+
+    def _show(self) -> None:
+        if self._is_terminal:
+            text = bar(self._done, self._total)
+            print(
+                f"{ERASE}decode graphs {text} {self._elapsed_seconds():.1f} s",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _elapsed_seconds(self) -> float:
+        return time.monotonic() - self._started_at
+
+
+def bar(done: int, total: int) -> str:
+    filled = WIDTH * done // max(1, total)
+    return f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}"
