@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import shlex
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -275,7 +274,6 @@ def main() -> None:
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "repeats": arguments.repeats,
         "proven": proven,
-        "command": f"python -m bench.engine {shlex.join(_without_paths(sys.argv[1:]))}",
     }
     figures = figures_of(runs, setting)
     if arguments.skip_proof:
@@ -284,11 +282,6 @@ def main() -> None:
     path = report.write(figures, arguments.output)
     draw(figures, path.with_suffix(".png"))
     print(path.read_text(encoding="utf-8"))
-
-
-def _without_paths(words: list[str]) -> list[str]:
-    """Where things lie on this machine is nobody's business."""
-    return [Path(word).name if word.startswith("/") else word for word in words]
 
 
 if __name__ == "__main__":

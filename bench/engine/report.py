@@ -46,8 +46,7 @@ def text_of(figures: Figures) -> str:
 def _setting(figures: Figures) -> str:
     return (
         f"Model {figures['model']}, on {figures['device_name']}, {figures['threads']} threads, "
-        f"{figures['repeats']} repeats. Proven before: {figures['proven']}.\n\n"
-        f"```bash\n{figures['command']}\n```"
+        f"{figures['repeats']} repeats. Proven before: {figures['proven']}."
     )
 
 
