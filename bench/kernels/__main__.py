@@ -12,7 +12,7 @@ rate, would take at least, over the time it took.
 import argparse
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -22,13 +22,21 @@ from typing import Any
 import torch
 
 from bench.engine.build import DTYPES, backend_of
-from bench.kernels.cases import CASCADE, CPU, FULL, ONE_BY_ONE, Bench, Case, cases
+from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE
+from bench.kernels.case import Bench, Case
+from bench.kernels.cases import CPU, FULL, cases
 from bench.kernels.plot import draw
 from bench.kernels.timing import Clock, Machine, measure_machine
 from bench.proof import prove
 from bench.reporting import REPORTS, Floor, write_report
 
-PROOF = ("tests/kernels",)
+ELSEWHERE = ("tests/worker/test_sampler.py", "tests/worker/test_host_blocks.py")
+PROOFS = {
+    "cuda": (("tests/kernels",), ELSEWHERE),
+    "cpu": (("tests/kernels", "-k", "not triton and not compilation"), ELSEWHERE),
+}
+"""Tests of what is measured, in runs of their own: those elsewhere run on one thread. On a CPU not of Triton's kernels:
+its interpreter and its compiler take minutes."""
 GIB = 2**30
 LARGE_READ_BYTES = 64 << 20
 DECODE_FLOOR = 0.85
@@ -36,6 +44,8 @@ LONE_DECODE_FLOOR = 0.75
 LONE_CONTEXT = "decode 1 x 32768"
 PREFILL_FLOOR_FLOPS = 400e12
 PREFILL_SHAPE = "prefill 8192"
+DECODE, PREFILL = "decode attention", "prefill attention"
+"""Over pools in the data type."""
 CASCADE_FLOOR = 5.0
 CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
 CLIFF = 1.5
@@ -98,10 +108,12 @@ def floors_of(rows: list[Row], device: str) -> list[Floor]:
     if device != "cuda":
         return []
     llama = [row for row in rows if row["model"] == "llama-3.1-8b"]
-    decodes = [row for row in llama if row["kernel"] == "decode attention" and row["shape"] != LONE_CONTEXT]
+    plain = [row for row in llama if row["kernel"] == DECODE]
+    decodes = [row for row in plain if row["shape"] != LONE_CONTEXT]
     large = [row["of_copy"] for row in decodes if row["bytes"] >= LARGE_READ_BYTES]
-    lone = [row["of_copy"] for row in llama if row["shape"] == LONE_CONTEXT]
-    prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in llama if row["shape"] == PREFILL_SHAPE]
+    lone = [row["of_copy"] for row in plain if row["shape"] == LONE_CONTEXT]
+    prefills = [row for row in llama if (row["kernel"], row["shape"]) == (PREFILL, PREFILL_SHAPE)]
+    prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in prefills]
     cliffs = _cliffs(decodes)
     cascades = [ratio for row, ratio in _cascades(llama) if row["shape"] == CASCADE_SHAPE]
     known = (
@@ -205,13 +217,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--memory-gib", type=float, help="default: 60 %% of a GPU's free memory, else 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
+    parser.add_argument("--prove", nargs="*", default=[], help="tests that must pass first too")
     parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     parser.add_argument("--name", help="of the report; default: kernels, or kernels-cpu-BACKEND")
     arguments = parser.parse_args()
     bench = make_bench(arguments.device, arguments.dtype, arguments.backend)
-    proven = "nothing" if arguments.skip_proof else prove(arguments.prove)
+    proven = "nothing" if arguments.skip_proof else proof_of(arguments.device, arguments.prove)
     torch.set_num_threads(arguments.threads)
     memory_bytes = _memory_bytes(arguments.memory_gib, bench.device)
     with torch.inference_mode():
@@ -243,6 +255,10 @@ def main() -> None:
     )
     print(path.read_text(encoding="utf-8"))
     draw(figures, path.with_suffix(".png"))
+
+
+def proof_of(device: str, others: Sequence[str]) -> str:
+    return "; ".join(prove(tests) for tests in (*PROOFS[device], others) if tests)
 
 
 def make_bench(device_name: str, dtype: str | None, backend: str) -> Bench:
