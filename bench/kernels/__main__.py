@@ -12,7 +12,9 @@ rate, would take at least, over the time it took.
 import argparse
 import gc
 import os
+import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -51,24 +53,42 @@ CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
 CLIFF = 1.5
 """16 sequences may take so many times what 8 take, for each sequence, and no more."""
 OTHERS_OVER_IT = "others_over_it"
+CUT_SHORT = " **Cut short: later cases are missing, and floors are of those that are there.**"
 Row = dict[str, Any]
 
 
-def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> tuple[list[Row], int]:
-    """A row for each case that fits, and how many did not."""
+@dataclass(slots=True)
+class Measured:
+    rows: list[Row] = field(default_factory=list)
+    skipped: int = 0
+    """Cases that did not fit the memory."""
+    is_cut_short: bool = False
+
+
+def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> Measured:
+    """A row for each case that fits; those that are there where KeyboardInterrupt ends it."""
+    measured = Measured()
+    try:
+        _measure(bench, machine, memory_bytes, only, measured)
+    except KeyboardInterrupt:
+        if not measured.rows:
+            raise
+        measured.is_cut_short = True
+    return measured
+
+
+def _measure(bench: Bench, machine: Machine, memory_bytes: int, only: str, measured: Measured) -> None:
     clock = Clock(bench.device)
-    rows, skipped = [], 0
     for together in _in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only):
         if any(case.resident_bytes > memory_bytes for case in together):
-            skipped += len(together)
+            measured.skipped += len(together)
             continue
         times = clock.turns([case.make() for case in together])
         for case, seconds in zip(together, times, strict=True):
             row = row_of(case, median(seconds), machine)
-            rows.append(row | _others_over(seconds, together, times))
+            measured.rows.append(row | _others_over(seconds, together, times))
             print(f"{case.model} {case.kernel} {case.shape}: {row['us']:,.1f} us", flush=True)
         gc.collect()
-    return rows, skipped
 
 
 def _in_turns(every: Iterator[Case], only: str) -> Iterator[list[Case]]:
@@ -174,7 +194,7 @@ def text_of(figures: dict[str, Any]) -> str:
             f"Kernel backend {figures['backend']}, {figures['dtype']}, on {figures['device_name']}. Copy "
             f"{machine['copy_gb_per_second']:,.0f} GB/s, matmul {machine['matmul_tflops_per_second']:.3g} TFLOP/s. "
             f"{len(figures['rows'])} cases, {figures['skipped']} skipped for their memory. "
-            f"Proven before: {figures['proven']}.",
+            f"Proven before: {figures['proven']}.{CUT_SHORT if figures['cut_short'] else ''}",
             *_cascade_table(figures["rows"]),
             *(_table(model, kernel, figures["rows"]) for model, kernel in kernels),
         ]
@@ -228,7 +248,10 @@ def main() -> None:
     memory_bytes = _memory_bytes(arguments.memory_gib, bench.device)
     with torch.inference_mode():
         machine = measure_machine(bench.device, bench.dtype)
-        rows, skipped = measure(bench, machine, memory_bytes=memory_bytes, only=arguments.only)
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # `timeout` leaves what was measured until then
+        measured = measure(bench, machine, memory_bytes=memory_bytes, only=arguments.only)
     figures = {
         "backend": bench.backend.name,
         "dtype": str(bench.dtype).removeprefix("torch."),
@@ -238,8 +261,9 @@ def main() -> None:
             "matmul_tflops_per_second": round(machine.matmul_flops_per_second / 1e12, 4),
         },
         "proven": proven,
-        "skipped": skipped,
-        "rows": rows,
+        "skipped": measured.skipped,
+        "cut_short": measured.is_cut_short,
+        "rows": measured.rows,
     }
     if arguments.skip_proof:
         print(text_of(figures))
@@ -249,7 +273,7 @@ def main() -> None:
         title="Kernels against the roofline",
         text=text_of(figures),
         figures=figures,
-        floors=floors_of(rows, bench.device.type),
+        floors=floors_of(measured.rows, bench.device.type),
         versions=_versions(),
         folder=arguments.output,
     )

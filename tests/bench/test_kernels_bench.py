@@ -4,6 +4,7 @@ refused, and a report comes of a run."""
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,15 +225,40 @@ def test_a_row_is_a_share_of_the_slower_of_two_limits() -> None:
 
 
 def test_cases_that_do_not_fit_the_memory_are_skipped_and_counted() -> None:
-    rows, skipped = measure(BENCH, MACHINE, memory_bytes=0, only="")
-    assert not rows
-    assert skipped > 50
+    measured = measure(BENCH, MACHINE, memory_bytes=0, only="")
+    assert not measured.rows
+    assert measured.skipped > 50
+
+
+def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(cases(BENCH, SMALL))[:3]
+
+    def interrupt() -> Callable[[], object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "cases", lambda *_: iter([*whole[:2], replace(whole[2], make=interrupt)]))
+    measured = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
+    assert (len(measured.rows), measured.is_cut_short) == (2, True)
+    figures = {
+        "backend": "b",
+        "dtype": "d",
+        "device_name": "n",
+        "skipped": 0,
+        "proven": "p",
+        "rows": measured.rows,
+    }
+    figures |= {"machine": {"copy_gb_per_second": 1.0, "matmul_tflops_per_second": 1.0}}
+    assert "**Cut short: later cases" in main.text_of(figures | {"cut_short": True})
+    assert "Cut short" not in main.text_of(figures | {"cut_short": False})
+    monkeypatch.setattr(main, "cases", lambda *_: iter([replace(whole[2], make=interrupt)]))
+    with pytest.raises(KeyboardInterrupt):
+        measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
 
 
 def test_what_decodes_gain_together_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "CPU", SMALL)
-    rows, _ = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="cascade")
-    with_cascade, without = rows
+    measured = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="cascade")
+    with_cascade, without = measured.rows
     assert (with_cascade["kernel"], without["kernel"]) == (CASCADE, ONE_BY_ONE)
     (gain,), (loss,) = with_cascade["others_over_it"].values(), without["others_over_it"].values()
     assert gain * loss == pytest.approx(1, rel=1e-2)
