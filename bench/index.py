@@ -113,7 +113,7 @@ def keep(figures: dict[str, Any], folder: Path) -> Path:
     return write_report(
         "index",
         title="The prefix index beside llm-d's schema",
-        text=report_text(figures, command="python -m bench.index", picture=picture.name),
+        text=report_text(figures, picture=picture.name),
         figures=figures,
         floors=floors(figures),
         versions={"redis": figures["redis"], "redis-py": redis.__version__},

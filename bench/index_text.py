@@ -54,12 +54,12 @@ def floors(figures: Figures) -> list[Floor]:
     ]
 
 
-def report_text(figures: Figures, *, command: str, picture: str) -> str:
+def report_text(figures: Figures, *, picture: str) -> str:
     load = figures["machine_load"]
     foreign = "unknown" if load["foreign_cpus"] is None else f"{load['foreign_cpus']:.2f} processors"
     return "\n".join(
         [
-            f"`{command}`, {load['seconds']} s, {figures['repeats']} turns, a private Redis "
+            f"{load['seconds']} s, {figures['repeats']} turns, a private Redis "
             f"{figures['redis']} without persistence on the same machine. Load average "
             f"{load['load_average_before']} before and {load['load_average_after']} after; other programs "
             f"took {foreign}.",

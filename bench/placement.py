@@ -43,7 +43,6 @@ PEER_MODES: tuple[RouterMode, ...] = ("kv", "round_robin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    command: str
     seeds: Sequence[int]
     loads: Sequence[Load]
     trace: Path | None
@@ -112,9 +111,6 @@ def main() -> None:
     if options.quick:
         loads = tuple(replace(load, seconds=min(load.seconds, 5.0)) for load in loads)
     study = Study(
-        command=f"python -m bench.placement --seeds {options.seeds}"
-        + (" --trace FILE" if options.trace else "")
-        + (" --dynamo-python PYTHON" if options.dynamo_python else ""),
         seeds=range(1 if options.quick else options.seeds),
         loads=loads,
         trace=options.trace,
@@ -150,7 +146,6 @@ def _findings(study: Study) -> Findings:
         print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
     print()
     return Findings(
-        command=study.command,
         loads=study.loads,
         other_loads=[*study.trace_loads, *study.large_loads],
         router_loads=study.router_loads,

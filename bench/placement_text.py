@@ -30,7 +30,6 @@ MOCK_TAG = "mock engine, {}"
 class Findings:
     """What was run and what came of it."""
 
-    command: str
     loads: Sequence[Load]
     other_loads: Sequence[Load]
     """A trace, and large clusters."""
@@ -73,7 +72,7 @@ def floors(findings: Findings) -> list[Floor]:
 def text(findings: Findings) -> str:
     profile, table = HardwareProfile(), findings.table
     parts = [
-        f"Command: `{findings.command}`. Virtual time, so other load on the machine changes nothing. Each worker: "
+        "Virtual time, so other load on the machine changes nothing. Each worker: "
         f"{profile.name}, by a roofline, {profile.num_blocks:,} blocks of {profile.block_size}; the real engine, "
         "`place()` and index twin. Means over the seeds (one run where it says so). `dynamo` is Dynamo's published "
         "cost function in our simulator. Times are of simulated GPUs: their order and ratios are what counts.",

@@ -1,22 +1,28 @@
 """A dated report of a benchmark: Markdown for people, and the same numbers as JSON beside it.
 
 The JSON twin holds `figures` (every number), `floors` (what must hold: name, value, floor, and which side is better)
-and what was measured on what.
+and what was measured, by which command, on what.
 """
 
 import json
 import platform
+import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from math import ceil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from blockyard.deploy.bench.machine import machine
 
 REPORTS = Path(__file__).parent / "reports"
+ABSOLUTE_PATH = re.compile(r"(^|[=,])(/[^,]*)")
+"""A word, or what follows `--option=` or a comma in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +48,16 @@ def write_report(
     folder: Path = REPORTS,
 ) -> Path:
     """Writes `<today>-<name>.md` and `.json`. Where the Markdown lies."""
-    setting = {**machine(), "commit": commit(), "versions": {"python": platform.python_version(), **versions}}
+    setting = {
+        **machine(),
+        "gpu": gpu(),
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **versions},
+    }
     document = {
         "name": name,
         "date": date.today().isoformat(),
+        "command": command_line(_program(), sys.argv[1:]),
         **setting,
         "figures": dict(figures),
         "floors": [asdict(floor) for floor in floors],
@@ -57,7 +69,11 @@ def write_report(
     lines = [
         f"# {title}",
         "",
-        f"{document['date']}, commit {setting['commit']}, {setting['cpu']}, {setting['cores']} cores, {versions_text}.",
+        f"{document['date']}, commit {setting['commit']}, {machine_text(setting)}, {versions_text}.",
+        "",
+        "```bash",
+        document["command"],
+        "```",
         "",
         text.strip(),
         "",
@@ -72,6 +88,56 @@ def write_report(
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+def command_line(program: Sequence[str], words: Sequence[str]) -> str:
+    """As it was given, but that of an absolute path only the last part is told: where things lie on a machine is
+    nobody's business."""
+    return shlex.join(["python", *program, *(ABSOLUTE_PATH.sub(_last_part, word) for word in words)])
+
+
+def _last_part(path: re.Match[str]) -> str:
+    return f"{path[1]}.../{PurePath(path[2]).name}"
+
+
+def _program() -> list[str]:
+    """The module, or the file, that Python was started with."""
+    spec = sys.modules["__main__"].__spec__
+    return [PurePath(sys.argv[0]).name] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+
+
+def gpu() -> dict[str, Any] | None:
+    """The first that torch sees; None without one, or without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    return {
+        "name": torch.cuda.get_device_name(0),
+        "count": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def machine_text(setting: Mapping[str, Any]) -> str:
+    """Of `machine()` and `gpu()`."""
+    numbers = [f"{name} {number}" for name, number in setting["cpu_numbers"].items()]
+    told = "; ".join(", ".join(part) for part in (numbers, setting["vector_units"]) if part)
+    text = f"{setting['cpu']}{f' ({told})' if told else ''}, {setting['cores']} cores"
+    gpu = setting["gpu"]
+    if gpu is None:
+        return text
+    return f"{text}, {gpu['count']} x {gpu['name']} (CUDA {gpu['cuda']}, triton {gpu['triton']})"
 
 
 def percentile(values: Sequence[float], share: float) -> float:

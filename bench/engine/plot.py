@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OURS = ("#1f6f8b", "#4d94ab", "#8fb8c6")
-THEIRS = ("#c96f4a", "#d99a7c", "#e4b9a3", "#999999", "#bbbbbb")
+OURS = ("#123f6b", "#2e86c9", "#8cc6ea", "#12796f", "#5fc4ac", "#6b4fa0", "#b39ad6")
+THEIRS = ("#a3301c", "#e2672f", "#f2a65a", "#e0c341", "#7a5c45", "#8a8a8a", "#c4c4c4")
+"""Cold and warm: one each."""
 
 
 def draw(figures: dict[str, Any], path: Path) -> bool:
@@ -25,10 +26,10 @@ def draw(figures: dict[str, Any], path: Path) -> bool:
 
     runs = figures["runs"]
     figure, rows = pyplot.subplots(
-        len(runs), 2, figsize=(14, 4.5 * len(runs)), layout="constrained", squeeze=False
+        len(runs), 2, figsize=(16, 4.5 * len(runs)), layout="constrained", squeeze=False
     )
     for (left, right), (dtype, run) in zip(rows, runs.items(), strict=True):
-        colours = _colours(run)
+        colours = colours_of(run)
         for axes, quantity, title in (
             (left, "output_tokens_per_second", f"{dtype}: output tokens/s, median (line: lowest to highest)"),
             (right, "first_token_ms", f"{dtype}: ms to the first token, p50 (line: to p99)"),
@@ -37,14 +38,14 @@ def draw(figures: dict[str, Any], path: Path) -> bool:
             axes.set(title=title)
         left.set_ylim(bottom=0)
         right.set_yscale("log")
-        right.legend(fontsize="small")
+        right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{figures['model']}, {figures['device_name']}")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
 
 
-def _colours(run: dict[str, Any]) -> dict[str, str]:
+def colours_of(run: dict[str, Any]) -> dict[str, str]:
     ours = run["ours"]
     theirs = [name for name, row in run["systems"].items() if "absent" not in row and name not in ours]
     return {

@@ -6,6 +6,7 @@ from pathlib import Path
 from bench.engine.figures import (
     DISTURBING_CORES,
     MIN_PAIRS,
+    MIN_REPEATS,
     ROOFLINE_RATE,
     UNDECIDED,
     Figures,
@@ -44,10 +45,11 @@ def text_of(figures: Figures) -> str:
 
 
 def _setting(figures: Figures) -> str:
+    few = f" **Fewer than {MIN_REPEATS} repeats: for a look, not for a claim.**"
     return (
         f"Model {figures['model']}, on {figures['device_name']}, {figures['threads']} threads, "
-        f"{figures['repeats']} repeats. Proven before: {figures['proven']}.\n\n"
-        f"```bash\n{figures['command']}\n```"
+        f"{figures['repeats']} repeats.{few if figures['repeats'] < MIN_REPEATS else ''} "
+        f"Proven before: {figures['proven']}."
     )
 
 

@@ -31,6 +31,11 @@ class Shape:
     tied: bool
     rope_theta: float
 
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether each head of queries and keys has an RMS norm."""
+        return self.architecture == "Qwen3ForCausalLM"
+
     def config(self, dtype: str) -> dict[str, Any]:
         return {
             "architectures": [self.architecture],

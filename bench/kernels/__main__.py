@@ -12,7 +12,9 @@ rate, would take at least, over the time it took.
 import argparse
 import gc
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -22,13 +24,22 @@ from typing import Any
 import torch
 
 from bench.engine.build import DTYPES, backend_of
-from bench.kernels.cases import CASCADE, CPU, FULL, ONE_BY_ONE, Bench, Case, cases
+from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE
+from bench.kernels.case import Bench, Case
+from bench.kernels.cases import CPU, FULL, cases
 from bench.kernels.plot import draw
 from bench.kernels.timing import Clock, Machine, measure_machine
 from bench.proof import prove
 from bench.reporting import REPORTS, Floor, write_report
 
-PROOF = ("tests/kernels",)
+ELSEWHERE = ("tests/worker/test_sampler.py", "tests/worker/test_host_blocks.py")
+NOT_OF_A_CPU = ("triton", "compilation", "cpu_extension", "vector_units", "bare_machine")
+"""Tests of Triton's kernels, whose interpreter and compiler take minutes, of building, and of other machines."""
+PROOFS = {
+    "cuda": (("tests/kernels",), ELSEWHERE),
+    "cpu": (("tests/kernels", "-k", " and ".join(f"not {name}" for name in NOT_OF_A_CPU)), ELSEWHERE),
+}
+"""Tests of what is measured, in runs of their own: those elsewhere run on one thread."""
 GIB = 2**30
 LARGE_READ_BYTES = 64 << 20
 DECODE_FLOOR = 0.85
@@ -36,29 +47,49 @@ LONE_DECODE_FLOOR = 0.75
 LONE_CONTEXT = "decode 1 x 32768"
 PREFILL_FLOOR_FLOPS = 400e12
 PREFILL_SHAPE = "prefill 8192"
+DECODE, PREFILL = "decode attention", "prefill attention"
+"""Over pools in the data type."""
 CASCADE_FLOOR = 5.0
 CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
 CLIFF = 1.5
 """16 sequences may take so many times what 8 take, for each sequence, and no more."""
 OTHERS_OVER_IT = "others_over_it"
+CUT_SHORT = " **Cut short: later cases are missing, and floors are of those that are there.**"
 Row = dict[str, Any]
 
 
-def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> tuple[list[Row], int]:
-    """A row for each case that fits, and how many did not."""
+@dataclass(slots=True)
+class Measured:
+    rows: list[Row] = field(default_factory=list)
+    skipped: int = 0
+    """Cases that did not fit the memory."""
+    is_cut_short: bool = False
+
+
+def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> Measured:
+    """A row for each case that fits; those that are there where KeyboardInterrupt ends it."""
+    measured = Measured()
+    try:
+        _measure(bench, machine, memory_bytes, only, measured)
+    except KeyboardInterrupt:
+        if not measured.rows:
+            raise
+        measured.is_cut_short = True
+    return measured
+
+
+def _measure(bench: Bench, machine: Machine, memory_bytes: int, only: str, measured: Measured) -> None:
     clock = Clock(bench.device)
-    rows, skipped = [], 0
     for together in _in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only):
         if any(case.resident_bytes > memory_bytes for case in together):
-            skipped += len(together)
+            measured.skipped += len(together)
             continue
         times = clock.turns([case.make() for case in together])
         for case, seconds in zip(together, times, strict=True):
             row = row_of(case, median(seconds), machine)
-            rows.append(row | _others_over(seconds, together, times))
+            measured.rows.append(row | _others_over(seconds, together, times))
             print(f"{case.model} {case.kernel} {case.shape}: {row['us']:,.1f} us", flush=True)
         gc.collect()
-    return rows, skipped
 
 
 def _in_turns(every: Iterator[Case], only: str) -> Iterator[list[Case]]:
@@ -98,10 +129,12 @@ def floors_of(rows: list[Row], device: str) -> list[Floor]:
     if device != "cuda":
         return []
     llama = [row for row in rows if row["model"] == "llama-3.1-8b"]
-    decodes = [row for row in llama if row["kernel"] == "decode attention" and row["shape"] != LONE_CONTEXT]
+    plain = [row for row in llama if row["kernel"] == DECODE]
+    decodes = [row for row in plain if row["shape"] != LONE_CONTEXT]
     large = [row["of_copy"] for row in decodes if row["bytes"] >= LARGE_READ_BYTES]
-    lone = [row["of_copy"] for row in llama if row["shape"] == LONE_CONTEXT]
-    prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in llama if row["shape"] == PREFILL_SHAPE]
+    lone = [row["of_copy"] for row in plain if row["shape"] == LONE_CONTEXT]
+    prefills = [row for row in llama if (row["kernel"], row["shape"]) == (PREFILL, PREFILL_SHAPE)]
+    prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in prefills]
     cliffs = _cliffs(decodes)
     cascades = [ratio for row, ratio in _cascades(llama) if row["shape"] == CASCADE_SHAPE]
     known = (
@@ -162,7 +195,7 @@ def text_of(figures: dict[str, Any]) -> str:
             f"Kernel backend {figures['backend']}, {figures['dtype']}, on {figures['device_name']}. Copy "
             f"{machine['copy_gb_per_second']:,.0f} GB/s, matmul {machine['matmul_tflops_per_second']:.3g} TFLOP/s. "
             f"{len(figures['rows'])} cases, {figures['skipped']} skipped for their memory. "
-            f"Proven before: {figures['proven']}.",
+            f"Proven before: {figures['proven']}.{CUT_SHORT if figures['cut_short'] else ''}",
             *_cascade_table(figures["rows"]),
             *(_table(model, kernel, figures["rows"]) for model, kernel in kernels),
         ]
@@ -205,18 +238,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--memory-gib", type=float, help="default: 60 %% of a GPU's free memory, else 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
+    parser.add_argument("--prove", nargs="*", default=[], help="tests that must pass first too")
     parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     parser.add_argument("--name", help="of the report; default: kernels, or kernels-cpu-BACKEND")
     arguments = parser.parse_args()
     bench = make_bench(arguments.device, arguments.dtype, arguments.backend)
-    proven = "nothing" if arguments.skip_proof else prove(arguments.prove)
+    proven = "nothing" if arguments.skip_proof else proof_of(arguments.device, arguments.prove)
     torch.set_num_threads(arguments.threads)
     memory_bytes = _memory_bytes(arguments.memory_gib, bench.device)
     with torch.inference_mode():
         machine = measure_machine(bench.device, bench.dtype)
-        rows, skipped = measure(bench, machine, memory_bytes=memory_bytes, only=arguments.only)
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # `timeout` leaves what was measured until then
+        measured = measure(bench, machine, memory_bytes=memory_bytes, only=arguments.only)
     figures = {
         "backend": bench.backend.name,
         "dtype": str(bench.dtype).removeprefix("torch."),
@@ -226,8 +262,9 @@ def main() -> None:
             "matmul_tflops_per_second": round(machine.matmul_flops_per_second / 1e12, 4),
         },
         "proven": proven,
-        "skipped": skipped,
-        "rows": rows,
+        "skipped": measured.skipped,
+        "cut_short": measured.is_cut_short,
+        "rows": measured.rows,
     }
     if arguments.skip_proof:
         print(text_of(figures))
@@ -237,12 +274,16 @@ def main() -> None:
         title="Kernels against the roofline",
         text=text_of(figures),
         figures=figures,
-        floors=floors_of(rows, bench.device.type),
+        floors=floors_of(measured.rows, bench.device.type),
         versions=_versions(),
         folder=arguments.output,
     )
     print(path.read_text(encoding="utf-8"))
     draw(figures, path.with_suffix(".png"))
+
+
+def proof_of(device: str, others: Sequence[str]) -> str:
+    return "; ".join(prove(tests) for tests in (*PROOFS[device], others) if tests)
 
 
 def make_bench(device_name: str, dtype: str | None, backend: str) -> Bench:

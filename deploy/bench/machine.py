@@ -8,21 +8,50 @@ from typing import Any
 
 PACKAGES = ("blockyard", "grpcio", "protobuf")
 """Of the load generator's own process."""
+NUMBERS = ("cpu family", "model", "stepping")
+"""What tells CPUs apart that have one name: to a virtual machine, Zen 3 and Zen 4 are both `AMD EPYC`."""
+VECTOR_UNITS = frozenset(
+    {
+        "avx2",
+        "fma",
+        "avx_vnni",
+        "avx512f",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512_fp16",
+        "amx_int8",
+        "amx_bf16",
+    }
+)
+"""That kernels are written for, as Linux names them."""
 
 
 def machine() -> dict[str, Any]:
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()}
+    return {**cpu(_cpuinfo()), "cores": os.cpu_count(), "system": platform.system()}
+
+
+def cpu(cpuinfo: str | None) -> dict[str, Any]:
+    """Name, numbers and vector units, of the text of /proc/cpuinfo; None where there is none. What it does not say is
+    empty."""
+    if cpuinfo is None:
+        return {"cpu": platform.processor() or "unknown CPU", "cpu_numbers": {}, "vector_units": []}
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():  # the first processor's: the others are like it
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    return {
+        "cpu": fields.get("model name", "unknown CPU"),
+        "cpu_numbers": {name: int(fields[name]) for name in NUMBERS if fields.get(name, "").isdecimal()},
+        "vector_units": sorted(VECTOR_UNITS.intersection(fields.get("flags", "").split())),
+    }
 
 
 def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
 
 
-def _cpu_name() -> str:
+def _cpuinfo() -> str | None:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.processor() or "unknown CPU"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU"
-    )
+        return None

@@ -13,10 +13,11 @@ import pytest
 from blockyard.worker.model.config import load_config
 
 from bench.engine import systems
-from bench.engine.__main__ import check_memory, lost_of, measure
+from bench.engine.__main__ import check_memory, lost_of, measure, parse
 from bench.engine.figures import GOALS, Results, figures_of, floors_of, not_judged, tokens_per_second
 from bench.engine.limit import roofline_tokens_per_second
 from bench.engine.peers.protocol import Course, Request, drive
+from bench.engine.plot import colours_of
 from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
 from bench.engine.systems import (
@@ -152,7 +153,6 @@ SETTING = {
     "threads": 2,
     "repeats": 2,
     "proven": "9 tests passed",
-    "command": "python -m bench.engine",
 }
 
 
@@ -244,6 +244,33 @@ def test_a_report_names_who_was_absent_and_has_a_json_twin(tmp_path: Path) -> No
     missed = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["figures"]["not_judged"]
     assert missed
     assert all(f"\n- {line}\n" in text for line in missed)
+
+
+def test_a_report_of_too_few_repeats_says_so() -> None:
+    few, enough = (figures_of({"float32": results()}, SETTING | {"repeats": repeats}) for repeats in (2, 3))
+    assert "2 repeats. **Fewer than 3 repeats: for a look, not for a claim.** Proven" in text_of(few)
+    assert "Fewer than" not in text_of(enough)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [(["--openvino-python", "py"], "needs --convert-python"), (["--repeats", "0"], "at least 1, got 0")],
+)
+def test_options_that_cannot_be_followed_are_refused_at_once(
+    options: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.engine", *options])
+    with pytest.raises(SystemExit):
+        parse()
+    assert error in capsys.readouterr().err
+
+
+def test_each_system_of_a_picture_has_a_colour_of_its_own() -> None:
+    ours, theirs = [f"ours {n}" for n in range(5)], [f"theirs {n}" for n in range(5)]
+    run = {"ours": ours, "systems": {name: {} for name in (*ours, *theirs)} | {"vllm": {"absent": "so"}}}
+    colours = colours_of(run)
+    assert list(colours) == [*ours, *theirs]
+    assert len(set(colours.values())) == 10
 
 
 def test_no_figure_comes_of_a_red_test(tmp_path: Path) -> None:
@@ -394,6 +421,8 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
     }
     assert report.with_suffix(".png").stat().st_size > 10_000
     assert "Of the roofline, " in report.with_suffix(".md").read_text()
+    told = f"python -m bench.engine {' '.join(command[3:-1])} .../{tmp_path.name}"
+    assert f"```bash\n{told}\n```" in report.with_suffix(".md").read_text()
     assert str(tmp_path) not in report.with_suffix(".md").read_text()
 
 

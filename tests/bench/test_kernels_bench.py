@@ -4,6 +4,7 @@ refused, and a report comes of a run."""
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,18 @@ from blockyard.kernels.attention_plan import plan_attention
 from blockyard.kernels.torch_backend import TorchBackend
 
 import bench.kernels.__main__ as main
-from bench.kernels.__main__ import CASCADE_SHAPE, floors_of, make_bench, measure, row_of
-from bench.kernels.cases import CASCADE, FULL, ONE_BY_ONE, Bench, Case, Sizes, cases, each_by_itself
+from bench.kernels.__main__ import (
+    CASCADE_SHAPE,
+    PREFILL_SHAPE,
+    PROOFS,
+    floors_of,
+    make_bench,
+    measure,
+    row_of,
+)
+from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE, each_by_itself
+from bench.kernels.case import Bench, Case
+from bench.kernels.cases import FULL, Sizes, cases
 from bench.kernels.plot import draw
 from bench.kernels.timing import Clock, Machine
 
@@ -22,13 +33,57 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 BENCH = Bench(backend=TorchBackend(), device=CPU, dtype=torch.float32)
 SMALL = Sizes(
-    sequences=(1, 3), contexts=(40,), prefills=(33,), models=("llama-166m",), shared=((8, 512, 32),)
+    sequences=(1, 3),
+    contexts=(40,),
+    prefills=(33,),
+    models=("llama-166m",),
+    shared=((8, 512, 32),),
+    chunks=((5, 40),),
+    mixed=(2, 5, 40),
+    window=(2, 40, 17),
+    swaps=(2,),
 )
 MACHINE = Machine(copy_bytes_per_second=1e9, matmul_flops_per_second=1e12)
 
 
+TESTS = {
+    "decode attention": "tests/kernels/test_attention.py",
+    "decode attention, KV": "tests/kernels/test_quantised_pool.py",
+    "decode attention, cascade": "tests/kernels/test_cpu_cascade.py",
+    "decode attention, no cascade": "tests/kernels/test_attention.py",
+    "decode attention, window": "tests/kernels/test_window.py",
+    "prefill attention": "tests/kernels/test_attention.py",
+    "prefill attention, KV": "tests/kernels/test_quantised_pool.py",
+    "mixed attention": "tests/kernels/test_attention.py",
+    "rms_norm": "tests/kernels/test_elementwise.py",
+    "add_rms_norm": "tests/kernels/test_elementwise.py",
+    "silu_mul": "tests/kernels/test_elementwise.py",
+    "rotary": "tests/kernels/test_elementwise.py",
+    "write_kv": "tests/kernels/test_cache_ops.py",
+    "write_kv, KV": "tests/kernels/test_quantised_pool.py",
+    "place_heads": "tests/kernels/test_cache_ops.py",
+    "place_heads, KV": "tests/kernels/test_quantised_pool.py",
+    "place_heads with QK norms": "tests/kernels/test_cache_ops.py",
+    "place_heads with QK norms, KV": "tests/kernels/test_quantised_pool.py",
+    "linear": "tests/kernels/test_panel_linear.py",
+    "embed": "tests/kernels/test_cpu_backend.py",
+    "copy_blocks": "tests/kernels/test_cache_ops.py",
+    "likeliest token": "tests/kernels/test_cpu_backend.py",
+    "draw, no filter": "tests/worker/test_sampler.py",
+    "blocks to host memory": "tests/worker/test_host_blocks.py",
+    "blocks from host memory": "tests/worker/test_host_blocks.py",
+}
+"""Of each kernel as the cpu or the torch backend has it."""
+
+
 def case(kernel: str, shape: str, sizes: Sizes = SMALL) -> Case:
     return next(c for c in cases(BENCH, sizes) if (c.kernel, c.shape) == (kernel, shape))
+
+
+def kind_of(kernel: str) -> str:
+    """Without how many bits, which linear, or how many blocks."""
+    name = kernel.partition(" in ")[0].partition(" (")[0]
+    return "linear" if name.startswith("linear") else name
 
 
 def test_a_decode_reads_all_keys_and_values_once() -> None:
@@ -80,12 +135,68 @@ def test_a_head_is_multiplied_and_searched_for_no_more_rows_than_sample() -> Non
     assert case("embed", "3 tokens").num_bytes == 2 * 3 * 1024 * 4
 
 
+def test_what_no_query_sees_need_not_be_read() -> None:
+    windowed = case("decode attention, window", "decode 2 x 40, 17 seen")
+    assert windowed.num_bytes == 2 * 2 * 17 * 4 * 64 * 4 + 2 * 2 * 16 * 64 * 4
+    assert windowed.flops == 4 * 2 * 17 * 16 * 64
+
+
+def test_a_chunk_sees_what_came_before_it_and_a_decode_beside_it_all_of_its_own() -> None:
+    of_chunk = sum(range(36, 41))
+    assert case("prefill attention", "last 5 of 40").flops == 4 * of_chunk * 16 * 64
+    mixed = case("mixed attention", "decode 2 and last 5, of 40")
+    assert mixed.flops == 4 * (of_chunk + 2 * 40) * 16 * 64
+    assert mixed.num_bytes == 2 * 3 * 40 * 4 * 64 * 4 + 2 * 7 * 16 * 64 * 4
+
+
+def test_heads_are_read_in_full_and_written_in_8_bits_with_a_scale_each() -> None:
+    for stored in ("int8", "fp8"):
+        assert case(f"write_kv, KV in {stored}", "3 tokens").num_bytes == 2 * 3 * 4 * (64 * 4 + 64 + 4)
+        placed = case(f"place_heads, KV in {stored}", "3 tokens")
+        assert placed.num_bytes == 2 * (16 + 4) * 3 * 64 * 4 + 2 * 3 * 4 * (64 + 4)
+    assert case("place_heads", "3 tokens").num_bytes == (2 * 16 + 4 * 4) * 3 * 64 * 4
+
+
+def test_only_models_with_norms_of_heads_are_given_them() -> None:
+    small = replace(SMALL, models=("llama-166m", "qwen3-0.6b"))
+    placed = {c.model: c for c in cases(BENCH, small) if c.kernel.startswith("place_heads")}
+    assert "with QK norms" not in placed["llama-166m"].kernel
+    assert "with QK norms" in placed["qwen3-0.6b"].kernel
+    with torch.inference_mode():
+        placed["qwen3-0.6b"].make()()
+
+
+def test_blocks_go_to_host_memory_with_all_their_layers() -> None:
+    for kernel in ("blocks to host memory", "blocks from host memory"):
+        assert case(kernel, "2 blocks").num_bytes == 2 * 2 * 12 * 2 * 4 * 16 * 64 * 4
+
+
 @pytest.mark.parametrize("kernel", sorted({c.kernel for c in cases(BENCH, SMALL)}))
 def test_every_kernel_runs_at_its_shapes(kernel: str) -> None:
     with torch.inference_mode():
         for one in cases(BENCH, SMALL):
             if one.kernel == kernel:
                 one.make()()
+
+
+def test_every_kernel_measured_on_a_cpu_is_proven_there_without_triton() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only"]
+    proofs = [
+        line
+        for tests in PROOFS["cpu"]
+        for line in subprocess.run(
+            [*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=200
+        ).stdout.splitlines()
+        if "::" in line
+    ]
+    assert not [name for name in proofs if "triton" in name or "test_compilation" in name]
+    proven = {name.partition("::")[0] for name in proofs}
+    both = replace(main.CPU, sequences=(1, 8), contexts=(128,))
+    for one in cases(BENCH, both):
+        assert TESTS[kind_of(one.kernel)] in proven
+    for name in ("attention", "elementwise", "cache_ops", "quantised_pool", "window"):
+        of_both = [proof for proof in proofs if f"test_{name}.py" in proof]
+        assert all(any(backend in proof for proof in of_both) for backend in ("cpu", "torch")), name
 
 
 def test_the_full_shapes_are_the_issues() -> None:
@@ -114,15 +225,40 @@ def test_a_row_is_a_share_of_the_slower_of_two_limits() -> None:
 
 
 def test_cases_that_do_not_fit_the_memory_are_skipped_and_counted() -> None:
-    rows, skipped = measure(BENCH, MACHINE, memory_bytes=0, only="")
-    assert not rows
-    assert skipped > 50
+    measured = measure(BENCH, MACHINE, memory_bytes=0, only="")
+    assert not measured.rows
+    assert measured.skipped > 50
+
+
+def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(cases(BENCH, SMALL))[:3]
+
+    def interrupt() -> Callable[[], object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "cases", lambda *_: iter([*whole[:2], replace(whole[2], make=interrupt)]))
+    measured = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
+    assert (len(measured.rows), measured.is_cut_short) == (2, True)
+    figures = {
+        "backend": "b",
+        "dtype": "d",
+        "device_name": "n",
+        "skipped": 0,
+        "proven": "p",
+        "rows": measured.rows,
+    }
+    figures |= {"machine": {"copy_gb_per_second": 1.0, "matmul_tflops_per_second": 1.0}}
+    assert "**Cut short: later cases" in main.text_of(figures | {"cut_short": True})
+    assert "Cut short" not in main.text_of(figures | {"cut_short": False})
+    monkeypatch.setattr(main, "cases", lambda *_: iter([replace(whole[2], make=interrupt)]))
+    with pytest.raises(KeyboardInterrupt):
+        measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
 
 
 def test_what_decodes_gain_together_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "CPU", SMALL)
-    rows, _ = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="cascade")
-    with_cascade, without = rows
+    measured = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="cascade")
+    with_cascade, without = measured.rows
     assert (with_cascade["kernel"], without["kernel"]) == (CASCADE, ONE_BY_ONE)
     (gain,), (loss,) = with_cascade["others_over_it"].values(), without["others_over_it"].values()
     assert gain * loss == pytest.approx(1, rel=1e-2)
@@ -160,6 +296,14 @@ def test_a_cascade_is_judged_by_the_time_of_the_same_decodes_each_by_itself() ->
     ]
     (floor,) = floors_of(rows, "cuda")
     assert (floor.value, floor.floor, floor.holds) == (4.9, 5.0, False)
+
+
+def test_goals_are_of_pools_in_the_data_type() -> None:
+    rows = [decode_row("decode 1 x 32768", 10, 0.9)]
+    rows += [decode_row("decode 1 x 32768", 10, 0.1) | {"kernel": "decode attention, KV in int8"}]
+    rows += [decode_row(PREFILL_SHAPE, 1, 0.1) | {"kernel": "prefill attention, KV in fp8"}]
+    (floor,) = floors_of(rows, "cuda")
+    assert (floor.name, floor.value) == ("decode attention, one sequence of 32k, of copy", 0.9)
 
 
 def test_goals_are_a_gpus_and_judge_its_worst_row() -> None:

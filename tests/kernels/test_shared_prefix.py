@@ -36,8 +36,7 @@ def plan_of(
         block_tables=tables_of(shared_blocks, context_lens, block_size),
         block_size=block_size,
         device="cpu",
-        num_kv_heads=2,
-        **options,
+        **{"num_kv_heads": 2, **options},
     )
 
 

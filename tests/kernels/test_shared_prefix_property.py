@@ -1,8 +1,10 @@
 """Cascade over any tables: every key is read once by every row, and exactly who shares enough is a member."""
 
 import hypothesis
+import torch
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.shared_prefix import MIN_SHARERS, members_of_item
+from blockyard.kernels.static_plan import Bounds, StaticDecodes
 from hypothesis import strategies
 
 from .test_shared_prefix import BLOCK_SIZE, DEEP, plan_of
@@ -54,3 +56,25 @@ def test_who_shares_enough_with_enough_others_is_a_member_and_nobody_else(shared
     plan = plan_of(shared_blocks, [shared * BLOCK_SIZE + 7 for shared in shared_blocks])
     deep = [row for row, shared in enumerate(shared_blocks) if shared >= DEEP]
     assert sorted(plan.shared_members_M.tolist()) == (deep if len(deep) >= MIN_SHARERS else [])
+
+
+@hypothesis.given(
+    shared_blocks=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=70),
+    own=strategies.integers(1, 3000),
+    group=strategies.sampled_from([1, 2, 4, 5, 8, 16, 48]),
+    num_kv_heads=strategies.sampled_from([1, 2, 8]),
+    target_programs=strategies.sampled_from([1, 64, 528]),
+)
+def test_what_rows_share_never_outgrows_the_buffers_of_a_graph(
+    shared_blocks: list[int], own: int, group: int, num_kv_heads: int, target_programs: int
+) -> None:
+    static = StaticDecodes(
+        max_rows=len(shared_blocks),
+        max_context_tokens=64 * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        bounds=Bounds(num_kv_heads=num_kv_heads, group=group, target_programs=target_programs),
+        device=torch.device("cpu"),
+    )
+    contexts = [shared * BLOCK_SIZE + 1 + own * row % 1000 for row, shared in enumerate(shared_blocks)]
+    cut = {"num_kv_heads": num_kv_heads, "group": group, "target_programs": target_programs}
+    assert static.takes(plan_of(shared_blocks, contexts, **cut))

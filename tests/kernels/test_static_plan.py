@@ -8,9 +8,6 @@ import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
 from blockyard.kernels.backend import Backend
 from blockyard.kernels.static_plan import Bounds, StaticDecodes
-from hypothesis import given, strategies
-
-from .test_shared_prefix import tables_of
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]
@@ -146,34 +143,3 @@ def make_plan(contexts: list[int], target_programs: int) -> AttentionPlan:
         num_kv_heads=2,
         target_programs=target_programs,
     )
-
-
-@given(
-    shared_blocks=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=70),
-    own=strategies.integers(1, 3000),
-    group=strategies.sampled_from([1, 2, 4, 5, 8, 16, 48]),
-    num_kv_heads=strategies.sampled_from([1, 2, 8]),
-    target_programs=strategies.sampled_from([1, 64, 528]),
-)
-def test_what_rows_share_never_outgrows_the_buffers_either(
-    shared_blocks: list[int], own: int, group: int, num_kv_heads: int, target_programs: int
-) -> None:
-    static = StaticDecodes(
-        max_rows=len(shared_blocks),
-        max_context_tokens=64 * 64,
-        block_size=64,
-        bounds=Bounds(num_kv_heads=num_kv_heads, group=group, target_programs=target_programs),
-        device=torch.device("cpu"),
-    )
-    contexts = [shared * 64 + 1 + own * row % 1000 for row, shared in enumerate(shared_blocks)]
-    plan = plan_attention(
-        query_lens=[1] * len(contexts),
-        context_lens=contexts,
-        block_tables=tables_of(shared_blocks, contexts, 64),
-        block_size=64,
-        device="cpu",
-        num_kv_heads=num_kv_heads,
-        group=group,
-        target_programs=target_programs,
-    )
-    assert static.takes(plan)

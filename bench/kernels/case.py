@@ -1,0 +1,59 @@
+"""What one case of the kernels' bench is, and where it runs. Owns no kernel, and no timing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from blockyard.kernels.backend import Backend
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One kernel at one shape. `make` allocates, and gives what is to be timed."""
+
+    kernel: str
+    model: str
+    shape: str
+    num_bytes: int
+    flops: int
+    resident_bytes: int
+    """What it takes in memory."""
+    make: Callable[[], Callable[[], object]]
+    turns: str = ""
+    """Cases that follow one another with the same name here are measured in turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where cases run."""
+
+    backend: Backend
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+
+def case_of_tokens(
+    model: str,
+    tokens: int,
+    kernel: str,
+    num_bytes: int,
+    flops: int,
+    make: Callable[[], Callable[[], object]],
+) -> Case:
+    return Case(
+        kernel=kernel,
+        model=model,
+        shape=f"{tokens} tokens",
+        num_bytes=num_bytes,
+        flops=flops,
+        resident_bytes=2 * num_bytes,
+        make=make,
+    )
