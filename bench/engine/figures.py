@@ -18,9 +18,9 @@ UNDECIDED = 1.08
 DISTURBING_CORES = 0.1
 """Of other programs or other virtual machines: threads that wait for one another lose more than those take."""
 MIN_PAIRS = 3
+"""Undisturbed ones; where there are fewer, all pairs count."""
 MIN_REPEATS = 3
 """Of a report that anything may be claimed by."""
-"""Undisturbed ones; where there are fewer, all pairs count."""
 UNSHARED = "blockyard, nothing shared"
 ROOFLINE = "the roofline"
 ROOFLINE_RATE = "roofline_tokens_per_second"

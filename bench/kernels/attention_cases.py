@@ -91,6 +91,7 @@ def shared_attention(
             block_size=BLOCK_SIZE,
             device=bench.device,
             num_kv_heads=shape.kv_heads,
+            group=shape.heads // shape.kv_heads,
         )
         if not is_cascade:
             plan = each_by_itself(plan, bench.device)
@@ -136,6 +137,7 @@ def pool_and_plan(
         block_size=BLOCK_SIZE,
         device=bench.device,
         num_kv_heads=shape.kv_heads,
+        group=shape.heads // shape.kv_heads,
     )
     if stored is None:
         return bench.random(len(order), 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim), plan
