@@ -22,6 +22,7 @@ from blockyard.deploy.demo_model.tokens import encode_documents
 from blockyard.deploy.options import model_path
 from blockyard.kernels.attention_plan import plan_attention
 from blockyard.kernels.backend import BackendName, LinearsName, choose_backend
+from blockyard.kernels.cpu_extension import load_extension
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, pool_shape
 from blockyard.worker.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config
@@ -136,12 +137,9 @@ def capacity_of(kv_dtype: str, head_dim: int) -> float:
 
 
 def cases_here() -> tuple[Case, ...]:
-    """Without linears in int8 where the CPU has no instructions for them."""
-    try:
-        choose_backend(torch.device("cpu"), linears="int8")
-    except ValueError:
-        return tuple(case for case in CASES if case.linears == "full")
-    return CASES
+    """Without linears in int8 where the CPU has no instructions for them. Raises ExtensionUnavailable without a
+    compiler."""
+    return CASES if load_extension().has_int8 else tuple(case for case in CASES if case.linears == "full")
 
 
 def measure(rows: torch.Tensor) -> dict[Case, Accuracy]:
@@ -183,6 +181,11 @@ def text_of(measured: dict[Case, Accuracy], rows: torch.Tensor, proven: str) -> 
             f"| {case.name} | {accuracy.perplexity:.3f} | {accuracy.mean_logit_error:.4f} "
             f"| {accuracy.max_logit_error:.3f} | {accuracy.same_first_choice:.2%} |"
             for case, accuracy in measured.items()
+        ),
+        *(
+            f"\n{case.name}: not measured, this CPU has neither AVX-512 VNNI nor AVX2."
+            for case in CASES
+            if case not in measured
         ),
         "",
         f"| tokens in the same memory, beside 16 bits | {' | '.join(f'head size {size}' for size in HEAD_SIZES)} |",

@@ -10,6 +10,7 @@ items, Y items over shared prefixes.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from blockyard.kernels.attention_items import DEFAULT_GROUP, DEFAULT_TARGET_PROGRAMS
@@ -64,17 +65,13 @@ class StaticDecodes:
         device: torch.device,
     ) -> None:
         self._bounds = bounds
-        self._largest = _empty_plan(max_rows, block_size, self._bounds, device)
         self._max_blocks = -(-max_context_tokens // block_size)
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         self._largest = replace(
-            self._largest,
+            _empty_plan(max_rows, block_size, bounds, device),
             block_table_RB=zeros(max_rows, self._max_blocks),
-            decode_items_W6=zeros(self._bounds.num_items(max_rows), 6),
-            shared_items_Y5=zeros(self._bounds.num_shared_items(max_rows), 5),
+            decode_items_W6=zeros(bounds.num_items(max_rows), 6),
+            shared_items_Y5=zeros(bounds.num_shared_items(max_rows), 5),
             shared_members_M=zeros(max_rows),
         )
 

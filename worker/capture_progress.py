@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from types import TracebackType
+from typing import Self
 
 logger = logging.getLogger(__name__)
 WIDTH = 24
@@ -28,7 +29,7 @@ class CaptureProgress:
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._started_at = time.monotonic()
 
-    def __enter__(self) -> "CaptureProgress":
+    def __enter__(self) -> Self:
         self._show()
         return self
 

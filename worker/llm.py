@@ -26,8 +26,8 @@ __all__ = ["LLM", "Completion", "SamplingParams"]
 class LLM:
     """One model in this process. Keyword arguments are EngineConfig's. Raises ValueError as loading does.
 
-    The garbage collector stays as it is, unlike in a worker's process: what is spared is never freed, and here that
-    would be all that the caller has made so far, and this model once it is dropped.
+    The garbage collector stays as it is, unlike in a worker's process: cycles among what is spared are
+    never freed, and here that would be all that the caller has made so far, and this model once it is dropped.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:

@@ -26,12 +26,11 @@ def measured_budget(runner: TorchRunner, config: EngineConfig, meter: Meter) -> 
     """Bytes of KV cache that the largest step leaves. Raises ValueError where it leaves none."""
     num_tokens, num_sequences = config.max_num_batched_tokens, config.max_num_seqs
     use = measure(meter, lambda: runner.run_largest_step(num_tokens, num_sequences))
-    later = STAGING_BYTES
+    later = STAGING_BYTES + runner.split_bounds.partial_bytes(num_sequences, runner.config.head_dim)
     if not config.enforce_eager:
         # Of a graph's tensors all share one memory, which its largest step takes.
-        rows, bounds = ladder(num_sequences), runner.split_bounds
+        rows = ladder(num_sequences)
         later += GRAPH_BYTES * (len(rows) + len(shared_sizes(rows))) + use.step * num_sequences // num_tokens
-        later += bounds.partial_bytes(num_sequences, runner.config.head_dim)
     logger.info("memory: %s", use.describe(later))
     return use.for_pool(config.gpu_memory_utilization, later=later)
 

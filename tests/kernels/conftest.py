@@ -152,17 +152,17 @@ def make_step(device: torch.device) -> MakeStep:
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         on: torch.device = device,
-        shared_blocks: int = 0,
+        shared_blocks: Sequence[int] = (),
         **plan_options: Any,
     ) -> Step:
-        """All rows begin with the same `shared_blocks`."""
+        """Of each row so many first blocks are those of the longest one."""
         generator = torch.Generator().manual_seed(sum(context_lens))
         counts = [-(-context_len // block_size) for context_len in context_lens]
         num_blocks = sum(counts) + 3
         scattered = iter(torch.randperm(num_blocks, generator=generator).tolist())
         tables = [list(islice(scattered, count)) for count in counts]
-        for table in tables[1:]:
-            table[:shared_blocks] = tables[0][:shared_blocks]
+        for table, shared in zip(tables, shared_blocks, strict=False):
+            table[:shared] = max(tables, key=len)[:shared]
         pool = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), float("nan"))
         for table, context_len in zip(tables, context_lens, strict=True):
             for position in range(context_len):

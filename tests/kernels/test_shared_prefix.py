@@ -17,23 +17,33 @@ BLOCK_SIZE = 64
 DEEP = MIN_SHARED_TOKENS // BLOCK_SIZE
 
 
-def tables_of(shared_blocks: list[int], context_lens: list[int], block_size: int) -> list[list[int]]:
-    """Row i's first shared_blocks[i] blocks are 0, 1, 2 ..., the others its own."""
-    tables, fresh = [], max(shared_blocks, default=0)
-    for shared, context_len in zip(shared_blocks, context_lens, strict=True):
+def tables_of(
+    shared_blocks: list[int], context_lens: list[int], block_size: int, groups: list[int] | None = None
+) -> list[list[int]]:
+    """Row i's first shared_blocks[i] blocks are its group's, of group 0 the blocks 0, 1, 2 ..., the others its own."""
+    tables, deepest = [], max(shared_blocks, default=0)
+    groups = groups or [0] * len(shared_blocks)
+    fresh = deepest * (1 + max(groups, default=0))
+    for shared, context_len, group in zip(shared_blocks, context_lens, groups, strict=True):
         own = -(-context_len // block_size) - shared
-        tables.append([*range(shared), *range(fresh, fresh + own)])
+        first = group * deepest
+        tables.append([*range(first, first + shared), *range(fresh, fresh + own)])
         fresh += own
     return tables
 
 
 def plan_of(
-    shared_blocks: list[int], context_lens: list[int], *, block_size: int = BLOCK_SIZE, **options: Any
+    shared_blocks: list[int],
+    context_lens: list[int],
+    *,
+    block_size: int = BLOCK_SIZE,
+    groups: list[int] | None = None,
+    **options: Any,
 ) -> AttentionPlan:
     return plan_attention(
         query_lens=[1] * len(context_lens),
         context_lens=context_lens,
-        block_tables=tables_of(shared_blocks, context_lens, block_size),
+        block_tables=tables_of(shared_blocks, context_lens, block_size, groups),
         block_size=block_size,
         device="cpu",
         **{"num_kv_heads": 2, **options},

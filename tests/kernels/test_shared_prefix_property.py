@@ -1,6 +1,7 @@
 """Cascade over any tables: every key is read once by every row, and exactly who shares enough is a member."""
 
 import hypothesis
+import pytest
 import torch
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.shared_prefix import MIN_SHARERS, members_of_item
@@ -59,22 +60,50 @@ def test_who_shares_enough_with_enough_others_is_a_member_and_nobody_else(shared
 
 
 @hypothesis.given(
-    shared_blocks=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=70),
+    rows=strategies.lists(
+        strategies.tuples(strategies.integers(0, 40), strategies.integers(0, 3)), min_size=1, max_size=70
+    ),
     own=strategies.integers(1, 3000),
     group=strategies.sampled_from([1, 2, 4, 5, 8, 16, 48]),
     num_kv_heads=strategies.sampled_from([1, 2, 8]),
     target_programs=strategies.sampled_from([1, 64, 528]),
 )
 def test_what_rows_share_never_outgrows_the_buffers_of_a_graph(
-    shared_blocks: list[int], own: int, group: int, num_kv_heads: int, target_programs: int
+    rows: list[tuple[int, int]], own: int, group: int, num_kv_heads: int, target_programs: int
 ) -> None:
-    static = StaticDecodes(
-        max_rows=len(shared_blocks),
-        max_context_tokens=64 * BLOCK_SIZE,
+    shared_blocks = [shared for shared, _ in rows]
+    contexts = [shared * BLOCK_SIZE + 1 + own * row % 1000 for row, shared in enumerate(shared_blocks)]
+    bounds = Bounds(num_kv_heads=num_kv_heads, group=group, target_programs=target_programs)
+    cut = {"num_kv_heads": num_kv_heads, "group": group, "target_programs": target_programs}
+    plan = plan_of(shared_blocks, contexts, groups=[number for _, number in rows], **cut)
+    assert static_decodes(bounds, len(rows), max(contexts)).takes(plan)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "shared", "target_programs"), [(8, DEEP, 1), (1, 528 * 256 // BLOCK_SIZE, 528)]
+)
+def test_those_buffers_are_nearly_filled(num_groups: int, shared: int, target_programs: int) -> None:
+    """By many groups, of which each rounds up, and by one that all programs are for."""
+    num_rows = MIN_SHARERS * num_groups
+    contexts = [shared * BLOCK_SIZE + 1] * num_rows
+    bounds = Bounds(num_kv_heads=1, target_programs=target_programs)
+    plan = plan_of(
+        [shared] * num_rows,
+        contexts,
+        groups=[row % num_groups for row in range(num_rows)],
+        num_kv_heads=1,
+        target_programs=target_programs,
+    )
+    assert static_decodes(bounds, num_rows, contexts[0]).takes(plan)
+    assert len(plan.shared_items_Y5) > 0.6 * bounds.num_shared_items(num_rows)
+    assert plan.num_partials > 0.6 * bounds.num_partials(num_rows, is_shared=True)
+
+
+def static_decodes(bounds: Bounds, num_rows: int, longest: int) -> StaticDecodes:
+    return StaticDecodes(
+        max_rows=num_rows,
+        max_context_tokens=longest,
         block_size=BLOCK_SIZE,
-        bounds=Bounds(num_kv_heads=num_kv_heads, group=group, target_programs=target_programs),
+        bounds=bounds,
         device=torch.device("cpu"),
     )
-    contexts = [shared * BLOCK_SIZE + 1 + own * row % 1000 for row, shared in enumerate(shared_blocks)]
-    cut = {"num_kv_heads": num_kv_heads, "group": group, "target_programs": target_programs}
-    assert static.takes(plan_of(shared_blocks, contexts, **cut))

@@ -39,7 +39,7 @@ def attend(backend: Backend, step: Any, plan: AttentionPlan, num_rows: int) -> t
 def test_a_padded_step_reads_what_its_rows_share_once_for_all(
     triton_backend: Backend, make_step: MakeStep, assert_near: AssertNear, device: torch.device, num_rows: int
 ) -> None:
-    """Through the same buffers as steps that share nothing, or more, or are of fewer rows."""
+    """Through the same buffers as steps that share nothing, or less, by other rows, in fewer items."""
     static = StaticDecodes(
         max_rows=10,
         max_context_tokens=MAX_CONTEXT,
@@ -48,15 +48,15 @@ def test_a_padded_step_reads_what_its_rows_share_once_for_all(
         device=device,
     )
     shared, alone = static.plan(num_rows, is_shared=True), static.plan(num_rows)
-    for contexts, shared_blocks in (
-        ([*range(520, 529)], 32),
-        ([600, 33, 2], 0),
-        ([700, 641, 650, 660, 999, 641, 641, 642], 40),
-        ([17], 0),
+    for contexts, shared_blocks, num_items in (
+        ([961, 970, 1000, 961, 962, 963, 964, 965, 966], [60] * 9, 3),
+        ([600, 33, 2], [], 0),
+        ([20, *range(520, 528)], [0, *[32] * 8], 2),
+        ([17], [], 0),
     ):
         step = make_step([1] * len(contexts), contexts, shared_blocks=shared_blocks, target_programs=8)
         assert static.takes(step.plan)
-        assert (len(step.plan.shared_items_Y5) > 0) == (shared_blocks > 0)
+        assert len(step.plan.shared_items_Y5) == num_items
         static.fill(step.plan, num_rows)
         own = attend(triton_backend, step, step.plan, len(contexts))
         assert not own.isnan().any()

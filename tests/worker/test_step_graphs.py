@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from blockyard.kernels import shared_prefix
-from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.shared_prefix import MIN_SHARERS
-from blockyard.kernels.static_plan import StaticDecodes
 from blockyard.proto.block_hash import chain
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
@@ -44,6 +42,22 @@ class Counting:
         hidden_TH = self._graph.replay()
         self._replays.append(len(hidden_TH))
         return hidden_TH
+
+
+class Noting:
+    """A graph that tells which of all it is when it is replayed."""
+
+    def __init__(self, graph: StepGraph, key: tuple[int, bool], replayed: list[tuple[int, bool]]) -> None:
+        self._graph = graph
+        self._key = key
+        self._replayed = replayed
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._graph.capture(compute)
+
+    def replay(self) -> torch.Tensor:
+        self._replayed.append(self._key)
+        return self._graph.replay()
 
 
 def checkpoint() -> Path:
@@ -133,29 +147,25 @@ def test_tokens_are_those_of_transformers(overlap: bool) -> None:
 
 
 def test_a_step_that_shares_a_prefix_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight chats on one prompt: their tokens are those of chats that nobody shares with."""
+    """Eight chats on one prompt, eight on none, and eight on one again: through graphs of their own."""
     monkeypatch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 32)
     prompt = list(range(40, 73))
     own = [[*prompt, 5 + index] for index in range(MIN_SHARERS)]
     runner = make_runner()
-    replays = capture(runner, max_rows=MIN_SHARERS)
+    capture(runner, max_rows=MIN_SHARERS)
+    assert runner._graphs is not None
+    graphs, replayed = runner._graphs._graphs, list[tuple[int, bool]]()
+    for key, graph in graphs.items():
+        graphs[key] = Noting(graph, key, replayed)
     engine = engine_of(runner, overlap=False)
-    ids = [submit(engine, tokens, NUM_TOKENS) for tokens in own]
-    filled: list[AttentionPlan] = []
-    fill = StaticDecodes.fill
-
-    def noting(static: StaticDecodes, plan: AttentionPlan, num_rows: int) -> None:
-        filled.append(plan)
-        fill(static, plan, num_rows)
-
-    monkeypatch.setattr(StaticDecodes, "fill", noting)
-    tokens = run(engine)
-    for request_id, token_ids in zip(ids, own, strict=True):
-        expected = reference_greedy(checkpoint(), tuple(token_ids), NUM_TOKENS)
-        assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
-        assert tokens[request_id] == list(expected.tokens)
-    assert [len(plan.shared_members_M) for plan in filled] == [MIN_SHARERS]
-    assert replays == [MIN_SHARERS]
+    for prompts in (own, [[9 + 2 * index, 30, 7] for index in range(MIN_SHARERS)], own[::-1]):
+        ids = [submit(engine, token_ids, NUM_TOKENS) for token_ids in prompts]
+        tokens = run(engine)
+        for request_id, token_ids in zip(ids, prompts, strict=True):
+            expected = reference_greedy(checkpoint(), tuple(token_ids), NUM_TOKENS)
+            assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
+            assert tokens[request_id] == list(expected.tokens)
+    assert replayed == [(MIN_SHARERS, True), (MIN_SHARERS, False), (MIN_SHARERS, True)]
 
 
 def test_a_capture_writes_no_block() -> None:
