@@ -20,7 +20,9 @@ define run_tests
 	exit $$failed
 endef
 
-.PHONY: demo test test-all faults soak check format proto install clean gpu-check gpu-bench gpu-bench-kernels gpu-bench-profile gpu-bench-engine
+.PHONY: demo test test-all faults soak check format proto install clean gpu-check gpu-bench \
+	gpu-bench-kernels gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
+	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
 
 demo: install
 	$(BIN)/python -m blockyard.deploy.demo $(if $(KEEP),--keep)
@@ -63,25 +65,37 @@ gpu-check: .typing/blockyard
 
 GPU_PROOF := tests/worker/test_decoder.py tests/worker/test_step_graphs.py tests/worker/test_overlap.py
 GPU_PROFILE = PYTHONPATH=.typing $(PYTHON) -m bench.profile --device cuda --dtype bfloat16 --kv-gib 20 --prove $(GPU_PROOF)
+# Of transformers only its continuous batching: nothing bounds the cache of its static batches.
+GPU_ENGINE = PYTHONPATH=.typing $(PYTHON) -m bench.engine --device cuda --dtypes bfloat16 --model qwen3-0.6b \
+	--transformers continuous --kv-gib 20 --memory-gib 60 --prove $(GPU_PROOF)
 
 # On a machine with a GPU that has only torch, triton, numpy, pytest and transformers; the reports are in bench/reports.
-# A part that fails does not keep the others from being measured.
+# There is one GPU: one part after the other, and a part that fails does not keep the others from being measured.
 gpu-bench: .typing/blockyard
-	$(MAKE) --keep-going gpu-bench-kernels gpu-bench-profile gpu-bench-engine
+	$(MAKE) -j1 --keep-going gpu-bench-kernels gpu-bench-profile gpu-bench-engine
 
 gpu-bench-kernels: .typing/blockyard
 	PYTHONPATH=.typing $(PYTHON) -m bench.kernels --device cuda
 
-# The goal of whole decode steps is Llama-3.1-8B's: 16 GB of weights, and a pool of 73 GB for 256 sequences of 2,160 tokens.
 gpu-bench-profile: .typing/blockyard
+	$(MAKE) -j1 --keep-going gpu-bench-profile-8b gpu-bench-profile-0.6b
+
+# The goal of whole decode steps is Llama-3.1-8B's: 16 GB of weights, and a pool of 73 GB for 256 sequences of 2,160 tokens.
+gpu-bench-profile-8b: .typing/blockyard
 	$(GPU_PROFILE) --model llama-3.1-8b --name profile-gpu-8b
+
+gpu-bench-profile-0.6b: .typing/blockyard
 	$(GPU_PROFILE) --model qwen3-0.6b --name profile-gpu
 
-# Of transformers only its continuous batching: nothing bounds the cache of its static batches.
 gpu-bench-engine: .typing/blockyard
-	PYTHONPATH=.typing $(PYTHON) -m bench.engine --device cuda --dtypes bfloat16 --model qwen3-0.6b --name engine-gpu \
-		--workloads nano,mixed,prefix,long --workload-seconds 120 --unshared --transformers continuous \
-		--kv-gib 20 --memory-gib 60 --prove $(GPU_PROOF)
+	$(MAKE) -j1 --keep-going gpu-bench-engine-nano gpu-bench-engine-mixed
+
+# By itself, and without a row that shares nothing, since its prompts do not: a repeat has some 140,000 tokens of each system.
+gpu-bench-engine-nano: .typing/blockyard
+	$(GPU_ENGINE) --name engine-gpu-nano --workloads nano
+
+gpu-bench-engine-mixed: .typing/blockyard
+	$(GPU_ENGINE) --name engine-gpu --workloads mixed,prefix,long --repeats 5 --workload-seconds 120 --unshared
 
 install: $(STAMP)
 

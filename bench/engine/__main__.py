@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
         "--workload-seconds",
         type=float,
         default=inf,
-        help="after which no further repeat of a workload begins",
+        help=f"after which no repeat of a workload beyond {MIN_REPEATS} begins",
     )
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second of `serve`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -202,7 +202,7 @@ def check_memory(available: int | None) -> None:
 async def _measure_workload(
     arguments: argparse.Namespace, workload: str, ready: dict[str, Running], vocab_size: int, results: Results
 ) -> None:
-    """In turns: another system begins each repeat. The first repeat is never left out."""
+    """In turns: another system begins each repeat. What a report's claims need is never left out."""
     check_memory(available_bytes())
     draws = _draws(arguments, workload, vocab_size)
     results.about[workload] = describe(workload, draws[0])
@@ -213,7 +213,7 @@ async def _measure_workload(
         await _run(name, warm_up, ready, results)
     began = time.monotonic()
     for repeat, requests in enumerate(draws):
-        if repeat and time.monotonic() - began > arguments.workload_seconds:
+        if repeat >= MIN_REPEATS and time.monotonic() - began > arguments.workload_seconds:
             break
         names = list(ready)
         turn = repeat % max(1, len(names))
@@ -245,7 +245,7 @@ async def _run(
     except (SystemEnded, ValueError, TimeoutError) as error:
         print(f"{name} is out: {error}", flush=True)
         results.systems[name]["failed"] = str(error).partition("\n")[0] or type(error).__name__
-        ready.pop(name).kill()
+        await ready.pop(name).kill()
         return None
 
 
@@ -295,8 +295,8 @@ def main() -> None:
         print(report.text_of(figures))
         return
     path = report.write(figures, arguments.output)
-    draw(figures, path.with_suffix(".png"))
     print(path.read_text(encoding="utf-8"))
+    draw(figures, path.with_suffix(".png"))
     if lost := lost_of(runs):
         raise SystemExit(f"the report has no figures of our own {lost}")
 

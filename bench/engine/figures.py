@@ -20,7 +20,7 @@ DISTURBING_CORES = 0.1
 MIN_PAIRS = 3
 """Undisturbed ones; where there are fewer, all pairs count."""
 MIN_REPEATS = 3
-"""Of a report that anything may be claimed by."""
+"""Of a report that anything may be claimed by: of fewer no goal is judged."""
 UNSHARED = "blockyard, nothing shared"
 ROOFLINE = "the roofline"
 ROOFLINE_RATE = "roofline_tokens_per_second"
@@ -173,7 +173,7 @@ def floors_of(figures: Figures) -> list[Floor]:
 
 
 def not_judged(figures: Figures) -> list[str]:
-    """The goals of this device whose workload or systems were not there."""
+    """The goals of this device whose workload, systems or repeats were not there."""
     return [f"{name}, at least {floor:g}" for name, ratio, floor in _goals(figures) if ratio is None]
 
 
@@ -192,6 +192,6 @@ def _goals(figures: Figures) -> Iterator[tuple[str, float | None, float]]:
             variants = [name for name in ratios if name == other or name.startswith(f"{other},")]
             if device == figures["device"]:
                 for name in variants or [other]:
-                    ratio = ratios[name]["median"] if variants else None
+                    ratio = ratios[name]["median"] if variants and figures["repeats"] >= MIN_REPEATS else None
                     of = "median" if name == ROOFLINE else "median pair"
                     yield f"{workload}, {dtype}: {our} / {name}, {of}", ratio, floor

@@ -37,8 +37,9 @@ def draw(figures: dict[str, Any], path: Path) -> bool:
             _draw(axes, run["workloads"], quantity, colours)
             axes.set(title=title)
         left.set_ylim(bottom=0)
-        right.set_yscale("log")
-        right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        if any(workload["systems"] for workload in run["workloads"].values()):
+            right.set_yscale("log")  # of nothing it is an error
+            right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{figures['model']}, {figures['device_name']}")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -46,8 +47,10 @@ def draw(figures: dict[str, Any], path: Path) -> bool:
 
 
 def colours_of(run: dict[str, Any]) -> dict[str, str]:
-    ours = run["ours"]
-    theirs = [name for name, row in run["systems"].items() if "absent" not in row and name not in ours]
+    """Of those that are there."""
+    present = [name for name, row in run["systems"].items() if "absent" not in row]
+    ours = [name for name in run["ours"] if name in present]
+    theirs = [name for name in present if name not in ours]
     return {
         **{name: OURS[number % len(OURS)] for number, name in enumerate(ours)},
         **{name: THEIRS[number % len(THEIRS)] for number, name in enumerate(theirs)},
@@ -55,7 +58,7 @@ def colours_of(run: dict[str, Any]) -> dict[str, str]:
 
 
 def _draw(axes: "Axes", workloads: dict[str, Any], quantity: str, colours: dict[str, str]) -> None:
-    width = 0.85 / len(colours)
+    width = 0.85 / max(1, len(colours))
     for number, (system, colour) in enumerate(colours.items()):
         places, heights, below, above = [], [], [], []
         for place, workload in enumerate(workloads.values()):

@@ -39,7 +39,9 @@ def text_of(figures: Figures) -> str:
         parts += [_workload(f"{name}, {dtype}", workload) for name, workload in run["workloads"].items()]
     if missed := not_judged(figures):
         parts.append(
-            "\n".join(["Not judged, for want of a workload or a system:", "", *(f"- {m}" for m in missed)])
+            "\n".join(
+                ["Not judged, for want of a workload, a system or repeats:", "", *(f"- {m}" for m in missed)]
+            )
         )
     return "\n\n".join(parts)
 

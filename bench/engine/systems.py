@@ -26,6 +26,7 @@ LOAD_SECONDS = 600.0
 RUN_SECONDS = 3600.0
 STOP_SECONDS = 10.0
 GUARD_SECONDS = 0.5
+POLL_SECONDS = 0.02
 MAX_ANSWER_BYTES = 2**28
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
@@ -95,10 +96,9 @@ class Running:
             cores=(after.measured - before.measured) / elapsed,
         )
 
-    def kill(self) -> None:
-        """Its memory and its cores, and those of all that it started, are the others' again."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+    async def kill(self) -> None:
+        """Its memory and its cores, and those of all that it started, are the others' again once this returns."""
+        await end_group(self._process, signal.SIGKILL)
 
     def _clock(self) -> CpuClock:
         return cpu_clock([self._process.pid])
@@ -106,8 +106,8 @@ class Running:
 
 @asynccontextmanager
 async def running(system: System, folder: Path, memory_bytes: int) -> AsyncIterator[Running | str]:
-    """The system, or why it is absent. One that takes more memory than that is ended: a peer that sizes its
-    cache by the machine would take what all others have in use."""
+    """The system, or why it is absent: then nothing of it runs any more beside the others. One that takes more memory
+    than that is ended: a peer that sizes its cache by the machine would take what all others have in use."""
     if shutil.which(system.command[0]) is None:
         yield f"there is no {Path(system.command[0]).name} at the path given"
         return
@@ -131,19 +131,23 @@ async def running(system: System, folder: Path, memory_bytes: int) -> AsyncItera
             hello = {"absent": str(ended)}
         except TimeoutError:
             hello = {"absent": f"it did not stand ready within {LOAD_SECONDS:.0f} s"}
-        yield hello["absent"] if "absent" in hello else Running(process, log, hello)
+        if "absent" in hello:
+            await end_group(process)
+            yield hello["absent"]
+        else:
+            yield Running(process, log, hello)
     finally:
         guard.cancel()
-        await _end_group(process)
+        await end_group(process)
 
 
 async def _guard(process: asyncio.subprocess.Process, memory_bytes: int, log: Path) -> None:
-    while (resident := _resident_bytes(process.pid)) <= memory_bytes:  # noqa: ASYNC110 - size, not an event
+    while process.returncode is None:
+        if (resident := _resident_bytes(process.pid)) > memory_bytes:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"ended by the benchmark at {resident / 2**30:.1f} GiB of memory\n")
+            return _signal_group(process, signal.SIGKILL)
         await asyncio.sleep(GUARD_SECONDS)
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"ended by the benchmark at {resident / 2**30:.1f} GiB of memory\n")
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _resident_bytes(pid: int) -> int:
@@ -175,14 +179,39 @@ def _tail(log: Path) -> str:
     return f"{text.rpartition(chr(10))[2]}\n{text[-3000:]}"
 
 
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """The process is its group's first: workers and routers that it started are in it."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+async def end_group(process: asyncio.subprocess.Process, *numbers: int) -> None:
+    """The process is its group's first: workers and routers that it started are in it. Returns once all of them are
+    gone, or STOP_SECONDS after the last of these signals; SIGTERM and then SIGKILL where none is named."""
+    for number in numbers or (signal.SIGTERM, signal.SIGKILL):
+        _signal_group(process, number)
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
-                await process.wait()
+                while process.returncode is None or _members(process):  # noqa: ASYNC110 - of others' children
+                    await asyncio.sleep(POLL_SECONDS)
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
+    if _members(process):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def _members(process: asyncio.subprocess.Process) -> list[int]:
+    """The living of its group, none where its number is another's by now: the kernel gives it away again once the
+    first is reaped and the group is empty, so that a process of that number is then a stranger."""
+    living = [
+        pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _group(pid) == process.pid
+    ]
+    return [] if process.returncode is not None and process.pid in living else living
+
+
+def _group(pid: int) -> int | None:
+    """None of one that has ended, reaped or not."""
+    try:
+        state, _, group, *_ = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(group)
 
 
 def our_systems(

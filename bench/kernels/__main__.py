@@ -3,34 +3,30 @@
     python -m bench.kernels --device cuda --dtype bfloat16
     python -m bench.kernels --device cpu --dtype float32 --backend torch
 
-On a GPU over the heads of Llama-3.1-8B and Qwen3-0.6B/8B/14B; 1 to 256 sequences of 128 to 32k tokens; prefills of 128
-to 32k. On a CPU over less. Cases beyond --memory-gib are skipped and counted. Triton's interpreter is refused: its
-times say nothing. `Roofline` is the time that the slower of the two, bytes at the copy bandwidth or FLOPs at the matmul
-rate, would take at least, over the time it took.
+What a report says of itself is ABOUT of report.py. Owns the run and its order; does not own cases, times or text.
 """
 
 import argparse
 import gc
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from bench.engine.build import DTYPES, backend_of
-from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import CPU, FULL, cases
 from bench.kernels.plot import draw
+from bench.kernels.report import ABOUT, OTHERS_OVER_IT, Row, floors_of, text_of
 from bench.kernels.timing import Clock, Machine, measure_machine
 from bench.proof import prove
-from bench.reporting import REPORTS, Floor, write_report
+from bench.reporting import REPORTS, write_report
 
 ELSEWHERE = ("tests/worker/test_sampler.py", "tests/worker/test_host_blocks.py")
 NOT_OF_A_CPU = ("triton", "compilation", "cpu_extension", "vector_units", "bare_machine")
@@ -41,21 +37,6 @@ PROOFS = {
 }
 """Tests of what is measured, in runs of their own: those elsewhere run on one thread."""
 GIB = 2**30
-LARGE_READ_BYTES = 64 << 20
-DECODE_FLOOR = 0.85
-LONE_DECODE_FLOOR = 0.75
-LONE_CONTEXT = "decode 1 x 32768"
-PREFILL_FLOOR_FLOPS = 400e12
-PREFILL_SHAPE = "prefill 8192"
-DECODE, PREFILL = "decode attention", "prefill attention"
-"""Over pools in the data type."""
-CASCADE_FLOOR = 5.0
-CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
-CLIFF = 1.5
-"""16 sequences may take so many times what 8 take, for each sequence, and no more."""
-OTHERS_OVER_IT = "others_over_it"
-CUT_SHORT = " **Cut short: later cases are missing, and floors are of those that are there.**"
-Row = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -68,9 +49,12 @@ class Measured:
 
 def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> Measured:
     """A row for each case that fits; those that are there where KeyboardInterrupt ends it."""
-    measured = Measured()
+    every = list(_in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only))
+    fitting = [turns for turns in every if all(case.resident_bytes <= memory_bytes for case in turns)]
+    measured = Measured(skipped=sum(map(len, every)) - sum(map(len, fitting)))
     try:
-        _measure(bench, machine, memory_bytes, only, measured)
+        for row in _rows(bench, machine, fitting):
+            measured.rows.append(row)
     except KeyboardInterrupt:
         if not measured.rows:
             raise
@@ -78,17 +62,14 @@ def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> 
     return measured
 
 
-def _measure(bench: Bench, machine: Machine, memory_bytes: int, only: str, measured: Measured) -> None:
+def _rows(bench: Bench, machine: Machine, turns: Iterable[list[Case]]) -> Iterator[Row]:
     clock = Clock(bench.device)
-    for together in _in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only):
-        if any(case.resident_bytes > memory_bytes for case in together):
-            measured.skipped += len(together)
-            continue
+    for together in turns:
         times = clock.turns([case.make() for case in together])
         for case, seconds in zip(together, times, strict=True):
             row = row_of(case, median(seconds), machine)
-            measured.rows.append(row | _others_over(seconds, together, times))
             print(f"{case.model} {case.kernel} {case.shape}: {row['us']:,.1f} us", flush=True)
+            yield row | _others_over(seconds, together, times)
         gc.collect()
 
 
@@ -124,111 +105,11 @@ def row_of(case: Case, seconds: float, machine: Machine) -> Row:
     }
 
 
-def floors_of(rows: list[Row], device: str) -> list[Floor]:
-    """The goals are a large GPU's."""
-    if device != "cuda":
-        return []
-    llama = [row for row in rows if row["model"] == "llama-3.1-8b"]
-    plain = [row for row in llama if row["kernel"] == DECODE]
-    decodes = [row for row in plain if row["shape"] != LONE_CONTEXT]
-    large = [row["of_copy"] for row in decodes if row["bytes"] >= LARGE_READ_BYTES]
-    lone = [row["of_copy"] for row in plain if row["shape"] == LONE_CONTEXT]
-    prefills = [row for row in llama if (row["kernel"], row["shape"]) == (PREFILL, PREFILL_SHAPE)]
-    prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in prefills]
-    cliffs = _cliffs(decodes)
-    cascades = [ratio for row, ratio in _cascades(llama) if row["shape"] == CASCADE_SHAPE]
-    known = (
-        ("decode attention, launches that read 64 MB or more, least % of copy", large, DECODE_FLOOR, min),
-        ("decode attention, one sequence of 32k, of copy", lone, LONE_DECODE_FLOOR, min),
-        ("prefill attention, 8k causal, TFLOP/s", prefill, PREFILL_FLOOR_FLOPS / 1e12, min),
-        (
-            "cascade, 64 sequences of 8k shared and 256 own tokens, time without over with",
-            cascades,
-            CASCADE_FLOOR,
-            min,
-        ),
-    )
-    floors = [
-        Floor(name=name, value=worst(values), floor=floor, better="higher")
-        for name, values, floor, worst in known
-        if values
-    ]
-    if cliffs:
-        floors.append(
-            Floor(
-                name="decode, time of 16 sequences over 8, twice",
-                value=max(cliffs),
-                floor=CLIFF,
-                better="lower",
-            )
-        )
-    return floors
-
-
-def _cliffs(decodes: list[Row]) -> list[float]:
-    """Of long contexts: what 16 sequences take over twice what 8 take."""
-    times = {row["shape"]: row["us"] for row in decodes}
-    return [
-        times[f"decode 16 x {context}"] / (2 * times[f"decode 8 x {context}"])
-        for context in (8192, 32768)
-        if f"decode 16 x {context}" in times and f"decode 8 x {context}" in times
-    ]
-
-
-def _cascades(rows: list[Row]) -> list[tuple[Row, float]]:
-    """Rows of the cascade, and how many times as long the same decodes take each by itself."""
-    return [
-        (row, row[OTHERS_OVER_IT][ONE_BY_ONE])
-        for row in rows
-        if row["kernel"] == CASCADE and ONE_BY_ONE in row.get(OTHERS_OVER_IT, {})
-    ]
-
-
-def text_of(figures: dict[str, Any]) -> str:
-    assert __doc__ is not None
-    about = __doc__.partition("\n\n")[2].partition("\n\n")[2].strip()
-    machine = figures["machine"]
-    kernels = dict.fromkeys((row["model"], row["kernel"]) for row in figures["rows"])
-    return "\n\n".join(
-        [
-            about,
-            f"Kernel backend {figures['backend']}, {figures['dtype']}, on {figures['device_name']}. Copy "
-            f"{machine['copy_gb_per_second']:,.0f} GB/s, matmul {machine['matmul_tflops_per_second']:.3g} TFLOP/s. "
-            f"{len(figures['rows'])} cases, {figures['skipped']} skipped for their memory. "
-            f"Proven before: {figures['proven']}.{CUT_SHORT if figures['cut_short'] else ''}",
-            *_cascade_table(figures["rows"]),
-            *(_table(model, kernel, figures["rows"]) for model, kernel in kernels),
-        ]
-    )
-
-
-def _cascade_table(rows: list[Row]) -> list[str]:
-    lines = [f"| {row['model']} | {row['shape']} | {ratio:.2f} |" for row, ratio in _cascades(rows)]
-    if not lines:
-        return []
-    about = (
-        "Of the same decodes, in turns, the median turn. The torch backend has none; with many threads a CPU "
-        "keeps few decodes apart."
-    )
-    head = "| model | decodes | time without / with cascade |\n|---|---|---|"
-    return ["\n".join(["## What a cascade gains", "", about, "", head, *lines])]
-
-
-def _table(model: str, kernel: str, rows: list[Row]) -> str:
-    own = [row for row in rows if (row["model"], row["kernel"]) == (model, kernel)]
-    lines = [
-        f"| {row['shape']} | {row['us']:,.1f} | {row['bytes'] / 1e6:,.2f} | {row['flops'] / 1e9:,.3f} "
-        f"| {row['of_copy']:.0%} | {row['of_matmul']:.0%} | {row['of_roofline']:.0%} |"
-        for row in own
-    ]
-    head = "| shape | us | MB | GFLOP | of copy | of matmul | of roofline |\n|---|---|---|---|---|---|---|"
-    middle = median(row["of_roofline"] for row in own)
-    return "\n".join([f"## {kernel}, {model}", "", f"Median {middle:.0%} of the roofline.", "", head, *lines])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m bench.kernels",
+        description=f"{__doc__}\n{ABOUT}",
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
@@ -249,9 +130,8 @@ def main() -> None:
     memory_bytes = _memory_bytes(arguments.memory_gib, bench.device)
     with torch.inference_mode():
         machine = measure_machine(bench.device, bench.dtype)
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # `timeout` leaves what was measured until then
+        # `timeout` leaves what was measured until then.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         measured = measure(bench, machine, memory_bytes=memory_bytes, only=arguments.only)
     figures = {
         "backend": bench.backend.name,
@@ -268,18 +148,22 @@ def main() -> None:
     }
     if arguments.skip_proof:
         print(text_of(figures))
-        return
-    path = write_report(
-        arguments.name or ("kernels" if bench.device.type == "cuda" else f"kernels-cpu-{bench.backend.name}"),
-        title="Kernels against the roofline",
-        text=text_of(figures),
-        figures=figures,
-        floors=floors_of(measured.rows, bench.device.type),
-        versions=_versions(),
-        folder=arguments.output,
-    )
-    print(path.read_text(encoding="utf-8"))
-    draw(figures, path.with_suffix(".png"))
+    else:
+        own = "kernels" if bench.device.type == "cuda" else f"kernels-cpu-{bench.backend.name}"
+        path = write_report(
+            # Beside a complete one of the same day, never in its place.
+            f"{arguments.name or own}{'-cut-short' if measured.is_cut_short else ''}",
+            title="Kernels against the roofline",
+            text=text_of(figures),
+            figures=figures,
+            floors=floors_of(measured.rows, bench.device.type),
+            versions=_versions(),
+            folder=arguments.output,
+        )
+        print(path.read_text(encoding="utf-8"))
+        draw(figures, path.with_suffix(".png"))
+    if measured.is_cut_short:
+        raise SystemExit("cut short: later cases are missing")
 
 
 def proof_of(device: str, others: Sequence[str]) -> str:

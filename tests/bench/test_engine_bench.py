@@ -1,23 +1,37 @@
 """The engine bench: its workloads are what they are said to be, its clock counts rightly, its figures are right, its
 systems hold together as real processes, and it keeps no report on a red test."""
 
+import asyncio
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from blockyard.worker.model.config import load_config
 
+import bench.engine.__main__ as main
 from bench.engine import systems
 from bench.engine.__main__ import check_memory, lost_of, measure, parse
-from bench.engine.figures import GOALS, Results, figures_of, floors_of, not_judged, tokens_per_second
+from bench.engine.figures import (
+    GOALS,
+    MIN_REPEATS,
+    Results,
+    figures_of,
+    floors_of,
+    not_judged,
+    tokens_per_second,
+)
 from bench.engine.limit import roofline_tokens_per_second
 from bench.engine.peers.protocol import Course, Request, drive
-from bench.engine.plot import colours_of
+from bench.engine.plot import colours_of, draw
 from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
 from bench.engine.systems import (
@@ -26,6 +40,7 @@ from bench.engine.systems import (
     System,
     SystemEnded,
     Trial,
+    end_group,
     our_systems,
     peers,
     running,
@@ -35,6 +50,7 @@ from bench.engine.workloads import WORKLOADS, requests_of
 from bench.kernels.timing import Machine
 from bench.profile.roofline import used_weights
 from bench.proof import RedTests, prove
+from bench.router.processes import tree
 
 GIB = 2**30
 SETTINGS = {
@@ -151,7 +167,7 @@ SETTING = {
     "device": "cpu",
     "device_name": "2 CPU cores",
     "threads": 2,
-    "repeats": 2,
+    "repeats": MIN_REPEATS,
     "proven": "9 tests passed",
 }
 
@@ -189,6 +205,12 @@ def test_floors_are_of_what_was_there_to_be_compared_and_the_rest_is_named_as_no
     assert "mixed, float32: blockyard torch / openvino-genai, median pair, at least 1" in not_judged(figures)
     on_cpu = [goal for goal in GOALS if goal[-1] == "cpu"]
     assert len(not_judged(figures)) + len(floors_of(figures)) == len(on_cpu) < len(GOALS)
+
+
+def test_no_goal_is_judged_by_too_few_repeats() -> None:
+    few = figures_of({"float32": results()}, {**SETTING, "repeats": MIN_REPEATS - 1})
+    assert floors_of(few) == []
+    assert len(not_judged(few)) == len([goal for goal in GOALS if goal[-1] == "cpu"])
 
 
 def test_a_goal_holds_for_each_variant_of_a_peer() -> None:
@@ -267,10 +289,54 @@ def test_options_that_cannot_be_followed_are_refused_at_once(
 
 def test_each_system_of_a_picture_has_a_colour_of_its_own() -> None:
     ours, theirs = [f"ours {n}" for n in range(5)], [f"theirs {n}" for n in range(5)]
-    run = {"ours": ours, "systems": {name: {} for name in (*ours, *theirs)} | {"vllm": {"absent": "so"}}}
+    absent = {"vllm": {"absent": "so"}, "ours, served": {"absent": "too"}}
+    run = {
+        "ours": [*ours, "ours, served"],
+        "systems": {name: {} for name in (*ours, *theirs)} | absent,
+    }
     colours = colours_of(run)
     assert list(colours) == [*ours, *theirs]
     assert len(set(colours.values())) == 10
+
+
+NOTHING = Results(
+    trials={"tiny": {}},
+    about={"tiny": {"about": "Some.", "requests": 1, "prompt_tokens": 4, "output_tokens": 10}},
+    systems={"blockyard triton": {"absent": "CUDA out of memory"}},
+    ours=("blockyard triton",),
+)
+
+
+def test_a_picture_of_a_data_type_in_which_nothing_was_measured_is_empty(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    failed = Results(
+        trials=NOTHING.trials,
+        about=NOTHING.about,
+        systems={"blockyard triton": {"versions": {}, "notes": "", "load_seconds": 1.0, "failed": "so"}},
+        ours=NOTHING.ours,
+    )
+    figures = figures_of({"bfloat16": NOTHING, "float16": failed, "float32": results()}, SETTING)
+    assert draw(figures, tmp_path / "engine.png")
+    assert (tmp_path / "engine.png").stat().st_size > 10_000
+
+
+def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.engine", "--output", str(tmp_path)])
+    monkeypatch.setattr(main, "prove", lambda _: "all")
+    monkeypatch.setattr(main, "run", lambda *_: NOTHING)
+    printed: list[str] = []
+
+    def spy(figures: dict[str, Any], path: Path) -> bool:
+        printed.append(capsys.readouterr().out)
+        return draw(figures, path)
+
+    monkeypatch.setattr(main, "draw", spy)
+    with pytest.raises(SystemExit, match="no figures of our own blockyard triton in float32"):
+        main.main()
+    assert "blockyard triton: not measured, CUDA out of memory." in printed[0]
+    assert len(list(tmp_path.glob("*-engine.*"))) == (2 if find_spec("matplotlib") is None else 3)
 
 
 def test_no_figure_comes_of_a_red_test(tmp_path: Path) -> None:
@@ -331,6 +397,53 @@ async def test_a_peer_that_takes_too_much_memory_is_ended(tmp_path: Path) -> Non
         assert "ended by the benchmark at 0.3 GiB" in started
 
 
+STARTS_A_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
+pids = f"{os.getpid()} {child.pid}"
+"""
+
+
+def living(pids: str) -> list[int]:
+    """None that is but waited for by whoever started it."""
+    stats = {int(pid): Path(f"/proc/{pid}/stat") for pid in pids.split()}
+    return [pid for pid, stat in stats.items() if stat.exists() and ") Z " not in stat.read_text()]
+
+
+async def test_what_an_absent_peer_had_started_is_gone_before_others_are_measured(tmp_path: Path) -> None:
+    ends = script(
+        tmp_path, f"{STARTS_A_CHILD}\nopen({str(tmp_path / 'pids')!r}, 'w').write(pids); sys.exit(1)"
+    )
+    async with running(ends, tmp_path, GIB) as started:
+        assert isinstance(started, str)
+        assert started.startswith("it has ended")
+        assert living((tmp_path / "pids").read_text()) == []
+
+
+async def test_a_peer_that_brings_too_few_tokens_can_be_ended_with_all_that_it_started(
+    tmp_path: Path,
+) -> None:
+    short = PEER.replace("FAILS_AT", "99").replace("SECONDS", "0").replace("num_tokens=asked", "num_tokens=1")
+    short = short.replace('notes=""', "notes=pids") + "    time.sleep(60)\n"
+    async with running(script(tmp_path, STARTS_A_CHILD + short), tmp_path, GIB) as started:
+        assert isinstance(started, Running), started
+        with pytest.raises(ValueError, match="1 of 8 tokens"):
+            await started.run(workload("tiny"))
+        assert len(living(started.notes)) == 2
+        await started.kill()
+        assert living(started.notes) == []
+        assert int(started.notes.split()[0]) not in tree(os.getpid()), "it is waited for"
+
+
+async def test_a_number_that_is_anothers_by_now_is_not_signalled() -> None:
+    stranger = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    reaped = cast(asyncio.subprocess.Process, SimpleNamespace(pid=stranger.pid, returncode=0))
+    await end_group(reaped)
+    assert living(str(stranger.pid)) == [stranger.pid]
+    await end_group(stranger)
+    assert stranger.returncode == -15
+
+
 async def test_a_peer_that_ends_amid_a_run_is_told_apart_from_a_slow_one(tmp_path: Path) -> None:
     hello = '{"versions": {}, "notes": "", "load_seconds": 0.1}'
     dying = script(tmp_path, f"input(); print('{hello}', flush=True); input(); raise SystemExit('enough')\n")
@@ -360,9 +473,11 @@ def scripted(tmp_path: Path, name: str, *, fails_at: int = 99, seconds: float = 
     return System(name=name, command=(sys.executable, str(path)), settings={}, is_ours=is_ours)
 
 
-async def measured(systems: list[System], tmp_path: Path, *, seconds: float = inf) -> Results:
+async def measured(
+    systems: list[System], tmp_path: Path, *, repeats: int = MIN_REPEATS, seconds: float = inf
+) -> Results:
     arguments = Namespace(
-        memory_gib=1.0, workloads="tiny,brief", repeats=3, rate=1.0, workload_seconds=seconds
+        memory_gib=1.0, workloads="tiny,brief", repeats=repeats, rate=1.0, workload_seconds=seconds
     )
     arguments.transformers, arguments.vllm_python, arguments.openvino_python = "", None, None
     return await measure(arguments, systems, 4096, tmp_path)
@@ -385,10 +500,12 @@ async def test_who_fails_ours_too_loses_its_own_figures_alone(tmp_path: Path) ->
     assert lost_of({"bfloat16": results}) == "blockyard triton in bfloat16"
 
 
-async def test_no_repeat_begins_when_a_workload_has_had_its_time_but_the_first(tmp_path: Path) -> None:
-    slow = scripted(tmp_path, "slow", seconds=0.3, is_ours=True)
-    results = await measured([slow], tmp_path, seconds=0.2)
-    assert [len(rows["slow"]) for rows in results.trials.values()] == [1, 1]
+async def test_no_repeat_beyond_those_that_claims_need_begins_when_a_workload_has_had_its_time(
+    tmp_path: Path,
+) -> None:
+    slow = scripted(tmp_path, "slow", seconds=0.1, is_ours=True)
+    results = await measured([slow], tmp_path, repeats=MIN_REPEATS + 2, seconds=0.05)
+    assert [len(rows["slow"]) for rows in results.trials.values()] == [MIN_REPEATS] * 2
     assert lost_of({"bfloat16": results}) == ""
 
 
@@ -396,8 +513,10 @@ async def test_a_peer_that_does_not_stand_ready_in_time_is_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(systems, "LOAD_SECONDS", 0.2)
+    before = tree(os.getpid())
     async with running(script(tmp_path, "import time; time.sleep(60)"), tmp_path, GIB) as started:
         assert started == "it did not stand ready within 0 s"
+        assert tree(os.getpid()) == before, "it runs beside what is measured"
 
 
 def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The kernels' bench: bytes and FLOPs are counted rightly, every kernel runs at a small shape, Triton's interpreter is
 refused, and a report comes of a run."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,19 +16,12 @@ from blockyard.kernels.attention_plan import plan_attention
 from blockyard.kernels.torch_backend import TorchBackend
 
 import bench.kernels.__main__ as main
-from bench.kernels.__main__ import (
-    CASCADE_SHAPE,
-    PREFILL_SHAPE,
-    PROOFS,
-    floors_of,
-    make_bench,
-    measure,
-    row_of,
-)
+from bench.kernels.__main__ import PROOFS, make_bench, measure, row_of
 from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE, each_by_itself
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import FULL, Sizes, cases
 from bench.kernels.plot import draw
+from bench.kernels.report import CASCADE_SHAPE, PREFILL_SHAPE, floors_of, text_of
 from bench.kernels.timing import Clock, Machine
 
 ROOT = Path(__file__).parents[2]
@@ -230,12 +225,12 @@ def test_cases_that_do_not_fit_the_memory_are_skipped_and_counted() -> None:
     assert measured.skipped > 50
 
 
+def interrupt() -> Callable[[], object]:
+    raise KeyboardInterrupt
+
+
 def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(cases(BENCH, SMALL))[:3]
-
-    def interrupt() -> Callable[[], object]:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(main, "cases", lambda *_: iter([*whole[:2], replace(whole[2], make=interrupt)]))
     measured = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
     assert (len(measured.rows), measured.is_cut_short) == (2, True)
@@ -248,11 +243,32 @@ def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.Monke
         "rows": measured.rows,
     }
     figures |= {"machine": {"copy_gb_per_second": 1.0, "matmul_tflops_per_second": 1.0}}
-    assert "**Cut short: later cases" in main.text_of(figures | {"cut_short": True})
-    assert "Cut short" not in main.text_of(figures | {"cut_short": False})
+    assert "**Cut short: later cases" in text_of(figures | {"cut_short": True})
+    assert "Cut short" not in text_of(figures | {"cut_short": False})
     monkeypatch.setattr(main, "cases", lambda *_: iter([replace(whole[2], make=interrupt)]))
     with pytest.raises(KeyboardInterrupt):
         measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
+
+
+def test_a_run_cut_short_fails_and_leaves_the_complete_report_of_its_day_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = list(cases(BENCH, SMALL))[:2]
+    options = ["--device", "cpu", "--backend", "torch", "--threads", str(torch.get_num_threads())]
+    monkeypatch.setattr(sys, "argv", ["bench.kernels", *options, "--output", str(tmp_path)])
+    monkeypatch.setattr(main, "measure_machine", lambda *_: MACHINE)
+    monkeypatch.setattr(main, "proof_of", lambda *_: "all")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(main, "cases", lambda *_: iter([one, other]))
+    main.main()
+    (complete,) = tmp_path.glob("*.json")
+    kept = complete.read_text(encoding="utf-8")
+    monkeypatch.setattr(main, "cases", lambda *_: iter([one, replace(other, make=interrupt)]))
+    with pytest.raises(SystemExit, match="cut short"):
+        main.main()
+    (short,) = tmp_path.glob("*-kernels-cpu-torch-cut-short.json")
+    assert json.loads(short.read_text(encoding="utf-8"))["figures"]["cut_short"]
+    assert complete.read_text(encoding="utf-8") == kept
 
 
 def test_what_decodes_gain_together_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +345,29 @@ def test_tritons_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SystemExit, match="measures nothing"):
         make_bench("cpu", None, "triton")
+
+
+def test_the_command_prints_what_it_has_when_it_is_told_to_end_and_fails() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "bench.kernels",
+        "--device",
+        "cpu",
+        "--backend",
+        "torch",
+        "--threads",
+        "1",
+    ]
+    with subprocess.Popen(
+        [*command, "--only", "linear", "--skip-proof"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline().endswith(" us\n")
+        running.terminate()
+        told, _ = running.communicate(timeout=100)
+    assert running.returncode == 1
+    assert "**Cut short: later cases" in told
 
 
 def test_the_command_prints_each_kernel_beside_the_rates_of_its_own_run() -> None:

@@ -1,0 +1,129 @@
+"""The kernels' report: its text, and its floors. Pure. The figures are __main__.py's, their look plot.py's."""
+
+from statistics import median
+from typing import Any
+
+from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE
+from bench.reporting import Floor
+
+ABOUT = """On a GPU over the heads of Llama-3.1-8B and Qwen3-0.6B/8B/14B; 1 to 256 sequences of 128 to 32k tokens;
+prefills of 128 to 32k. On a CPU over less. Cases beyond --memory-gib are skipped and counted. Triton's interpreter is
+refused: its times say nothing. `Roofline` is the time that the slower of the two, bytes at the copy bandwidth or FLOPs
+at the matmul rate, would take at least, over the time it took."""
+LARGE_READ_BYTES = 64 << 20
+DECODE_FLOOR = 0.85
+LONE_DECODE_FLOOR = 0.75
+LONE_CONTEXT = "decode 1 x 32768"
+PREFILL_FLOOR_FLOPS = 400e12
+PREFILL_SHAPE = "prefill 8192"
+DECODE, PREFILL = "decode attention", "prefill attention"
+"""Over pools in the data type."""
+CASCADE_FLOOR = 5.0
+CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
+CLIFF = 1.5
+"""16 sequences may take so many times what 8 take, for each sequence, and no more."""
+OTHERS_OVER_IT = "others_over_it"
+"""In a row: how many times as long the calls in turn with it took, by their kernels."""
+CUT_SHORT = " **Cut short: later cases are missing, and floors are of those that are there.**"
+Row = dict[str, Any]
+"""Of a case: what it is, its time, and its shares of the limits."""
+
+
+def floors_of(rows: list[Row], device: str) -> list[Floor]:
+    """The goals are a large GPU's."""
+    if device != "cuda":
+        return []
+    llama = [row for row in rows if row["model"] == "llama-3.1-8b"]
+    plain = [row for row in llama if row["kernel"] == DECODE]
+    decodes = [row for row in plain if row["shape"] != LONE_CONTEXT]
+    large = [row["of_copy"] for row in decodes if row["bytes"] >= LARGE_READ_BYTES]
+    lone = [row["of_copy"] for row in plain if row["shape"] == LONE_CONTEXT]
+    prefills = [row for row in llama if (row["kernel"], row["shape"]) == (PREFILL, PREFILL_SHAPE)]
+    prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in prefills]
+    cliffs = _cliffs(decodes)
+    cascades = [ratio for row, ratio in _cascades(llama) if row["shape"] == CASCADE_SHAPE]
+    known = (
+        ("decode attention, launches that read 64 MB or more, least % of copy", large, DECODE_FLOOR, min),
+        ("decode attention, one sequence of 32k, of copy", lone, LONE_DECODE_FLOOR, min),
+        ("prefill attention, 8k causal, TFLOP/s", prefill, PREFILL_FLOOR_FLOPS / 1e12, min),
+        (
+            "cascade, 64 sequences of 8k shared and 256 own tokens, time without over with",
+            cascades,
+            CASCADE_FLOOR,
+            min,
+        ),
+    )
+    floors = [
+        Floor(name=name, value=worst(values), floor=floor, better="higher")
+        for name, values, floor, worst in known
+        if values
+    ]
+    if cliffs:
+        floors.append(
+            Floor(
+                name="decode, time of 16 sequences over 8, twice",
+                value=max(cliffs),
+                floor=CLIFF,
+                better="lower",
+            )
+        )
+    return floors
+
+
+def _cliffs(decodes: list[Row]) -> list[float]:
+    """Of long contexts: what 16 sequences take over twice what 8 take."""
+    times = {row["shape"]: row["us"] for row in decodes}
+    return [
+        times[f"decode 16 x {context}"] / (2 * times[f"decode 8 x {context}"])
+        for context in (8192, 32768)
+        if f"decode 16 x {context}" in times and f"decode 8 x {context}" in times
+    ]
+
+
+def _cascades(rows: list[Row]) -> list[tuple[Row, float]]:
+    """Rows of the cascade, and how many times as long the same decodes take each by itself."""
+    return [
+        (row, row[OTHERS_OVER_IT][ONE_BY_ONE])
+        for row in rows
+        if row["kernel"] == CASCADE and ONE_BY_ONE in row.get(OTHERS_OVER_IT, {})
+    ]
+
+
+def text_of(figures: dict[str, Any]) -> str:
+    machine = figures["machine"]
+    kernels = dict.fromkeys((row["model"], row["kernel"]) for row in figures["rows"])
+    return "\n\n".join(
+        [
+            ABOUT,
+            f"Kernel backend {figures['backend']}, {figures['dtype']}, on {figures['device_name']}. Copy "
+            f"{machine['copy_gb_per_second']:,.0f} GB/s, matmul {machine['matmul_tflops_per_second']:.3g} TFLOP/s. "
+            f"{len(figures['rows'])} cases, {figures['skipped']} skipped for their memory. "
+            f"Proven before: {figures['proven']}.{CUT_SHORT if figures['cut_short'] else ''}",
+            *_cascade_table(figures["rows"]),
+            *(_table(model, kernel, figures["rows"]) for model, kernel in kernels),
+        ]
+    )
+
+
+def _cascade_table(rows: list[Row]) -> list[str]:
+    lines = [f"| {row['model']} | {row['shape']} | {ratio:.2f} |" for row, ratio in _cascades(rows)]
+    if not lines:
+        return []
+    about = (
+        "Of the same decodes, in turns, the median turn. The torch backend has none; with many threads a CPU "
+        "keeps few decodes apart."
+    )
+    head = "| model | decodes | time without / with cascade |\n|---|---|---|"
+    return ["\n".join(["## What a cascade gains", "", about, "", head, *lines])]
+
+
+def _table(model: str, kernel: str, rows: list[Row]) -> str:
+    own = [row for row in rows if (row["model"], row["kernel"]) == (model, kernel)]
+    lines = [
+        f"| {row['shape']} | {row['us']:,.1f} | {row['bytes'] / 1e6:,.2f} | {row['flops'] / 1e9:,.3f} "
+        f"| {row['of_copy']:.0%} | {row['of_matmul']:.0%} | {row['of_roofline']:.0%} |"
+        for row in own
+    ]
+    head = "| shape | us | MB | GFLOP | of copy | of matmul | of roofline |\n|---|---|---|---|---|---|---|"
+    middle = median(row["of_roofline"] for row in own)
+    return "\n".join([f"## {kernel}, {model}", "", f"Median {middle:.0%} of the roofline.", "", head, *lines])
