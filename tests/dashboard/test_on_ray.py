@@ -162,8 +162,14 @@ def test_neither_prompts_nor_tokens_come_to_a_log_or_into_rays_store(cluster: St
     url = f"{cluster.page}/api/prefix?cluster=seen"
     assert fetched(url, cluster.ray_token_path, headers=question)[0] == 200
     logs = Path(str(cluster.state.logs_directory))
-    texts = [path.read_bytes() for path in logs.rglob("dashboard*") if path.is_file()]
-    assert any(b"api/prefix" in text for text in texts), "the dashboard logs addresses"
+
+    def texts_of_logs() -> list[bytes]:
+        return [path.read_bytes() for path in logs.rglob("dashboard*") if path.is_file()]
+
+    # It answers first, and logs then.
+    is_logged = eventually(lambda: any(b"api/prefix" in text for text in texts_of_logs()), seconds=10)
+    assert is_logged, "the dashboard logs addresses"
+    texts = texts_of_logs()
     assert cluster.state.ray_address is not None
     kept = stored(cluster.state.ray_address, cluster.ray_token_path)
     assert b"seen" in kept
