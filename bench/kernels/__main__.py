@@ -10,8 +10,9 @@ import argparse
 import gc
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -39,37 +40,46 @@ PROOFS = {
 GIB = 2**30
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    rows: list[Row] = field(default_factory=list)
-    skipped: int = 0
+    machine: Machine
+    rows: list[Row]
+    skipped: int
     """Cases that did not fit the memory."""
-    is_cut_short: bool = False
+    is_cut_short: bool
 
 
-def measure(bench: Bench, machine: Machine, *, memory_bytes: int, only: str) -> Measured:
-    """A row for each case that fits; those that are there where KeyboardInterrupt ends it."""
+def measure(bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, only: str) -> Measured:
+    """A row for each case that fits; those that are there where KeyboardInterrupt ends it. The machine's `rates` are
+    the faster ones of before and after: others may take of it for minutes."""
     every = list(_in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only))
     fitting = [turns for turns in every if all(case.resident_bytes <= memory_bytes for case in turns)]
-    measured = Measured(skipped=sum(map(len, every)) - sum(map(len, fitting)))
+    machine, is_cut_short = rates(), False
+    timed: list[tuple[Case, float, Row]] = []
     try:
-        for row in _rows(bench, machine, fitting):
-            measured.rows.append(row)
+        for one in _timed(bench, fitting):
+            timed.append(one)
+        machine = machine.faster(rates())
     except KeyboardInterrupt:
-        if not measured.rows:
+        if not timed:
             raise
-        measured.is_cut_short = True
-    return measured
+        is_cut_short = True
+    return Measured(
+        machine=machine,
+        rows=[row_of(case, seconds, machine) | others for case, seconds, others in timed],
+        skipped=sum(map(len, every)) - sum(map(len, fitting)),
+        is_cut_short=is_cut_short,
+    )
 
 
-def _rows(bench: Bench, machine: Machine, turns: Iterable[list[Case]]) -> Iterator[Row]:
+def _timed(bench: Bench, turns: Iterable[list[Case]]) -> Iterator[tuple[Case, float, Row]]:
+    """Each case, its median seconds, and what is said of the others of its turns."""
     clock = Clock(bench.device)
     for together in turns:
         times = clock.turns([case.make() for case in together])
         for case, seconds in zip(together, times, strict=True):
-            row = row_of(case, median(seconds), machine)
-            print(f"{case.model} {case.kernel} {case.shape}: {row['us']:,.1f} us", flush=True)
-            yield row | _others_over(seconds, together, times)
+            print(f"{case.model} {case.kernel} {case.shape}: {1e6 * median(seconds):,.1f} us", flush=True)
+            yield case, median(seconds), _others_over(seconds, together, times)
         gc.collect()
 
 
@@ -129,17 +139,17 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     memory_bytes = _memory_bytes(arguments.memory_gib, bench.device)
     with torch.inference_mode():
-        machine = measure_machine(bench.device, bench.dtype)
         # `timeout` leaves what was measured until then.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        measured = measure(bench, machine, memory_bytes=memory_bytes, only=arguments.only)
+        rates = partial(measure_machine, bench.device, bench.dtype)
+        measured = measure(bench, rates, memory_bytes=memory_bytes, only=arguments.only)
     figures = {
         "backend": bench.backend.name,
         "dtype": str(bench.dtype).removeprefix("torch."),
         "device_name": _device_name(bench.device),
         "machine": {
-            "copy_gb_per_second": round(machine.copy_bytes_per_second / 1e9, 2),
-            "matmul_tflops_per_second": round(machine.matmul_flops_per_second / 1e12, 4),
+            "copy_gb_per_second": round(measured.machine.copy_bytes_per_second / 1e9, 2),
+            "matmul_tflops_per_second": round(measured.machine.matmul_flops_per_second / 1e12, 4),
         },
         "proven": proven,
         "skipped": measured.skipped,

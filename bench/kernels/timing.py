@@ -29,6 +29,13 @@ class Machine:
     """Read and written bytes of a large copy together."""
     matmul_flops_per_second: float
 
+    def faster(self, other: "Machine") -> "Machine":
+        """Of each rate the better of two measurements."""
+        return Machine(
+            copy_bytes_per_second=max(self.copy_bytes_per_second, other.copy_bytes_per_second),
+            matmul_flops_per_second=max(self.matmul_flops_per_second, other.matmul_flops_per_second),
+        )
+
 
 class Clock:
     """Seconds of calls on one device."""

@@ -220,7 +220,7 @@ def test_a_row_is_a_share_of_the_slower_of_two_limits() -> None:
 
 
 def test_cases_that_do_not_fit_the_memory_are_skipped_and_counted() -> None:
-    measured = measure(BENCH, MACHINE, memory_bytes=0, only="")
+    measured = measure(BENCH, lambda: MACHINE, memory_bytes=0, only="")
     assert not measured.rows
     assert measured.skipped > 50
 
@@ -232,7 +232,7 @@ def interrupt() -> Callable[[], object]:
 def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(cases(BENCH, SMALL))[:3]
     monkeypatch.setattr(main, "cases", lambda *_: iter([*whole[:2], replace(whole[2], make=interrupt)]))
-    measured = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
+    measured = measure(BENCH, lambda: MACHINE, memory_bytes=1 << 30, only="")
     assert (len(measured.rows), measured.is_cut_short) == (2, True)
     figures = {
         "backend": "b",
@@ -247,7 +247,7 @@ def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.Monke
     assert "Cut short" not in text_of(figures | {"cut_short": False})
     monkeypatch.setattr(main, "cases", lambda *_: iter([replace(whole[2], make=interrupt)]))
     with pytest.raises(KeyboardInterrupt):
-        measure(BENCH, MACHINE, memory_bytes=1 << 30, only="")
+        measure(BENCH, lambda: MACHINE, memory_bytes=1 << 30, only="")
 
 
 def test_a_run_cut_short_fails_and_leaves_the_complete_report_of_its_day_as_it_is(
@@ -273,11 +273,23 @@ def test_a_run_cut_short_fails_and_leaves_the_complete_report_of_its_day_as_it_i
 
 def test_what_decodes_gain_together_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "CPU", SMALL)
-    measured = measure(BENCH, MACHINE, memory_bytes=1 << 30, only="cascade")
+    measured = measure(BENCH, lambda: MACHINE, memory_bytes=1 << 30, only="cascade")
     with_cascade, without = measured.rows
     assert (with_cascade["kernel"], without["kernel"]) == (CASCADE, ONE_BY_ONE)
     (gain,), (loss,) = with_cascade["others_over_it"].values(), without["others_over_it"].values()
     assert gain * loss == pytest.approx(1, rel=1e-2)
+
+
+def test_shares_are_of_the_faster_rates_of_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "CPU", SMALL)
+    before, after = (
+        Machine(copy_bytes_per_second=b, matmul_flops_per_second=f) for b, f in ((1e9, 3e12), (2e9, 1e12))
+    )
+    rates = iter((before, after))
+    measured = measure(BENCH, lambda: next(rates), memory_bytes=1 << 30, only="rms_norm")
+    assert measured.machine == Machine(copy_bytes_per_second=2e9, matmul_flops_per_second=3e12)
+    row = measured.rows[0]
+    assert row["of_copy"] == pytest.approx(row["bytes"] / 2e9 / (row["us"] / 1e6), rel=1e-2)
 
 
 def test_calls_take_turns_and_each_is_first_as_often_as_the_other() -> None:
