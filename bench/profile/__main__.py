@@ -191,7 +191,7 @@ def _longest(arguments: argparse.Namespace) -> int:
     return max(LONGEST_PREFILL + 64, max(arguments.contexts) + START_STEPS + decode_steps(arguments.steps))
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.profile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -221,6 +221,11 @@ def main() -> None:
     arguments.decodes = arguments.decodes or DECODES[arguments.device]
     if MANY not in arguments.decodes:
         parser.error(f"--decodes must have {MANY} among them: floors are of so many")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
     proven = "nothing" if arguments.skip_proof else prove(arguments.prove)
     with TemporaryDirectory(prefix="blockyard-bench-") as scratch:
         model = model_folder(arguments.model, arguments.dtype, Path(scratch), with_weights=False)

@@ -1,25 +1,19 @@
-"""The engine bench: its workloads are what they are said to be, its clock counts rightly, its figures are right, its
-systems hold together as real processes, and it keeps no report on a red test."""
+"""The engine bench: its workloads are what they are said to be, its clock counts rightly, its figures are right, and it
+keeps no report on a red test."""
 
-import asyncio
 import json
-import os
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from math import inf
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from blockyard.worker.model.config import load_config
 
 import bench.engine.__main__ as main
-from bench.engine import systems
-from bench.engine.__main__ import check_memory, lost_of, measure, parse
+from bench.engine.__main__ import parse
 from bench.engine.figures import (
     GOALS,
     MIN_REPEATS,
@@ -36,23 +30,14 @@ from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
 from bench.engine.systems import (
     ROOT,
-    Running,
-    System,
-    SystemEnded,
     Trial,
-    end_group,
     our_systems,
-    peers,
-    running,
-    with_preload,
 )
 from bench.engine.workloads import WORKLOADS, requests_of
 from bench.kernels.timing import Machine
 from bench.profile.roofline import used_weights
 from bench.proof import RedTests, prove
-from bench.router.processes import tree
 
-GIB = 2**30
 SETTINGS = {
     "model": str(model_folder("demo", "float32", Path(), with_weights=True)),
     "dtype": "float32",
@@ -350,175 +335,6 @@ def test_no_figure_comes_of_a_red_test(tmp_path: Path) -> None:
         prove([str(tmp_path / "test_missing.py")])
 
 
-async def run(system: System, folder: Path, requests: list[Request]) -> Trial:
-    async with running(system, folder, 6 * GIB) as started:
-        assert isinstance(started, Running), started
-        return await started.run(requests)
-
-
-async def test_our_engine_and_transformers_make_the_same_tokens_of_a_run(tmp_path: Path) -> None:
-    ours = our_systems(SETTINGS, backends=["torch"], is_served=False, is_unshared=False)
-    transformers = peers(
-        SETTINGS, {"transformers": Path(sys.executable)}, None, batchings=["static", "continuous"]
-    )
-    requests = workload("tiny")
-    heads = []
-    for system in (*ours, *transformers):
-        measured = await run(system, tmp_path, requests)
-        assert [course.num_tokens for course in measured.courses] == [8] * 6
-        assert all(0 < (course.first or 0) <= course.last for course in measured.courses)
-        heads.append([course.head for course in measured.courses])
-    assert heads[0] == heads[1] == heads[2]
-
-
-async def test_the_clusters_own_path_is_a_worker_and_a_router_that_end_with_the_run(tmp_path: Path) -> None:
-    served = our_systems(SETTINGS, backends=["torch"], is_served=True, is_unshared=False)[-1]
-    measured = await run(served, tmp_path, workload("tiny"))
-    assert [course.num_tokens for course in measured.courses] == [8] * 6
-
-
-def script(tmp_path: Path, text: str) -> System:
-    path = tmp_path / "peer.py"
-    path.write_text(text)
-    return System(name="a peer", command=(sys.executable, str(path)), settings={})
-
-
-async def test_a_peer_that_is_not_installed_is_absent_and_says_what_is_missing(tmp_path: Path) -> None:
-    pythons = {"vllm": Path(sys.executable)}
-    (vllm,) = peers(SETTINGS, pythons, None, batchings=[])
-    async with running(vllm, tmp_path, GIB) as started:
-        assert started == "vllm cannot be imported"
-
-
-async def test_a_peer_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
-    greedy = script(tmp_path, "import time\nheld = bytearray(300 << 20)\ntime.sleep(60)\n")
-    async with running(greedy, tmp_path, 200 << 20) as started:
-        assert isinstance(started, str)
-        assert "ended by the benchmark at 0.3 GiB" in started
-
-
-STARTS_A_CHILD = """
-import os, subprocess, sys, time
-child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
-pids = f"{os.getpid()} {child.pid}"
-"""
-
-
-def living(pids: str) -> list[int]:
-    """None that is but waited for by whoever started it."""
-    stats = {int(pid): Path(f"/proc/{pid}/stat") for pid in pids.split()}
-    return [pid for pid, stat in stats.items() if stat.exists() and ") Z " not in stat.read_text()]
-
-
-async def test_what_an_absent_peer_had_started_is_gone_before_others_are_measured(tmp_path: Path) -> None:
-    ends = script(
-        tmp_path, f"{STARTS_A_CHILD}\nopen({str(tmp_path / 'pids')!r}, 'w').write(pids); sys.exit(1)"
-    )
-    async with running(ends, tmp_path, GIB) as started:
-        assert isinstance(started, str)
-        assert started.startswith("it has ended")
-        assert living((tmp_path / "pids").read_text()) == []
-
-
-async def test_a_peer_that_brings_too_few_tokens_can_be_ended_with_all_that_it_started(
-    tmp_path: Path,
-) -> None:
-    short = PEER.replace("FAILS_AT", "99").replace("SECONDS", "0").replace("num_tokens=asked", "num_tokens=1")
-    short = short.replace('notes=""', "notes=pids") + "    time.sleep(60)\n"
-    async with running(script(tmp_path, STARTS_A_CHILD + short), tmp_path, GIB) as started:
-        assert isinstance(started, Running), started
-        with pytest.raises(ValueError, match="1 of 8 tokens"):
-            await started.run(workload("tiny"))
-        assert len(living(started.notes)) == 2
-        await started.kill()
-        assert living(started.notes) == []
-        assert int(started.notes.split()[0]) not in tree(os.getpid()), "it is waited for"
-
-
-async def test_a_number_that_is_anothers_by_now_is_not_signalled() -> None:
-    stranger = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
-    reaped = cast(asyncio.subprocess.Process, SimpleNamespace(pid=stranger.pid, returncode=0))
-    await end_group(reaped)
-    assert living(str(stranger.pid)) == [stranger.pid]
-    await end_group(stranger)
-    assert stranger.returncode == -15
-
-
-async def test_a_peer_that_ends_amid_a_run_is_told_apart_from_a_slow_one(tmp_path: Path) -> None:
-    hello = '{"versions": {}, "notes": "", "load_seconds": 0.1}'
-    dying = script(tmp_path, f"input(); print('{hello}', flush=True); input(); raise SystemExit('enough')\n")
-    async with running(dying, tmp_path, GIB) as started:
-        assert isinstance(started, Running)
-        with pytest.raises(SystemEnded, match="enough"):
-            await started.run(workload("tiny"))
-
-
-PEER = """
-import json, sys, time
-def say(**message): print(json.dumps(message), flush=True)
-sys.stdin.readline()
-say(versions={}, notes="", load_seconds=0.1)
-for number, line in enumerate(sys.stdin):
-    if number >= FAILS_AT: raise SystemExit("out of memory")
-    time.sleep(SECONDS)
-    done = dict(submitted=0.0, first=0.1, last=0.2, head=[1])
-    say(courses=[done | dict(num_tokens=asked) for _, _, asked in json.loads(line)])
-"""
-
-
-def scripted(tmp_path: Path, name: str, *, fails_at: int = 99, seconds: float = 0.0, is_ours: bool) -> System:
-    """Answers so many lists of requests, the one that warms it up among them, each after so long."""
-    path = tmp_path / f"{name}.py"
-    path.write_text(PEER.replace("FAILS_AT", str(fails_at)).replace("SECONDS", str(seconds)))
-    return System(name=name, command=(sys.executable, str(path)), settings={}, is_ours=is_ours)
-
-
-async def measured(
-    systems: list[System], tmp_path: Path, *, repeats: int = MIN_REPEATS, seconds: float = inf
-) -> Results:
-    arguments = Namespace(
-        memory_gib=1.0, workloads="tiny,brief", repeats=repeats, rate=1.0, workload_seconds=seconds
-    )
-    arguments.transformers, arguments.vllm_python, arguments.openvino_python = "", None, None
-    return await measure(arguments, systems, 4096, tmp_path)
-
-
-async def test_who_fails_ours_too_loses_its_own_figures_alone(tmp_path: Path) -> None:
-    ours = scripted(tmp_path, "blockyard triton", fails_at=2, is_ours=True)
-    unshared = scripted(tmp_path, "blockyard, nothing shared", is_ours=True)
-    absent = script(tmp_path, "raise SystemExit('CUDA out of memory')")
-    results = await measured([ours, unshared, absent], tmp_path)
-    assert results.systems["blockyard triton"]["failed"] == "it has ended: out of memory"
-    assert results.systems["a peer"] == {"absent": "it has ended: CUDA out of memory"}
-    assert {name: [len(trials) for trials in rows.values()] for name, rows in results.trials.items()} == {
-        "tiny": [3],
-        "brief": [3],
-    }
-    text = text_of(figures_of({"bfloat16": results}, {**SETTING, "device": "cuda"}))
-    assert "**failed**: it has ended: out of memory" in text
-    assert "nano, bfloat16: blockyard triton / the roofline" in text, "the floor is not another row's"
-    assert lost_of({"bfloat16": results}) == "blockyard triton in bfloat16"
-
-
-async def test_no_repeat_beyond_those_that_claims_need_begins_when_a_workload_has_had_its_time(
-    tmp_path: Path,
-) -> None:
-    slow = scripted(tmp_path, "slow", seconds=0.1, is_ours=True)
-    results = await measured([slow], tmp_path, repeats=MIN_REPEATS + 2, seconds=0.05)
-    assert [len(rows["slow"]) for rows in results.trials.values()] == [MIN_REPEATS] * 2
-    assert lost_of({"bfloat16": results}) == ""
-
-
-async def test_a_peer_that_does_not_stand_ready_in_time_is_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(systems, "LOAD_SECONDS", 0.2)
-    before = tree(os.getpid())
-    async with running(script(tmp_path, "import time; time.sleep(60)"), tmp_path, GIB) as started:
-        assert started == "it did not stand ready within 0 s"
-        assert tree(os.getpid()) == before, "it runs beside what is measured"
-
-
 def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -543,21 +359,6 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
     told = f"python -m bench.engine {' '.join(command[3:-1])} .../{tmp_path.name}"
     assert f"```bash\n{told}\n```" in report.with_suffix(".md").read_text()
     assert str(tmp_path) not in report.with_suffix(".md").read_text()
-
-
-def test_an_allocator_is_preloaded_for_peers_that_take_one_and_never_for_ours() -> None:
-    ours = System(name="blockyard cpu", command=("x",), settings={}, is_ours=True)
-    vllm = System(name="vllm", command=("x",), settings={}, env={"LD_PRELOAD": "omp.so"})
-    openvino = System(name="openvino", command=("x",), settings={}, takes_preload=False)
-    loaded = [with_preload(system, ["malloc.so"]).env.get("LD_PRELOAD") for system in (ours, vllm, openvino)]
-    assert loaded == [None, "malloc.so:omp.so", None]
-
-
-def test_systems_that_leave_too_little_memory_end_the_run() -> None:
-    check_memory(None)
-    check_memory(2 * 2**30)
-    with pytest.raises(RuntimeError, match=r"leave 1\.0 GiB"):
-        check_memory(2**30)
 
 
 def test_a_cache_of_ours_in_8_bits_is_named_and_has_no_goals() -> None:

@@ -26,6 +26,7 @@ from bench.kernels.timing import Clock, Machine
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+COMMAND = (sys.executable, "-m", "bench.kernels", "--device", "cpu", "--backend", "torch", "--threads", "1")
 BENCH = Bench(backend=TorchBackend(), device=CPU, dtype=torch.float32)
 SMALL = Sizes(
     sequences=(1, 3),
@@ -360,19 +361,8 @@ def test_tritons_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_command_prints_what_it_has_when_it_is_told_to_end_and_fails() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "bench.kernels",
-        "--device",
-        "cpu",
-        "--backend",
-        "torch",
-        "--threads",
-        "1",
-    ]
     with subprocess.Popen(
-        [*command, "--only", "linear", "--skip-proof"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [*COMMAND, "--only", "linear", "--skip-proof"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None
         assert running.stdout.readline().endswith(" us\n")
@@ -383,20 +373,8 @@ def test_the_command_prints_what_it_has_when_it_is_told_to_end_and_fails() -> No
 
 
 def test_the_command_prints_each_kernel_beside_the_rates_of_its_own_run() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "bench.kernels",
-        "--device",
-        "cpu",
-        "--backend",
-        "torch",
-        "--threads",
-        "1",
-    ]
-    command += ["--only", "silu", "--memory-gib", "0.01", "--skip-proof"]
     done = subprocess.run(
-        command,
+        [*COMMAND, "--only", "silu", "--memory-gib", "0.01", "--skip-proof"],
         cwd=ROOT,
         capture_output=True,
         text=True,
