@@ -21,6 +21,7 @@ from blockyard.worker.sequence import (
     Sequence,
     SequenceId,
     StepPlan,
+    token_array,
 )
 from blockyard.worker.simulated import SimulatedRunner
 
@@ -95,7 +96,7 @@ class Drive:
         params = SamplingParams(max_tokens=num_outputs, **sampling)
         sequence = Sequence(
             sequence_id=SequenceId(number),
-            tokens=tokens,
+            tokens=token_array(tokens),
             prompt_length=len(tokens),
             sampling=params,
             names=[BlockName(name) for name in (self._root, *chain(self._root, tokens, self.block_size))],

@@ -19,6 +19,7 @@ from blockyard.worker.sequence import (
     SequenceState,
     StepPlan,
     TokenLogprob,
+    token_array,
 )
 from blockyard.worker.steps import EndedStep, Steps
 
@@ -142,7 +143,7 @@ class Engine:
         for part in parts:
             sequence = Sequence(
                 sequence_id=SequenceId(self._next_sequence),
-                tokens=[*request.token_ids, *part.token_ids],
+                tokens=token_array((*request.token_ids, *part.token_ids)),
                 prompt_length=request.prompt_length,
                 sampling=sampling,
                 names=list(request.names),

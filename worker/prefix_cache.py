@@ -11,6 +11,7 @@ With an index stride of S the news tell of every S-th name of a chain alone: eac
 it. Those are held whenever it is, and of any two that are told the parent still comes first and goes last.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ NO_CHANGES = CacheChanges(stored=(), removed=())
 
 
 class Lineage(NamedTuple):
-    """What operators are told of a named block. A tuple, because one is made for each."""
+    """What operators are told of a named block."""
 
     parent: BlockName | None
     """The name before its own in the chain; None of a prefix's first block."""
@@ -56,10 +57,15 @@ class PrefixCache:
         self._anywhere = anywhere
         self.on_lost: Callable[[BlockId, BlockName], None] | None = None
         pool.on_evict = self._forget
-        self._copies: dict[BlockName, dict[BlockId, bool]] = {}
-        """Blocks of each name, and whether the step that filled them has run."""
+        self._blocks: dict[BlockName, BlockId] = {}
+        """The longest named block of each name."""
+        self._copies: dict[BlockName, list[BlockId]] = {}
+        """The other blocks of the few names that have several, in order."""
         self._names: dict[BlockId, BlockName] = {}
-        self._lineages: dict[BlockId, Lineage] = {}
+        self._parents: dict[BlockId, BlockName | None] = {}
+        self._named_at: dict[BlockId, float] = {}
+        """Two dicts of plain values, which the garbage collector walks in no time, where an object for each block took
+        it milliseconds."""
         self.now_seconds = 0.0
         """What time it is. Whoever turns the engine says so with each step: this asks no clock."""
         self._unconfirmed: set[BlockId] = set()
@@ -76,11 +82,12 @@ class PrefixCache:
         return self._names.get(block)
 
     def lineage(self, block: BlockId) -> Lineage | None:
-        return self._lineages.get(block)
+        return Lineage(self._parents[block], self._named_at[block]) if block in self._parents else None
 
     def blocks_named(self, name: BlockName) -> list[BlockId]:
-        """Every block that holds it."""
-        return list(self._copies.get(name, ()))
+        """Every block that holds it, the longest named first."""
+        first = self._blocks.get(name)
+        return [] if first is None else [first, *self._copies.get(name, ())]
 
     def is_unconfirmed(self, block: BlockId) -> bool:
         """Whether the step that fills the block has yet to run."""
@@ -88,12 +95,12 @@ class PrefixCache:
 
     def match(self, names: Sequence[BlockName]) -> list[BlockId]:
         """The blocks of the longest cached prefix of `names`."""
-        blocks, copies_of = [], self._copies.get
+        blocks, block_of = [], self._blocks.get
         for name in names:
-            copies = copies_of(name)
-            if copies is None:
+            block = block_of(name)
+            if block is None:
                 break
-            blocks.append(next(iter(copies)))
+            blocks.append(block)
         return blocks
 
     def assign(
@@ -108,17 +115,18 @@ class PrefixCache:
         whether the index is to know the name; it is the same for every copy."""
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
-        self._lineages[block] = Lineage(parent, self.now_seconds)
-        self._copies.setdefault(name, {})[block] = False
+        self._parents[block], self._named_at[block] = parent, self.now_seconds
+        if self._blocks.setdefault(name, block) != block:
+            self._copies.setdefault(name, []).append(block)
         self._unconfirmed.add(block)
         if not is_told:
             self._untold.add(block)
         self._pool.keep(block, tenant)
 
     def owner(self, name: BlockName) -> TenantId | None:
-        """On whose account the first copy of a name is."""
-        copies = self._copies.get(name)
-        return None if copies is None else self._pool.owner(next(iter(copies)))
+        """On whose account the longest named block of a name is."""
+        block = self._blocks.get(name)
+        return None if block is None else self._pool.owner(block)
 
     def confirm(self, block: BlockId) -> None:
         """The step that filled the block has run: its name may be published."""
@@ -131,16 +139,21 @@ class PrefixCache:
             if block in unconfirmed:
                 unconfirmed.remove(block)
                 name = self._names[block]
-                copies = self._copies[name]
-                is_first = len(copies) == 1 or not any(copies.values())
-                copies[block] = True
-                if is_first:
+                if not self._is_published_beside(block, name):
                     self._num_published += 1
                     is_told = block not in self._untold
                     if self._anywhere is not None:
                         self._anywhere.add(name, is_told=is_told)
                     if is_told:
                         self._changes.store(name)
+
+    def _is_published_beside(self, block: BlockId, name: BlockName) -> bool:
+        """Whether a step that has run filled another block with the same."""
+        copies = self._copies.get(name)
+        if copies is None:
+            return False  # as nearly always
+        others = itertools.chain((self._blocks[name],), copies)
+        return any(other != block and other not in self._unconfirmed for other in others)
 
     def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
         """Retracts those of the blocks that one sequence alone holds, which is about to release them."""
@@ -164,17 +177,15 @@ class PrefixCache:
 
     def _forget(self, block: BlockId) -> None:
         name = self._names.pop(block)
-        del self._lineages[block]
-        copies = self._copies[name]
-        was_confirmed = copies.pop(block)
+        del self._parents[block], self._named_at[block]
         is_told = block not in self._untold
         if not is_told:
             self._untold.remove(block)
-        if not copies:
-            del self._copies[name]
-        if not was_confirmed:
+        is_published_beside = self._is_published_beside(block, name)
+        self._drop_block(block, name)
+        if block in self._unconfirmed:
             self._unconfirmed.remove(block)
-        elif not copies or not any(copies.values()):
+        elif not is_published_beside:
             self._num_published -= 1
             if self.on_lost is not None:
                 self.on_lost(block, name)
@@ -182,6 +193,18 @@ class PrefixCache:
                 self._anywhere.remove(name)
             if is_told:
                 self._changes.remove(name)
+
+    def _drop_block(self, block: BlockId, name: BlockName) -> None:
+        copies = self._copies.get(name)
+        if copies is None:
+            del self._blocks[name]
+            return
+        if self._blocks[name] == block:
+            self._blocks[name] = copies.pop(0)
+        else:
+            copies.remove(block)
+        if not copies:
+            del self._copies[name]
 
     def take_changes(self) -> CacheChanges:
         """What was published and removed since the last call."""
@@ -192,10 +215,13 @@ class PrefixCache:
 
     def check_invariants(self) -> None:
         """Raises AssertionError where names, copies and counts disagree. O(blocks)."""
-        assert sum(len(copies) for copies in self._copies.values()) == len(self._names)
+        assert self._copies.keys() <= self._blocks.keys()
+        assert all(self._copies.values())
+        assert len(self._blocks) + sum(map(len, self._copies.values())) == len(self._names)
         for block, name in self._names.items():
-            assert self._copies[name][block] is (block not in self._unconfirmed)
-        assert sum(any(copies.values()) for copies in self._copies.values()) == self._num_published
-        assert self._names.keys() == self._lineages.keys()
+            assert block in self.blocks_named(name)
+        published = {name for block, name in self._names.items() if block not in self._unconfirmed}
+        assert len(published) == self._num_published
+        assert self._names.keys() == self._parents.keys() == self._named_at.keys()
         assert self._unconfirmed <= self._names.keys()
         assert self._untold <= self._names.keys()

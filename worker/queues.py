@@ -57,7 +57,7 @@ class Queues:
         is_beam = parent.group is not None
         child = Sequence(
             sequence_id=SequenceId(next(self._fork_ids)),
-            tokens=list(parent.tokens),
+            tokens=parent.tokens[:],
             prompt_length=parent.prompt_length,
             sampling=parent.sampling,
             names=list(parent.names),

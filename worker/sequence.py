@@ -3,6 +3,8 @@
 Pure data. The scheduler moves the counters, the block pool hands out the blocks, the runner reads both.
 """
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
@@ -51,6 +53,12 @@ class SequenceState(Enum):
     FINISHED = auto()
     CANCELLED = auto()
     FAILED = auto()
+
+
+def token_array(token_ids: Iterable[int] = ()) -> "array[int]":
+    """Of int32, so four bytes a token, which the garbage collector need not walk as it walks a list. Raises
+    OverflowError for one that does not fit."""
+    return array("i", token_ids)
 
 
 _OVER = (SequenceState.FINISHED, SequenceState.CANCELLED, SequenceState.FAILED)
@@ -166,8 +174,8 @@ class Sequence:
     """
 
     sequence_id: SequenceId
-    tokens: list[int]
-    """The prompt, then what was generated (also before a replay)."""
+    tokens: "array[int]"
+    """The prompt, then what was generated (also before a replay), as `token_array` makes it."""
     prompt_length: int
     """Tokens the client sent; what follows counts as output."""
     sampling: SamplingParams

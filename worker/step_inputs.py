@@ -5,6 +5,7 @@ Owns the flattening of a step into tensors. Does not decide what runs, run it, o
 Shapes: T tokens in the step, R rows, Q positions whose output the step needs.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from blockyard.kernels.attention_plan import AttentionPlan, plan_rows
 from blockyard.worker.newest_tokens import NewestTokens
 from blockyard.worker.prompt_scoring import scored_positions
-from blockyard.worker.sequence import ScheduledRow, SequenceId
+from blockyard.worker.sequence import ScheduledRow, SequenceId, token_array
 from blockyard.worker.table_rows import TableRows
 from blockyard.worker.transfers import upload
 
@@ -99,9 +100,9 @@ class InputRows:
 
 def _input_tokens(
     rows: Sequence[ScheduledRow],
-) -> tuple[list[int], dict[int, tuple[SequenceId, int]]]:
+) -> tuple["array[int]", dict[int, tuple[SequenceId, int]]]:
     """Row by row; and by place those that stand for a token of the step before, with its sequence and position."""
-    tokens: list[int] = []
+    tokens = token_array()
     unheard: dict[int, tuple[SequenceId, int]] = {}
     for row in rows:
         known, start = row.sequence.tokens, row.start

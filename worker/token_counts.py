@@ -6,6 +6,8 @@ from the sequence's tokens and then kept up to date by each token as it is drawn
 Shapes: C rows of the buffers, P sequences of a step that penalise, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,7 +37,7 @@ class TokenCounts:
     def give_back(self, row: int) -> None:
         self._free.append(row)
 
-    def write(self, row: int, prompt: list[int], output: list[int]) -> None:
+    def write(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Ids that are no logits' are left out."""
         self._prompts_CV[row] = self._count(prompt) > 0
         self._outputs_CV[row] = self._count(output)
@@ -65,7 +67,7 @@ class TokenCounts:
         penalised_PV -= presence_P1 * in_output_PV
         return penalised_PV
 
-    def _count(self, tokens: list[int]) -> torch.Tensor:
+    def _count(self, tokens: Sequence[int]) -> torch.Tensor:
         vocab_size = self._outputs_CV.shape[1]
         ids = np.asarray(tokens, dtype=np.int64)
         known = ids[(ids >= 0) & (ids < vocab_size)]

@@ -6,6 +6,7 @@ from blockyard.worker.sequence import (
     ScheduledRow,
     Sequence,
     SequenceId,
+    token_array,
 )
 
 _EVERY_OPTION = SamplingParams(
@@ -43,7 +44,7 @@ def largest_rows(
 def _row(number: int, num_tokens: int, blocks: list[BlockId], sampling: SamplingParams) -> ScheduledRow:
     sequence = Sequence(
         sequence_id=SequenceId(number),
-        tokens=[0] * num_tokens,
+        tokens=token_array([0]) * num_tokens,
         prompt_length=num_tokens,
         sampling=sampling,
         names=[],

@@ -20,7 +20,7 @@ from blockyard.kernels.kv_pool import QUANTISED_DTYPES, QuantisedName
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.kv_size import bytes_per_block
 from blockyard.worker.sampler import Sampler
-from blockyard.worker.sequence import BlockId, HostSlot, SamplingParams, ScheduledRow, SequenceId
+from blockyard.worker.sequence import BlockId, HostSlot, SamplingParams, ScheduledRow, SequenceId, token_array
 from blockyard.worker.sequence import Sequence as RunningSequence
 
 from bench.engine.shapes import SHAPES, Shape
@@ -237,7 +237,7 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
 def _row_that_draws(number: int) -> ScheduledRow:
     sequence = RunningSequence(
         sequence_id=SequenceId(number),
-        tokens=[0],
+        tokens=token_array([0]),
         prompt_length=1,
         sampling=SamplingParams(temperature=1.0, seed=number),
         names=[],

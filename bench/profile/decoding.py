@@ -38,6 +38,7 @@ def decoding(engine: Engine, *, running: int, context: int, num_steps: int) -> I
         _submit(engine, prompts, 1, salt)
         _drain(engine)
         _submit(engine, prompts, START_STEPS + num_steps, salt)
+        del prompts  # a worker has none either: the collector would walk them
         _start(engine, running)
         lengths = [(sequence, len(sequence.tokens)) for sequence in engine.scheduler.running]
         yield

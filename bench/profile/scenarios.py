@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 from blockyard.kernels.native_linear import LANES
+from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput, StepResult
+from blockyard.worker.scheduler import SchedulerConfig
+from blockyard.worker.simulated import SimulatedRunner
 
-from bench.engine.build import engine_request
+from bench.engine.build import BLOCK_SIZE, engine_request
 from bench.engine.peers.protocol import Request
+from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
 from bench.profile.stopwatch import Stopwatch
 
 NAMING, LOOK_UP = "name blocks", "look names up"
@@ -220,6 +224,29 @@ def full_collections_ms(count: int) -> tuple[float, float]:
         return spared, _longest_collection_ms(count)
     finally:
         gc.freeze()
+
+
+def large_pool_collection_ms(*, running: int, context: int, count: int) -> float:
+    """The longest of so many full collections while so many sequences of so many tokens decode: the objects of
+    scheduler, pool and prefix cache alone, spared as in a worker. A clock stands for the model."""
+    num_steps = 1
+    num_blocks = blocks_of_decodes(
+        running=running, context=context, num_steps=num_steps, block_size=BLOCK_SIZE
+    )
+    runner = SimulatedRunner(
+        vocab_size=4000, prefill_tokens_per_second=1.0, step_seconds=0.0, sleep=lambda seconds: None
+    )
+    with spared_by_garbage_collection():
+        config = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=running,
+            max_num_batched_tokens=running * context,
+            max_model_len=context + START_STEPS + num_steps,
+        )
+        engine = Engine(config, runner, num_blocks=num_blocks)
+        with decoding(engine, running=running, context=context, num_steps=num_steps):
+            engine.step()
+            return _longest_collection_ms(count)
 
 
 def _longest_collection_ms(count: int) -> float:

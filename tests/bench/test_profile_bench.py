@@ -24,6 +24,7 @@ from bench.profile.scenarios import (
     PLAN,
     PREPARE,
     full_collections_ms,
+    large_pool_collection_ms,
     medians,
     prefill_profile,
     profile_steps,
@@ -220,6 +221,13 @@ def row(sequences: int, context: int, share: float) -> Figures:
     return {"sequences": sequences, "context": context, "limit_ms": 1.0, "step_ms": 2.0, "share": share}
 
 
+FULL_COLLECTIONS = {
+    "count": 3,
+    "spared": 3.0,
+    UNSPARED: 600.0,
+    "large_pool": 4.0,
+    "large_pool_tokens": 2**20,
+}
 FIGURES: Figures = {
     "model": "llama-166m",
     "dtype": "float32",
@@ -234,15 +242,16 @@ FIGURES: Figures = {
         "spared": {"count": 2, "longest_ms": 4.0, "whole_ms": 5.0},
         UNSPARED: {"count": 9, "longest_ms": 6.0, "whole_ms": 9.0},
     },
-    "full_collections_ms": {"count": 3, "spared": 3.0, UNSPARED: 600.0},
+    "full_collections_ms": FULL_COLLECTIONS,
     "of_roofline": [row(1, 256, 0.1), row(32, 256, 0.9), row(256, 256, 0.7), row(64, 2048, 0.85)],
 }
 
 
 def test_floors_are_the_schedulers_names_and_the_collectors() -> None:
     assert [floor.holds for floor in floors_of(FIGURES)] == [True, False, True]
-    slow = {**FIGURES, "full_collections_ms": {"count": 3, "spared": 7.0, UNSPARED: 600.0}}
-    assert [floor.holds for floor in floors_of(slow)] == [True, False, False]
+    for what in ("spared", "large_pool"):
+        slow = {**FIGURES, "full_collections_ms": {**FULL_COLLECTIONS, what: 7.0}}
+        assert [floor.holds for floor in floors_of(slow)] == [True, False, False]
 
 
 def test_the_floor_of_a_whole_step_is_of_a_gpu_and_its_model_at_each_length_of_context() -> None:
@@ -257,6 +266,7 @@ def test_the_report_says_what_is_rare_beside_what_is_usual() -> None:
     text = text_of(FIGURES, "Title.\n\n    command\n\nAbout.")
     assert "50 steps: p50 0.8 ms, p99 0.9 ms, the longest 1.5 ms." in text
     assert "while 256 sequences decode, the longest of 3: spared 3.0 ms, python's own way 600.0 ms" in text
+    assert "with 1,048,576 tokens in the pool, and a clock for a model: spared 4.0 ms" in text
     assert "| 64 | 2,048 | 2.00 | 1.00 | 85% |" in text
 
 
@@ -275,6 +285,13 @@ def test_a_full_collection_is_by_the_wall_clock_and_walks_what_is_spared_only_wh
         assert gc.get_freeze_count()
         Slow()
         assert full_collections_ms(1)[0] >= 1000 * SLEEP_SECONDS
+
+
+def test_a_large_pool_is_walked_without_a_model() -> None:
+    with spared_by_garbage_collection():
+        thresholds = gc.get_threshold()
+        assert 0 < large_pool_collection_ms(running=4, context=64, count=2) < 1000
+        assert gc.get_threshold() == thresholds
 
 
 def test_the_limit_of_a_decode_step_is_weights_or_matmuls_and_then_the_cache(engine: Engine) -> None:

@@ -9,7 +9,7 @@ import torch
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.grammar.masks import Masks
-from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId
+from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId, token_array
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint" / "tokenizer.json"
@@ -69,7 +69,7 @@ def row_of(
     tokens = [*PROMPT, *output]
     sequence = Sequence(
         sequence_id=SequenceId(sequence_id),
-        tokens=tokens,
+        tokens=token_array(tokens),
         prompt_length=len(PROMPT),
         sampling=SamplingParams(),
         names=[],

@@ -6,7 +6,14 @@ from typing import NamedTuple
 import torch
 from blockyard.kernels.backend import Backend, choose_backend
 from blockyard.worker.sampler import Sampler
-from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId, StepTokens
+from blockyard.worker.sequence import (
+    SamplingParams,
+    ScheduledRow,
+    Sequence,
+    SequenceId,
+    StepTokens,
+    token_array,
+)
 
 VOCAB_SIZE = 40
 # Drawing from the right distribution passes with probability 0.9999 (normal approximation of chi-square).
@@ -28,7 +35,7 @@ def make_row(
 ) -> ScheduledRow:
     sequence = Sequence(
         sequence_id=SequenceId(sequence_id),
-        tokens=[0] * draw.position if tokens is None else tokens,
+        tokens=token_array([0] * draw.position if tokens is None else tokens),
         prompt_length=draw.position - draw.num_generated,
         sampling=draw.params,
         names=[],

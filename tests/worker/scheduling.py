@@ -19,6 +19,7 @@ from blockyard.worker.sequence import (
     StepPlan,
     StepTokens,
     TenantId,
+    token_array,
 )
 
 ROOT = root_name(cluster_secret="", model_fingerprint="test", block_size=16, kv_dtype="float32")
@@ -46,7 +47,7 @@ def make_sequence(
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     return Sequence(
         sequence_id=SequenceId(number),
-        tokens=list(tokens),
+        tokens=token_array(tokens),
         prompt_length=len(tokens),
         sampling=params,
         names=[BlockName(name) for name in (ROOT, *chain(ROOT, tokens, block_size))],

@@ -24,6 +24,7 @@ from blockyard.worker.sequence import (
     Sequence,
     SequenceId,
     StepPlan,
+    token_array,
 )
 
 from .checkpoints import (
@@ -88,7 +89,7 @@ def make_sequences(prompts: list[list[int]], sampling: SamplingParams = GREEDY) 
     return [
         Sequence(
             sequence_id=SequenceId(index),
-            tokens=list(tokens),
+            tokens=token_array(tokens),
             prompt_length=len(tokens),
             sampling=sampling,
             names=[],
@@ -131,7 +132,7 @@ def drive(
                 row.sequence.tokens.append(token)
             else:
                 assert token == NO_TOKEN
-    return [sequence.tokens[sequence.prompt_length :] for sequence in sequences]
+    return [list(sequence.tokens[sequence.prompt_length :]) for sequence in sequences]
 
 
 def expected_tokens(architecture: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -266,7 +267,7 @@ def test_a_step_may_start_from_a_token_that_is_not_committed_yet(make_runner: Ma
         row = ScheduledRow(sequence=sequence, start=start, num_tokens=num_tokens, samples=True)
         results += runner.execute(StepPlan(step=0, rows=(row,))).tokens
         # Committed one step late, as an engine with a step in flight does.
-        sequence.tokens += results[-2:-1]
+        sequence.tokens.extend(results[-2:-1])
         start, num_tokens = row.end, 1
     assert [results] == expected_tokens("Qwen3ForCausalLM", [tokens])
 

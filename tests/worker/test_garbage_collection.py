@@ -1,8 +1,12 @@
-"""Python's garbage collector leaves alone what a worker has loaded: a walk over it would hold every stream up."""
+"""Python's garbage collector leaves alone what a worker has loaded, and has little to walk of what it serves: a walk
+would hold every stream up."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
+
+from .scheduling import make_scheduler, make_sequence, step
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 SERVING = f"""
@@ -38,3 +42,19 @@ def test_a_worker_that_serves_has_all_that_it_loaded_out_of_the_collectors_reach
     assert loaded > 100_000
     assert watched < loaded / 10
     assert (exit_code, still_frozen) == (0, 0)
+
+
+def walked_while_decoding(num_blocks: int) -> int:
+    """References that a full collection follows of a pool of 256 blocks, so many of which one sequence has filled."""
+    scheduler = make_scheduler(num_blocks=256, max_num_batched_tokens=4096)
+    scheduler.submit(make_sequence(0, [token % 50 for token in range(num_blocks * 16)]))
+    step(scheduler)
+    step(scheduler)
+    assert sum(scheduler.cache.name(block) is not None for block in scheduler.pool.blocks()) == num_blocks
+    gc.collect()  # it forgets then what can be in no cycle
+    return sum(len(gc.get_referents(each)) for each in gc.get_objects() if gc.is_tracked(each))
+
+
+def test_the_collector_walks_a_name_and_a_number_of_each_block_and_no_token() -> None:
+    few, many = walked_while_decoding(10), walked_while_decoding(210)
+    assert many - few < 200 * 2, "each has left the list of free blocks too"

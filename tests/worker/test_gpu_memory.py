@@ -10,7 +10,15 @@ from blockyard.worker.gpu_memory import MemoryUse, measure
 from blockyard.worker.host_blocks import STAGING_BYTES
 from blockyard.worker.pool_size import measured_budget
 from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import BlockId, SamplingParams, ScheduledRow, Sequence, SequenceId, StepPlan
+from blockyard.worker.sequence import (
+    BlockId,
+    SamplingParams,
+    ScheduledRow,
+    Sequence,
+    SequenceId,
+    StepPlan,
+    token_array,
+)
 from blockyard.worker.step_graphs import GRAPH_BYTES, ladder
 from blockyard.worker.trial_rows import largest_rows
 
@@ -112,7 +120,7 @@ def test_a_runner_measured_on_one_block_serves_on_the_pool_it_gets_then() -> Non
     prompt = list(range(5, 45))
     sequence = Sequence(
         sequence_id=SequenceId(0),
-        tokens=list(prompt),
+        tokens=token_array(prompt),
         prompt_length=len(prompt),
         sampling=SamplingParams(temperature=0.0),
         names=[],

@@ -116,7 +116,7 @@ def test_an_output_that_does_not_follow_its_grammar_fails_alone_and_is_not_quote
     ]
 
 
-@pytest.mark.parametrize("token", [-1, 4096, 2**40])
+@pytest.mark.parametrize("token", [-1, 4096, 2**31 - 1])
 def test_a_token_that_is_none_does_not_raise(masks: Masks, token: int) -> None:
     rows = [row_of(compiled_of(regex("a+")), [token]), row_of(compiled_of(regex("b")), sequence_id=2)]
     assert allowed(masks, rows) == [set(), set(tokens_of("b"))]

@@ -16,6 +16,7 @@ from blockyard.worker.sequence import (
     SequenceId,
     StepPlan,
     TokenLogprob,
+    token_array,
 )
 
 from .checkpoints import reference_model, shared_checkpoint
@@ -136,7 +137,7 @@ def make_sequence(number: int, length: int, first_block: int, **params: Any) -> 
     blocks = range(first_block, first_block + -(-(length + 1) // BLOCK_SIZE))
     return Sequence(
         sequence_id=SequenceId(number),
-        tokens=prompt_of(length),
+        tokens=token_array(prompt_of(length)),
         prompt_length=length,
         sampling=SamplingParams(temperature=0.0, **params),
         names=[],

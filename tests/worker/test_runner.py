@@ -15,6 +15,7 @@ from blockyard.worker.sequence import (
     SequenceId,
     StepPlan,
     StepTokens,
+    token_array,
 )
 
 from .checkpoints import reference_greedy, shared_checkpoint
@@ -42,7 +43,7 @@ def runner() -> TorchRunner:
 def make_row(blocks: list[int], *, start: int = 0, sampling: SamplingParams = GREEDY) -> ScheduledRow:
     sequence = Sequence(
         sequence_id=SequenceId(blocks[-1]),
-        tokens=list(TOKENS),
+        tokens=token_array(TOKENS),
         prompt_length=len(TOKENS),
         sampling=sampling,
         names=[],

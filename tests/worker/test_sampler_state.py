@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.sampler import Sampler
-from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId
+from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId, token_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ def make_sequence(
 ) -> Sequence:
     return Sequence(
         sequence_id=SequenceId(sequence_id),
-        tokens=list(PROMPT if tokens is None else tokens),
+        tokens=token_array(PROMPT if tokens is None else tokens),
         prompt_length=len(PROMPT),
         sampling=sampling,
         names=[],
@@ -69,7 +69,7 @@ def test_penalties_count_tokens_in_flight_as_if_they_were_committed(lag: int) ->
         while len(pending) > lag:
             sequence.tokens.append(pending.pop(0))
     expected = expected_run()
-    assert sequence.tokens + pending == expected
+    assert [*sequence.tokens, *pending] == expected
     assert expected != expected_run(SamplingParams(temperature=0.5, seed=3, max_tokens=64))
 
 
@@ -92,8 +92,8 @@ def test_a_step_that_was_thrown_away_is_not_counted() -> None:
             for _ in range(3)
         }
         assert len(tokens) == 1
-        sequence.tokens += tokens
-    assert sequence.tokens == expected_run()
+        sequence.tokens.extend(tokens)
+    assert list(sequence.tokens) == expected_run()
 
 
 def test_penalties_of_forks_equal_those_from_the_start() -> None:

@@ -105,7 +105,7 @@ def test_generated_blocks_are_found_by_the_next_turn_of_a_chat() -> None:
     first = make_sequence(0, prompt(20), max_tokens=20)
     scheduler.submit(first)
     run_to_end(scheduler)
-    second = make_sequence(1, first.tokens + prompt(10), max_tokens=1)
+    second = make_sequence(1, [*first.tokens, *prompt(10)], max_tokens=1)
     scheduler.submit(second)
     step(scheduler)
     assert second.cached_tokens == 32

@@ -19,6 +19,7 @@ from blockyard.worker.sequence import (
     SequenceId,
     StepPlan,
     StepTokens,
+    token_array,
 )
 from blockyard.worker.step_inputs import InputRows, StepInputs, wanted_positions
 from blockyard.worker.table_rows import FIRST_BLOCKS, FIRST_ROWS
@@ -72,7 +73,7 @@ def test_a_table_too_short_for_its_context_is_refused_whatever_lay_in_its_row_be
     sequences = [
         Sequence(
             sequence_id=SequenceId(number),
-            tokens=[1] * 9,
+            tokens=token_array([1] * 9),
             prompt_length=9,
             sampling=SamplingParams(),
             names=[],
@@ -134,7 +135,7 @@ def make_row(
 ) -> ScheduledRow:
     sequence = Sequence(
         sequence_id=SequenceId(number),
-        tokens=list(range(end)),
+        tokens=token_array(range(end)),
         prompt_length=end,
         sampling=SamplingParams(prompt_logprobs=prompt_logprobs),
         names=[],

@@ -9,7 +9,15 @@ import torch
 from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.worker.newest_tokens import NewestTokens
 from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import BlockId, SamplingParams, ScheduledRow, Sequence, SequenceId, StepPlan
+from blockyard.worker.sequence import (
+    BlockId,
+    SamplingParams,
+    ScheduledRow,
+    Sequence,
+    SequenceId,
+    StepPlan,
+    token_array,
+)
 from blockyard.worker.step_inputs import StepInputs
 
 from .checkpoints import ARCHITECTURES, make_checkpoint
@@ -73,7 +81,7 @@ def mixed_rows(runner: TorchRunner) -> tuple[ScheduledRow, ...]:
     sequences = [
         Sequence(
             sequence_id=SequenceId(number),
-            tokens=torch.randint(3, 272, (80,), generator=generator).tolist(),
+            tokens=token_array(torch.randint(3, 272, (80,), generator=generator).tolist()),
             prompt_length=80,
             sampling=SamplingParams(temperature=0.0),
             names=[],

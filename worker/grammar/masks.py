@@ -11,13 +11,14 @@ Shapes: S rows that sample, G of them with a grammar, V width of the logits, W w
 """
 
 import logging
+from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from blockyard.worker.grammar.compiled import CompiledGrammar, Mask, Matcher
-from blockyard.worker.sequence import ScheduledRow, SequenceId
+from blockyard.worker.sequence import ScheduledRow, SequenceId, token_array
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,9 @@ class _Follower:
     def _begin(self) -> None:
         self._matcher: Matcher = self.grammar.matcher()
         self._generation = self.grammar.generation
-        self._accepted: list[int] = []
+        self._accepted = token_array()
 
-    def fill(self, output: list[int], mask_W: Mask) -> bool:
+    def fill(self, output: "array[int]", mask_W: Mask) -> bool:
         """False, and nothing allowed, where the output does not follow the grammar or a limit is reached."""
         if not self.has_given_up:
             if self._follow(output, mask_W) or (self._can_begin_anew() and self._follow(output, mask_W)):
@@ -53,7 +54,7 @@ class _Follower:
         self._begin()
         return True
 
-    def _follow(self, output: list[int], mask_W: Mask) -> bool:
+    def _follow(self, output: "array[int]", mask_W: Mask) -> bool:
         known = len(self._accepted)
         if output[:known] != self._accepted:
             self._begin()
