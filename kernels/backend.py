@@ -2,7 +2,7 @@
 
 Shapes: T tokens in the step, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool,
 X = N + 2 K heads of queries, keys and values, H hidden size, I input (or intermediate) size, O output size, S positions
-in the rotary table, C block copies, V vocabulary, S also rows of logits.
+in the rotary table, C block copies, V vocabulary, S also rows of logits, F rows whose draw top-k or top-p filters.
 """
 
 import logging
@@ -123,6 +123,19 @@ class Backend(Protocol):
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row the likeliest token [S], any of equals, and whether all its logits are finite [S]; where they are
         not, any token."""
+        ...
+
+    def settle_nuclei(
+        self,
+        weights_FV: torch.Tensor,
+        top_k_F: torch.Tensor,
+        top_p_F: torch.Tensor,
+        unsettled_F: torch.Tensor,
+        threshold_F: torch.Tensor,
+    ) -> None:
+        """Writes the smallest weight that each unsettled row keeps: of those that are among its `top_k_F` (int64)
+        largest and have less than `top_p_F` (fp64) of their sum before them. Weights are fp32 and at least 0; a row
+        whose top-k is the vocabulary has no such filter, and a sum of 1. Any number for a row that holds NaN."""
         ...
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:

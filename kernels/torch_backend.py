@@ -18,6 +18,7 @@ from blockyard.kernels.attention_plan import AttentionPlan
 from blockyard.kernels.backend import HeadNorms, likeliest, split_heads
 from blockyard.kernels.huge_pages import collapse_packed
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
+from blockyard.kernels.nucleus import settle_by_sorting
 from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
 
 # Rows are attended together while the shortest is at least this share of the longest: less is padding.
@@ -185,6 +186,16 @@ class TorchBackend:
 
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return likeliest(logits_SV)
+
+    def settle_nuclei(
+        self,
+        weights_FV: torch.Tensor,
+        top_k_F: torch.Tensor,
+        top_p_F: torch.Tensor,
+        unsettled_F: torch.Tensor,
+        threshold_F: torch.Tensor,
+    ) -> None:
+        settle_by_sorting(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         dtype = weight_OI.dtype

@@ -6,7 +6,7 @@ beforehand.
 
 Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
 size, I input or intermediate size, O output size, S partial slots or positions of the rotary table, C block
-copies.
+copies, F rows whose draw is filtered, V vocabulary.
 """
 
 # Triton ships no types.
@@ -26,6 +26,7 @@ from blockyard.kernels.elementwise import rms_norm_kernel, rotary_kernel, silu_m
 from blockyard.kernels.kv_pool import movable
 from blockyard.kernels.shared_attention import attend_shared_kernel
 from blockyard.kernels.shared_prefix import members_of_item
+from blockyard.kernels.triton_nucleus import settle_nuclei_kernel
 from blockyard.kernels.triton_placing import (
     check_dense_rows,
     check_pool,
@@ -40,6 +41,7 @@ MERGE_SPLITS = 16
 COPY_TILE = 2048
 SILU_TILE = 1024
 NORM_TILE = 2048
+NUCLEUS_TILE, NUCLEUS_WARPS = 4096, 8
 
 
 class TritonBackend:
@@ -269,6 +271,30 @@ class TritonBackend:
 
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return likeliest(logits_SV)
+
+    def settle_nuclei(
+        self,
+        weights_FV: torch.Tensor,
+        top_k_F: torch.Tensor,
+        top_p_F: torch.Tensor,
+        unsettled_F: torch.Tensor,
+        threshold_F: torch.Tensor,
+    ) -> None:
+        num_rows, vocab_size = weights_FV.shape
+        check_dense_rows(weights_FV)
+        if not num_rows:
+            return
+        settle_nuclei_kernel[(num_rows,)](
+            weights_FV,
+            top_k_F.contiguous(),
+            top_p_F.contiguous(),
+            unsettled_F.contiguous(),
+            threshold_F,
+            weights_FV.stride(0),
+            vocab_size,
+            TILE=NUCLEUS_TILE,
+            num_warps=NUCLEUS_WARPS,
+        )
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         return weight_OI

@@ -5,21 +5,18 @@ worker continues with the same draws. The token is where that number falls in th
 order of token ids. What a row draws depends on its own logits and parameters only, never on the other rows.
 
 All filters are one threshold a row on its probabilities after temperature: a share of the largest, the k-th largest,
-or the smallest of the nucleus. Tokens as likely as the threshold all stay, so no order among equals has to be invented.
+or the smallest of the nucleus (kernels/nucleus.py).
 
 Shapes: D rows that draw, V vocabulary, N outputs a row (1, or more where one forks), M rows with min-p, F rows with
-top-k or top-p, W likeliest tokens.
+top-k or top-p.
 """
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
+from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES, SettleNuclei, thresholds
 from blockyard.worker.sampling_state import Batch, Ids
 from blockyard.worker.transfers import upload
-
-# A nucleus is nearly always among this many tokens; only the rows where it is not sort the whole vocabulary.
-NUCLEUS_CANDIDATES = 1024
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -47,14 +44,14 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> torch.Tensor:
+def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, settle: SettleNuclei) -> torch.Tensor:
     """Tokens [D, N] of the batch's rows `rows_D`, whose logits in fp32 these are; any token where they hold NaN or
-    infinity. Waits for the device only where a nucleus may be wider than its candidates."""
+    infinity. Waits for the device only if `settle` does."""
     temperature_D1 = batch.column("temperature", rows_D, logits_DV.device)
     # The largest becomes 0 before the division, which a tiny temperature would else push to infinity.
     shifted_DV = (logits_DV - logits_DV.amax(dim=-1, keepdim=True)).div_(temperature_D1)
     weights_DV = torch.softmax(shifted_DV, dim=-1)
-    _drop_filtered(weights_DV, batch, rows_D)
+    _drop_filtered(weights_DV, batch, rows_D, settle)
     cumulative_DV = weights_DV.cumsum(dim=-1, dtype=torch.float64)
     total_D1 = cumulative_DV[:, -1:]
     uniform_DN = upload(_uniforms_of(batch, rows_D), logits_DV.device)
@@ -73,7 +70,7 @@ def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
     return uniforms(seed_D1, batch.positions_S[rows_D][:, None], index_DN)
 
 
-def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> None:
+def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, settle: SettleNuclei) -> None:
     """Set to 0, in place, what min-p and then top-k and top-p leave out. Rows without any are not touched."""
     vocab_size, device = weights_DV.shape[1], weights_DV.device
     params_D = batch.params_S[rows_D]
@@ -92,52 +89,14 @@ def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> None:
         index_F = upload(rows_F, device)
         top_p_F = upload(params_D["top_p"][rows_F], device)
         limits = params_D["top_k"][params_D["top_k"] < vocab_size]
-        num_candidates = max(limits.max(initial=0), NUCLEUS_CANDIDATES)
+        num_candidates = max(int(limits.max(initial=0)), NUCLEUS_CANDIDATES)
         weights_FV = weights_DV[index_F]
-        may_be_wide = bool((params_D["top_k"][rows_F] > num_candidates).any())
-        threshold_F = _thresholds(
-            weights_FV, top_k_D[index_F], top_p_F, num_candidates, may_be_wide=may_be_wide
+        threshold_F = thresholds(
+            weights_FV,
+            top_k_D[index_F],
+            top_p_F,
+            settle,
+            num_candidates=num_candidates,
+            may_be_wide=bool((params_D["top_k"][rows_F] > num_candidates).any()),
         )
         weights_DV[index_F] = weights_FV.masked_fill(weights_FV < threshold_F[:, None], 0.0)
-
-
-def _thresholds(
-    weights_FV: torch.Tensor,
-    top_k_F: torch.Tensor,
-    top_p_F: torch.Tensor,
-    num_candidates: int,
-    *,
-    may_be_wide: bool,
-) -> torch.Tensor:
-    """The smallest weight each row keeps, looked for among its likeliest tokens first, then among all where a row
-    `may_be_wide`: only then the host asks the device whether one is."""
-    vocab_size = weights_FV.shape[1]
-    width = min(vocab_size, num_candidates)
-    candidates_FW = weights_FV.topk(width, dim=-1).values
-    threshold_F, num_kept_F = _smallest_kept(candidates_FW, top_k_F, top_p_F, vocab_size)
-    if not may_be_wide:
-        return threshold_F
-    unsettled_F = (num_kept_F == width) & (top_k_F > width)
-    if bool(unsettled_F.any()):
-        sorted_FV = weights_FV[unsettled_F].sort(dim=-1, descending=True).values
-        threshold_F[unsettled_F], _ = _smallest_kept(
-            sorted_FV, top_k_F[unsettled_F], top_p_F[unsettled_F], vocab_size
-        )
-    return threshold_F
-
-
-def _smallest_kept(
-    sorted_FW: torch.Tensor, top_k_F: torch.Tensor, top_p_F: torch.Tensor, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threshold and number of the kept among the W likeliest: within k, with less than p before them."""
-    width = sorted_FW.shape[1]
-    cumulative_FW = sorted_FW.cumsum(dim=-1, dtype=torch.float64)
-    mass_of_k_F = cumulative_FW.gather(1, (top_k_F - 1).clamp(max=width - 1)[:, None]).squeeze(1)
-    # Without top-k the softmax has already made the total 1.
-    total_F = torch.where(top_k_F < vocab_size, mass_of_k_F, 1.0)
-    before_FW = F.pad(cumulative_FW[:, :-1], (1, 0))
-    within_k_FW = torch.arange(width, device=sorted_FW.device) < top_k_F[:, None]
-    num_kept_F = (within_k_FW & (before_FW < (top_p_F * total_F)[:, None])).sum(dim=-1)
-    # Of a row that holds NaN none are kept.
-    last_kept_F = (num_kept_F - 1).clamp_(min=0)
-    return sorted_FW.gather(1, last_kept_F[:, None]).squeeze(1), num_kept_F

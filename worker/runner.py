@@ -141,7 +141,7 @@ class TorchRunner:
         self.allocate_pools(num_blocks, num_host_slots)
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
-        self._sampler = Sampler(config.vocab_size, self.device, backend.likeliest)
+        self._sampler = Sampler(config.vocab_size, self.device, backend.likeliest, backend.settle_nuclei)
         self._inputs = InputRows(
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from blockyard.kernels.backend import likeliest
+from blockyard.kernels.nucleus import SettleNuclei, settle_by_sorting
 from blockyard.worker.draw import draw
 from blockyard.worker.logit_edits import IMPOSSIBLE, edit, has_edits
 from blockyard.worker.logprobs import candidates, likelihoods
@@ -66,9 +67,16 @@ class Drawing:
 class Sampler:
     """Chooses the tokens of one runner's sequences. Not thread-safe."""
 
-    def __init__(self, vocab_size: int, device: torch.device, likeliest: Likeliest = likeliest) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        likeliest: Likeliest = likeliest,
+        settle_nuclei: SettleNuclei = settle_by_sorting,
+    ) -> None:
         self.state = SamplingState(vocab_size, device)
         self._likeliest = likeliest
+        self._settle_nuclei = settle_nuclei
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         self.state.forget(ended)
@@ -108,7 +116,7 @@ class Sampler:
             likeliest_S, _ = self._likeliest(edited_SV)
             finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
             usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
-        tokens_SN = _choose(edited_SV, likeliest_S, batch)
+        tokens_SN = _choose(edited_SV, likeliest_S, batch, self._settle_nuclei)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
         tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)
         reports = _asks_for_more(batch)
@@ -139,13 +147,15 @@ class Sampler:
         return edited_SV
 
 
-def _choose(logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _choose(
+    logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, settle: SettleNuclei
+) -> torch.Tensor:
     """Tokens [S, N]; of a row that does not fork the first counts."""
     tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
     rows_D = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
     if len(rows_D):
         index_D = upload(rows_D, logits_SV.device)
-        tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D)
+        tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, settle)
     return tokens_SN
 
 

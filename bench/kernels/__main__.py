@@ -57,8 +57,9 @@ def measure(bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, on
     machine, is_cut_short = rates(), False
     timed: list[tuple[Case, float, Row]] = []
     try:
-        for one in _timed(bench, fitting):
-            timed.append(one)
+        for case, seconds, others in _timed(bench, fitting):
+            timed.append((case, seconds, others))  # before it is told: what was told is kept
+            print(f"{case.model} {case.kernel} {case.shape}: {1e6 * seconds:,.1f} us", flush=True)
         machine = machine.faster(rates())
     except KeyboardInterrupt:
         if not timed:
@@ -78,7 +79,6 @@ def _timed(bench: Bench, turns: Iterable[list[Case]]) -> Iterator[tuple[Case, fl
     for together in turns:
         times = clock.turns([case.make() for case in together])
         for case, seconds in zip(together, times, strict=True):
-            print(f"{case.model} {case.kernel} {case.shape}: {1e6 * median(seconds):,.1f} us", flush=True)
             yield case, median(seconds), _others_over(seconds, together, times)
         gc.collect()
 

@@ -214,11 +214,11 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         pairs = torch.arange(2 * tokens, device=bench.device).view(2, tokens).T.contiguous()
         return lambda: backend.copy_blocks(pool, pairs)
 
-    def draw() -> Callable[[], object]:
-        sampler = Sampler(shape.vocab, bench.device, backend.likeliest)
+    def draw(top_p: float) -> Callable[[], object]:
+        sampler = Sampler(shape.vocab, bench.device, backend.likeliest, backend.settle_nuclei)
         logits, rows = (
             bench.random(tokens, shape.vocab),
-            [_row_that_draws(number) for number in range(tokens)],
+            [_row_that_draws(number, top_p) for number in range(tokens)],
         )
         return lambda: sampler.start(logits, rows, in_flight={})
 
@@ -231,15 +231,19 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         yield case("likeliest token", logits_bytes, 0, likeliest)
         # Of each logit the weight in fp32 and the sum up to it in fp64, and what they are made of.
         held_bytes = logits_bytes + 24 * tokens * shape.vocab
-        yield replace(case("draw, no filter", logits_bytes, 0, draw), resident_bytes=held_bytes)
+        yield replace(case("draw, no filter", logits_bytes, 0, partial(draw, 1.0)), resident_bytes=held_bytes)
+        # Logits of noise: no few tokens hold nine tenths of the probability, as of nearly all texts they do.
+        yield replace(
+            case("draw, wide top-p", logits_bytes, 0, partial(draw, 0.9)), resident_bytes=2 * held_bytes
+        )
 
 
-def _row_that_draws(number: int) -> ScheduledRow:
+def _row_that_draws(number: int, top_p: float) -> ScheduledRow:
     sequence = RunningSequence(
         sequence_id=SequenceId(number),
         tokens=token_array([0]),
         prompt_length=1,
-        sampling=SamplingParams(temperature=1.0, seed=number),
+        sampling=SamplingParams(temperature=1.0, top_p=top_p, seed=number),
         names=[],
     )
     return ScheduledRow(sequence=sequence, start=0, num_tokens=1, samples=True)

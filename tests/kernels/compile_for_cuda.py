@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import triton
-from blockyard.kernels import attention, cache_ops, elementwise, placing, shared_attention
+from blockyard.kernels import attention, cache_ops, elementwise, placing, shared_attention, triton_nucleus
 from blockyard.kernels.kv_pool import SCALE_BYTES
+from blockyard.kernels.triton_backend import NUCLEUS_TILE, NUCLEUS_WARPS
 from blockyard.kernels.triton_tiles import Tiles, decode_tiles, prefill_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -170,6 +171,17 @@ def compile_silu_mul(dtype: str) -> Any:
     )
 
 
+def compile_settle_nuclei() -> Any:
+    pointers = {"weights_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "unsettled_ptr": "*i1"}
+    return compile_kernel(
+        triton_nucleus.settle_nuclei_kernel,
+        pointers | {"threshold_ptr": "*fp32"},
+        {"weights_stride_f": "i32", "vocab_size": "i32"},
+        {"TILE": NUCLEUS_TILE},
+        num_warps=NUCLEUS_WARPS,
+    )
+
+
 def main() -> None:
     for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         compiled = {"merge": compile_merge(dtype)}
@@ -208,6 +220,8 @@ def main() -> None:
         if dtype == "bf16":
             half = decode_tiles(4, 128, torch.float16)
             compiled["decode of u8 beside fp16, not"] = compile_attention("fp16", 128, half, stored="u8")
+        if dtype == "fp32":  # the weights of a draw are
+            compiled["settle_nuclei"] = compile_settle_nuclei()
         for name, kernel in compiled.items():
             assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
             print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES
 from blockyard.worker import draw as drawing
-from blockyard.worker.draw import NUCLEUS_CANDIDATES, uniforms
+from blockyard.worker.draw import uniforms
 from blockyard.worker.sequence import FAILED_TOKEN, NO_CHOICE, SamplingParams
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 

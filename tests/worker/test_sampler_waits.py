@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.worker.draw import NUCLEUS_CANDIDATES
+from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES
+from blockyard.kernels.triton_backend import TritonBackend
 from blockyard.worker.overlap import may_be_in_flight
 from blockyard.worker.sampler import Sampler
 from blockyard.worker.sequence import SamplingParams, ScheduledRow, StepPlan
@@ -33,8 +34,9 @@ class Operations(TorchDispatchMode):
 
 
 def operations_of(*options: dict[str, Any]) -> set[str]:
-    """Of the first and of a later step, up to where the result is asked for."""
-    sampler = Sampler(VOCAB_SIZE, torch.device("cpu"))
+    """Of the first and of a later step, up to where the result is asked for, with a GPU's backend."""
+    backend = TritonBackend()
+    sampler = Sampler(VOCAB_SIZE, torch.device("cpu"), backend.likeliest, backend.settle_nuclei)
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE)
     rows = [make_row(Draw(params, 7, 2), index) for index, params in enumerate(drawn)]
@@ -63,19 +65,33 @@ UNFILTERED: list[dict[str, Any]] = [
 ]
 
 
+FILTERED: list[dict[str, Any]] = [
+    {"top_k": 20},
+    {"top_k": 20, "top_p": 0.9},
+    {"top_p": 0.9},
+    {"top_k": NUCLEUS_CANDIDATES + 1, "top_p": 0.9},
+]
+
+
 def test_nothing_is_sorted_where_no_row_has_top_k_or_top_p() -> None:
     assert not operations_of(*UNFILTERED) & SORTS
     assert operations_of({"top_k": 5}) & SORTS
 
 
-@pytest.mark.parametrize("option", [*UNFILTERED, {"top_k": 20}, {"top_k": 20, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("option", [*UNFILTERED, *FILTERED], ids=str)
 def test_a_step_that_may_be_in_flight_waits_for_nothing(option: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=64, **option)
     assert may_be_in_flight(StepPlan(step=0, rows=(make_row(Draw(params, 7, 2), 0),)))
     assert not operations_of(option, {}) & WAITS
 
 
-def test_a_nucleus_that_may_be_wide_waits_and_is_not_in_flight() -> None:
-    params = SamplingParams(max_tokens=64, top_p=0.9)
-    assert not may_be_in_flight(StepPlan(step=0, rows=(make_row(Draw(params, 7, 2), 0),)))
-    assert operations_of({"top_p": 0.9}) & WAITS
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_a_nucleus_is_the_same_with_or_without_the_wait(spread: float) -> None:
+    """Wide, where all logits are about alike, and narrow."""
+    device, settle_nuclei = torch.device("cpu"), TritonBackend().settle_nuclei
+    logits_SV = spread * random_logits(8, VOCAB_SIZE)
+    params = [SamplingParams(top_p=0.9, top_k=2000 * (seed % 2), seed=seed) for seed in range(8)]
+    rows = [make_row(Draw(each, 7, 2), number) for number, each in enumerate(params)]
+    waits = Sampler(VOCAB_SIZE, device)
+    waits_not = Sampler(VOCAB_SIZE, device, settle_nuclei=settle_nuclei)
+    assert waits.sample(logits_SV, rows, in_flight={}) == waits_not.sample(logits_SV, rows, in_flight={})

@@ -1,0 +1,85 @@
+"""Triton kernel that settles which tokens top-k and top-p keep where they are many, without a sort or the host.
+
+Weights of at least 0 are ordered as their bits are, so the smallest weight that is kept is found in 31 halvings, each
+of which reads the row once: from the second cache, where a row of 128k fits.
+
+Shapes: F rows, V vocabulary.
+"""
+
+# Triton ships no types, and its kernels' arguments have none that Python knows.
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def settle_nuclei_kernel(
+    weights_ptr,  # [F, V], fp32, strides (weights_stride_f, 1), at least 0
+    top_k_ptr,  # [F], int64; vocab_size where there is none
+    top_p_ptr,  # [F], fp64
+    unsettled_ptr,  # [F], bool
+    threshold_ptr,  # [F], fp32
+    weights_stride_f,
+    vocab_size,
+    TILE: tl.constexpr,
+):
+    """threshold = the smallest weight that is among the k largest and has less than p of their sum before it; only of
+    rows that are unsettled. Without top-k the sum is taken for 1. Any threshold for a row that holds NaN.
+
+    Grid (F,). Bytes: up to 64 * V * 4 a row that is unsettled, nearly all from caches. FLOPs: as many numbers compared.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(unsettled_ptr + row) == 0:
+        return
+    weights_ptr += row * weights_stride_f
+    top_k = tl.load(top_k_ptr + row)
+    largest = tl.full([TILE], 0, tl.float32)
+    for first in range(0, vocab_size, TILE):
+        largest = tl.maximum(largest, _tile(weights_ptr, first, vocab_size, TILE))
+    most_bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
+    bits = tl.full([], 0, tl.int32)
+    mass = tl.full([], 1, tl.float64)
+    if top_k < vocab_size:
+        bits = _smallest_bits(weights_ptr, bits, most_bits, top_k, mass, vocab_size, True, TILE)
+        of_k = bits.to(tl.float32, bitcast=True)
+        count, mass = _above(weights_ptr, of_k, vocab_size, TILE)
+        mass += (top_k - count).to(tl.float64) * of_k.to(tl.float64)
+    most_mass = tl.load(top_p_ptr + row) * mass
+    bits = _smallest_bits(weights_ptr, bits, most_bits, top_k, most_mass, vocab_size, False, TILE)
+    tl.store(threshold_ptr + row, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _smallest_bits(
+    weights_ptr, low, high, top_k, most_mass, vocab_size, BY_COUNT: tl.constexpr, TILE: tl.constexpr
+):
+    """From low to high, of the smallest number above which there are fewer than `top_k` weights, or less than
+    `most_mass` of them. Above `high` there is nothing. It is a weight, or `low`: the numbers between two weights have
+    the same above them."""
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        count, mass = _above(weights_ptr, middle.to(tl.float32, bitcast=True), vocab_size, TILE)
+        is_enough = count < top_k if BY_COUNT else mass < most_mass
+        high = tl.where(is_enough, middle, high)
+        low = tl.where(is_enough, low, tl.minimum(middle + 1, high))
+    return high
+
+
+@triton.jit
+def _above(weights_ptr, least, vocab_size, TILE: tl.constexpr):
+    """How many weights are larger than `least`, and their sum."""
+    counts = tl.full([TILE], 0, tl.int32)
+    masses = tl.full([TILE], 0, tl.float64)
+    for first in range(0, vocab_size, TILE):
+        weights = _tile(weights_ptr, first, vocab_size, TILE)
+        is_larger = weights > least
+        counts += is_larger.to(tl.int32)
+        masses += tl.where(is_larger, weights, 0.0).to(tl.float64)
+    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+
+
+@triton.jit
+def _tile(weights_ptr, first, vocab_size, TILE: tl.constexpr):
+    offsets = first + tl.arange(0, TILE)
+    return tl.load(weights_ptr + offsets, mask=offsets < vocab_size, other=0.0)
