@@ -135,7 +135,8 @@ class Backend(Protocol):
     ) -> None:
         """Writes the smallest weight that each unsettled row keeps: of those that are among its `top_k_F` (int64)
         largest and have less than `top_p_F` (fp64) of their sum before them. Weights are fp32 and at least 0; a row
-        whose top-k is the vocabulary has no such filter, and a sum of 1. Any number for a row that holds NaN."""
+        whose top-k is the vocabulary has no such filter, and a sum of 1. Any number for a row that holds NaN. The
+        vectors are contiguous, `weights_FV` in its rows."""
         ...
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:

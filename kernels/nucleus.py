@@ -28,14 +28,15 @@ def thresholds(
     may_be_wide: bool,
 ) -> torch.Tensor:
     """The smallest weight [F] that each row keeps. Weights are fp32 and at least 0, those of a row without top-k add up
-    to 1; `top_k_F` is the size of the vocabulary where there is none. Only where a row `may_be_wide`, wider than
-    `num_candidates`, some are settled."""
+    to 1; `top_k_F` is the size of the vocabulary where there is none. `may_be_wide` says whether, as far as the host
+    knows, a row may keep more than `num_candidates`: only then any is settled."""
     vocab_size = weights_FV.shape[1]
     width = min(vocab_size, num_candidates)
     candidates_FW = weights_FV.topk(width, dim=-1).values
     threshold_F, num_kept_F = _smallest_kept(candidates_FW, top_k_F, top_p_F, vocab_size)
     if may_be_wide:
-        unsettled_F = (num_kept_F == width) & (top_k_F > width)
+        # Of a top-k beyond the candidates they do not tell the sum, of which top-p is a share.
+        unsettled_F = (top_k_F > width) & ((num_kept_F == width) | (top_k_F < vocab_size))
         settle(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
     return threshold_F
 

@@ -281,14 +281,14 @@ class TritonBackend:
         threshold_F: torch.Tensor,
     ) -> None:
         num_rows, vocab_size = weights_FV.shape
-        check_dense_rows(weights_FV)
+        check_dense_rows(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
         if not num_rows:
             return
         settle_nuclei_kernel[(num_rows,)](
             weights_FV,
-            top_k_F.contiguous(),
-            top_p_F.contiguous(),
-            unsettled_F.contiguous(),
+            top_k_F,
+            top_p_F,
+            unsettled_F,
             threshold_F,
             weights_FV.stride(0),
             vocab_size,

@@ -1,9 +1,10 @@
 """Triton kernel that settles which tokens top-k and top-p keep where they are many, without a sort or the host.
 
 Weights of at least 0 are ordered as their bits are, so the smallest weight that is kept is found in 31 halvings, each
-of which reads the row once: from the second cache, where a row of 128k fits.
+of which reads the row once: of few rows from the last cache. One program a row, and sums in fp64: meant to be rare, not
+fast.
 
-Shapes: F rows, V vocabulary.
+Shapes: F rows, V vocabulary, J tokens of a tile.
 """
 
 # Triton ships no types, and its kernels' arguments have none that Python knows.
@@ -27,17 +28,18 @@ def settle_nuclei_kernel(
     """threshold = the smallest weight that is among the k largest and has less than p of their sum before it; only of
     rows that are unsettled. Without top-k the sum is taken for 1. Any threshold for a row that holds NaN.
 
-    Grid (F,). Bytes: up to 64 * V * 4 a row that is unsettled, nearly all from caches. FLOPs: as many numbers compared.
+    Grid (F,). Of each unsettled row, with top-k or top-p alone, and with both: bytes 4 * V * 33, or 4 * V * 64; FLOPs,
+    comparisons among them, 2 * V * 31, or 2 * V * 63.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(unsettled_ptr + row) == 0:
         return
     weights_ptr += row * weights_stride_f
     top_k = tl.load(top_k_ptr + row)
-    largest = tl.full([TILE], 0, tl.float32)
+    largest_J = tl.full([TILE], 0, tl.float32)
     for first in range(0, vocab_size, TILE):
-        largest = tl.maximum(largest, _tile(weights_ptr, first, vocab_size, TILE))
-    most_bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
+        largest_J = tl.maximum(largest_J, _tile(weights_ptr, first, vocab_size, TILE))
+    most_bits = tl.max(largest_J, axis=0).to(tl.int32, bitcast=True)
     bits = tl.full([], 0, tl.int32)
     mass = tl.full([], 1, tl.float64)
     if top_k < vocab_size:
@@ -69,17 +71,17 @@ def _smallest_bits(
 @triton.jit
 def _above(weights_ptr, least, vocab_size, TILE: tl.constexpr):
     """How many weights are larger than `least`, and their sum."""
-    counts = tl.full([TILE], 0, tl.int32)
-    masses = tl.full([TILE], 0, tl.float64)
+    count_J = tl.full([TILE], 0, tl.int32)
+    mass_J = tl.full([TILE], 0, tl.float64)
     for first in range(0, vocab_size, TILE):
-        weights = _tile(weights_ptr, first, vocab_size, TILE)
-        is_larger = weights > least
-        counts += is_larger.to(tl.int32)
-        masses += tl.where(is_larger, weights, 0.0).to(tl.float64)
-    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+        weight_J = _tile(weights_ptr, first, vocab_size, TILE)
+        is_larger_J = weight_J > least
+        count_J += is_larger_J.to(tl.int32)
+        mass_J += tl.where(is_larger_J, weight_J, 0.0).to(tl.float64)
+    return tl.sum(count_J, axis=0), tl.sum(mass_J, axis=0)
 
 
 @triton.jit
 def _tile(weights_ptr, first, vocab_size, TILE: tl.constexpr):
-    offsets = first + tl.arange(0, TILE)
-    return tl.load(weights_ptr + offsets, mask=offsets < vocab_size, other=0.0)
+    offset_J = first + tl.arange(0, TILE)
+    return tl.load(weights_ptr + offset_J, mask=offset_J < vocab_size, other=0.0)

@@ -1,8 +1,10 @@
 """Which steps may be in flight while the host goes on: those whose choices need nothing from it.
 
 A grammar's mask and the choice between beams need the tokens before them on the host, and so does whatever reports more
-than a token. What is sampled with filters alone is chosen on the device. A step that waits runs by itself: the one
-before it is committed first, and so is this one before the next.
+than a token. What is sampled with filters alone is chosen on the device, by Triton's kernels without a word to the
+host; where PyTorch computes on a GPU, a nucleus waits for the device as the step is started, so for the step before.
+
+A step that waits by this rule runs by itself: the one before it is committed first, and so is this one before the next.
 """
 
 from blockyard.worker.sequence import ScheduledRow, StepPlan

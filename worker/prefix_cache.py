@@ -64,8 +64,8 @@ class PrefixCache:
         self._names: dict[BlockId, BlockName] = {}
         self._parents: dict[BlockId, BlockName | None] = {}
         self._named_at: dict[BlockId, float] = {}
-        """Two dicts of plain values, which the garbage collector walks in no time, where an object for each block took
-        it milliseconds."""
+        """Two dicts of plain values, which the garbage collector passes over (up to CPython 3.13), where an object for
+        each block took it milliseconds."""
         self.now_seconds = 0.0
         """What time it is. Whoever turns the engine says so with each step: this asks no clock."""
         self._unconfirmed: set[BlockId] = set()
@@ -218,8 +218,10 @@ class PrefixCache:
         assert self._copies.keys() <= self._blocks.keys()
         assert all(self._copies.values())
         assert len(self._blocks) + sum(map(len, self._copies.values())) == len(self._names)
-        for block, name in self._names.items():
-            assert block in self.blocks_named(name)
+        for name, copies in self._copies.items():
+            assert len({self._blocks[name], *copies}) == 1 + len(copies)
+            assert all(self._names[block] == name for block in copies)
+        assert all(self._names[block] == name for name, block in self._blocks.items())
         published = {name for block, name in self._names.items() if block not in self._unconfirmed}
         assert len(published) == self._num_published
         assert self._names.keys() == self._parents.keys() == self._named_at.keys()

@@ -14,7 +14,8 @@ import torch
 
 
 def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """On the device, in the array's data type; integers of a list as int64. A CPU's tensor is the array itself."""
+    """On the device, in a numpy array's data type; integers of any other sequence as int64. A CPU's tensor is that
+    array itself."""
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda" or not array.size:

@@ -24,7 +24,7 @@ _EVERY_OPTION = SamplingParams(
 def warm_up_row(number: int, num_tokens: int, block_size: int) -> ScheduledRow:
     """Over blocks from 0 on. `number` is the sequence's, which is no other's."""
     blocks = [BlockId(block) for block in range(-(-num_tokens // block_size))]
-    return _row(number, num_tokens, blocks, SamplingParams(top_k=2, top_p=0.5))
+    return _row(number, num_tokens, blocks, SamplingParams(top_p=0.5))
 
 
 def largest_rows(

@@ -27,8 +27,8 @@ def floors_of(figures: Figures) -> list[Floor]:
             "longest garbage collection, spared, ms",
             max(
                 figures["collections"]["spared"]["longest_ms"],
-                figures["full_collections_ms"]["spared"],
-                figures["full_collections_ms"]["large_pool"],
+                figures["full_collections"]["spared_ms"],
+                figures["full_collections"]["large_pool_ms"],
             ),
             COLLECTION_FLOOR_MS,
         ),
@@ -82,12 +82,12 @@ def text_of(figures: Figures, about: str) -> str:
 
 
 def _full_collections(figures: Figures) -> str:
-    full = figures["full_collections_ms"]
+    full = figures["full_collections"]
     return (
         f"- a full collection while {MANY} sequences decode, the longest of {full['count']}: spared "
-        f"{full['spared']} ms, {UNSPARED} {full[UNSPARED]} ms\n"
+        f"{full['spared_ms']} ms, {UNSPARED} {full['unspared_ms']} ms\n"
         f"- the same with {full['large_pool_tokens']:,} tokens in the pool, and a clock for a model: spared "
-        f"{full['large_pool']} ms"
+        f"{full['large_pool_ms']} ms"
     )
 
 

@@ -252,6 +252,26 @@ def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.Monke
         measure(BENCH, lambda: MACHINE, memory_bytes=1 << 30, only="")
 
 
+def test_what_a_run_has_told_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended while it prints a line."""
+    whole = list(cases(BENCH, SMALL))[:3]
+    monkeypatch.setattr(main, "cases", lambda *_: iter(whole))
+    monkeypatch.setattr(main, "print", _print_once(), raising=False)
+    measured = measure(BENCH, lambda: MACHINE, memory_bytes=1 << 30, only="")
+    assert (len(measured.rows), measured.is_cut_short) == (2, True)
+
+
+def _print_once() -> Callable[..., None]:
+    told: list[str] = []
+
+    def once(line: str, **_: object) -> None:
+        told.append(line)
+        if len(told) > 1:
+            raise KeyboardInterrupt
+
+    return once
+
+
 def test_a_run_cut_short_fails_and_leaves_the_complete_report_of_its_day_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

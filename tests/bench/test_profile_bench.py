@@ -17,6 +17,7 @@ from bench.engine.build import BLOCK_SIZE, EngineSettings, build_engine, engine_
 from bench.engine.peers.protocol import Request
 from bench.engine.shapes import DEMO, model_folder
 from bench.kernels.timing import Machine
+from bench.profile import scenarios
 from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
 from bench.profile.report import UNSPARED, Figures, floors_of, text_of
 from bench.profile.roofline import DecodeStep, limit_seconds, used_weights
@@ -223,10 +224,10 @@ def row(sequences: int, context: int, share: float) -> Figures:
 
 FULL_COLLECTIONS = {
     "count": 3,
-    "spared": 3.0,
-    UNSPARED: 600.0,
-    "large_pool": 4.0,
+    "spared_ms": 3.0,
+    "unspared_ms": 600.0,
     "large_pool_tokens": 2**20,
+    "large_pool_ms": 4.0,
 }
 FIGURES: Figures = {
     "model": "llama-166m",
@@ -242,15 +243,15 @@ FIGURES: Figures = {
         "spared": {"count": 2, "longest_ms": 4.0, "whole_ms": 5.0},
         UNSPARED: {"count": 9, "longest_ms": 6.0, "whole_ms": 9.0},
     },
-    "full_collections_ms": FULL_COLLECTIONS,
+    "full_collections": FULL_COLLECTIONS,
     "of_roofline": [row(1, 256, 0.1), row(32, 256, 0.9), row(256, 256, 0.7), row(64, 2048, 0.85)],
 }
 
 
 def test_floors_are_the_schedulers_names_and_the_collectors() -> None:
     assert [floor.holds for floor in floors_of(FIGURES)] == [True, False, True]
-    for what in ("spared", "large_pool"):
-        slow = {**FIGURES, "full_collections_ms": {**FULL_COLLECTIONS, what: 7.0}}
+    for what in ("spared_ms", "large_pool_ms"):
+        slow = {**FIGURES, "full_collections": {**FULL_COLLECTIONS, what: 7.0}}
         assert [floor.holds for floor in floors_of(slow)] == [True, False, False]
 
 
@@ -287,11 +288,23 @@ def test_a_full_collection_is_by_the_wall_clock_and_walks_what_is_spared_only_wh
         assert full_collections_ms(1)[0] >= 1000 * SLEEP_SECONDS
 
 
-def test_a_large_pool_is_walked_without_a_model() -> None:
-    with spared_by_garbage_collection():
-        thresholds = gc.get_threshold()
-        assert 0 < large_pool_collection_ms(running=4, context=64, count=2) < 1000
-        assert gc.get_threshold() == thresholds
+def test_a_large_pool_is_walked_while_its_sequences_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Engine] = []
+
+    def engine_of(*args: Any, **settings: Any) -> Engine:
+        engines.append(Engine(*args, **settings))
+        return engines[0]
+
+    def look(count: int) -> float:
+        (engine,) = engines
+        assert [len(sequence.tokens) >= 64 for sequence in engine.scheduler.running] == [True] * 4
+        assert engine.pool.num_used >= 4 * 64 // BLOCK_SIZE
+        assert gc.get_freeze_count()
+        return float(count)
+
+    monkeypatch.setattr(scenarios, "Engine", engine_of)
+    monkeypatch.setattr(scenarios, "_longest_collection_ms", look)
+    assert large_pool_collection_ms(running=4, context=64, count=7) == 7.0
 
 
 def test_the_limit_of_a_decode_step_is_weights_or_matmuls_and_then_the_cache(engine: Engine) -> None:

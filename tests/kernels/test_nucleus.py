@@ -1,5 +1,6 @@
 """Which tokens top-k and top-p keep where they are many, of every backend, against a sort in Python's own numbers."""
 
+import math
 from fractions import Fraction
 from itertools import accumulate
 
@@ -9,38 +10,43 @@ from blockyard.kernels.backend import Backend
 from blockyard.kernels.nucleus import thresholds
 
 VOCAB_SIZE = 5003
-NONE = VOCAB_SIZE
-"""A top-k that keeps all."""
+NONE = 2**40
+"""A top-k that keeps all, whatever the vocabulary."""
 
 
-def weights_of(num_rows: int, *, flatness: float = 0.3, seed: int = 0) -> torch.Tensor:
+def weights_of(
+    num_rows: int, vocab_size: int = VOCAB_SIZE, *, flatness: float = 0.3, seed: int = 0
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.softmax(flatness * torch.randn(num_rows, VOCAB_SIZE, generator=generator), dim=-1)
+    return torch.softmax(flatness * torch.randn(num_rows, vocab_size, generator=generator), dim=-1)
 
 
 def expected_threshold(weights_V: torch.Tensor, top_k: int, top_p: float) -> float:
     """By the definition: the last of the k largest that has less than p of their sum before it."""
     largest = [Fraction(weight) for weight in sorted(weights_V.tolist(), reverse=True)[:top_k]]
-    total = sum(largest) if top_k < VOCAB_SIZE else 1
+    total = sum(largest) if top_k < len(weights_V) else 1
     before = accumulate(largest, initial=Fraction(0))
     kept = [weight for weight, mass in zip(largest, before, strict=False) if mass < Fraction(top_p) * total]
     return float(kept[-1])
 
 
+def expected_thresholds(weights_FV: torch.Tensor, filters: list[tuple[int, float]]) -> list[float]:
+    return [expected_threshold(weights_V, *each) for weights_V, each in zip(weights_FV, filters, strict=True)]
+
+
 def settled(
     backend: Backend,
-    device: torch.device,
     weights_FV: torch.Tensor,
     filters: list[tuple[int, float]],
-    unsettled: list[bool],
+    unsettled: list[bool] | None = None,
 ) -> list[float]:
-    """-1 where nothing was written."""
-    threshold_F = torch.full((len(filters),), -1.0, device=device)
-    top_k_F = torch.tensor([top_k for top_k, _ in filters], device=device)
+    """NaN where nothing was written. The weights are on the device already."""
+    device, vocab_size = weights_FV.device, weights_FV.shape[1]
+    threshold_F = torch.full((len(filters),), float("nan"), device=device)
+    top_k_F = torch.tensor([min(top_k, vocab_size) for top_k, _ in filters], device=device)
     top_p_F = torch.tensor([top_p for _, top_p in filters], dtype=torch.float64, device=device)
-    backend.settle_nuclei(
-        weights_FV.to(device), top_k_F, top_p_F, torch.tensor(unsettled, device=device), threshold_F
-    )
+    unsettled_F = torch.tensor(unsettled or [True] * len(filters), device=device)
+    backend.settle_nuclei(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
     return threshold_F.tolist()
 
 
@@ -55,36 +61,42 @@ FILTERS = [
 ]
 
 
-def test_a_threshold_is_the_smallest_weight_that_is_kept(backend: Backend, device: torch.device) -> None:
-    weights_FV = weights_of(len(FILTERS))
-    found = settled(backend, device, weights_FV, FILTERS, [True] * len(FILTERS))
-    assert found == [
-        expected_threshold(weights_V, *each) for weights_V, each in zip(weights_FV, FILTERS, strict=True)
-    ]
+@pytest.mark.parametrize("vocab_size", [1, 63, 4095, 4096, 4097, VOCAB_SIZE])
+def test_a_threshold_is_the_smallest_weight_that_is_kept(
+    backend: Backend, device: torch.device, vocab_size: int
+) -> None:
+    weights_FV = weights_of(len(FILTERS), vocab_size)
+    assert settled(backend, weights_FV.to(device), FILTERS) == expected_thresholds(weights_FV, FILTERS)
 
 
-def test_only_unsettled_rows_are_written(backend: Backend, device: torch.device) -> None:
-    weights_FV = weights_of(4, seed=1)
-    found = settled(backend, device, weights_FV, [(NONE, 0.8)] * 4, [False, True, False, True])
-    expected = [expected_threshold(weights_FV[row], NONE, 0.8) for row in (1, 3)]
-    assert found == [-1.0, expected[0], -1.0, expected[1]]
+def test_rows_may_lie_apart_and_only_unsettled_ones_are_written(
+    backend: Backend, device: torch.device
+) -> None:
+    apart = torch.full((4, VOCAB_SIZE + 5), float("nan"), device=device)
+    apart[:, :VOCAB_SIZE] = weights_of(4, seed=1).to(device)
+    weights_FV = apart[:, :VOCAB_SIZE]
+    found = settled(backend, weights_FV, [(NONE, 0.8)] * 4, [False, True, False, True])
+    assert [math.isnan(value) for value in found] == [True, False, True, False]
+    assert found[1::2] == expected_thresholds(weights_FV[1::2].cpu(), [(NONE, 0.8)] * 2)
 
 
-def test_equals_stay_together_and_zeros_are_weights_too(backend: Backend, device: torch.device) -> None:
-    weights_FV = torch.zeros(3, VOCAB_SIZE)
+def test_equals_stay_together_and_subnormal_weights_count(backend: Backend, device: torch.device) -> None:
+    weights_FV = torch.zeros(4, VOCAB_SIZE)
     weights_FV[0, :4] = 0.25  # three of them are three quarters
     weights_FV[1, 7] = 1.0
     weights_FV[2] = 1 / VOCAB_SIZE
-    filters = [(NONE, 0.7), (2500, 1.0), (NONE, 0.5)]
-    found = settled(backend, device, weights_FV, filters, [True] * 3)
-    assert found == [0.25, expected_threshold(weights_FV[1], 2500, 1.0), weights_FV[2, 0].item()]
+    weights_FV[3, :3] = torch.tensor([3e-40, 2e-40, 1e-40])  # less than what fp32 has in full precision
+    filters = [(NONE, 0.7), (2500, 1.0), (NONE, 0.5), (3, 0.9)]
+    found = settled(backend, weights_FV.to(device), filters)
+    assert found == expected_thresholds(weights_FV, filters)
+    assert found == [0.25, 1.0, weights_FV[2, 0].item(), weights_FV[3, 2].item()]
 
 
 def test_a_row_that_holds_nan_harms_no_other(backend: Backend, device: torch.device) -> None:
     weights_FV = weights_of(3, seed=2)
     weights_FV[1, ::2] = float("nan")
-    found = settled(backend, device, weights_FV, [(2000, 0.9)] * 3, [True] * 3)
-    assert [found[0], found[2]] == [expected_threshold(weights_FV[row], 2000, 0.9) for row in (0, 2)]
+    found = settled(backend, weights_FV.to(device), [(2000, 0.9)] * 3)
+    assert found[::2] == expected_thresholds(weights_FV[::2], [(2000, 0.9)] * 2)
 
 
 @pytest.mark.parametrize("may_be_wide", [False, True])
@@ -95,7 +107,7 @@ def test_what_the_candidates_tell_needs_no_settling(
     weights_FV = torch.cat((weights_of(1, flatness=9.0), weights_of(1)))
     found_F = thresholds(
         weights_FV.to(device),
-        torch.tensor([NONE, NONE], device=device),
+        torch.tensor([VOCAB_SIZE, VOCAB_SIZE], device=device),
         torch.tensor([0.9, 0.9], dtype=torch.float64, device=device),
         backend.settle_nuclei,
         num_candidates=1024,

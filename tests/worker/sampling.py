@@ -55,7 +55,8 @@ def sample_rows(logits_SV: torch.Tensor, rows: list[ScheduledRow]) -> StepTokens
     """The same by PyTorch alone and with the backend's own search."""
     device = logits_SV.device
     sampled = Sampler(logits_SV.shape[1], device).sample(logits_SV, rows, in_flight={})
-    sampler = Sampler(logits_SV.shape[1], device, backend(device).likeliest)
+    own = backend(device)
+    sampler = Sampler(logits_SV.shape[1], device, own.likeliest, own.settle_nuclei)
     assert sampler.sample(logits_SV, rows, in_flight={}) == sampled
     return sampled
 

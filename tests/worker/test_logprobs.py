@@ -1,5 +1,6 @@
 """Logprobs, ranks and beams' candidates against torch.log_softmax; prompt logprobs against transformers' logits."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -145,10 +146,10 @@ def make_sequence(number: int, length: int, first_block: int, **params: Any) -> 
     )
 
 
-def reference_logits(tokens: list[int]) -> torch.Tensor:
+def reference_logits(tokens: Iterable[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits_TV: torch.Tensor = reference_model(shared_checkpoint("LlamaForCausalLM"))(
-            torch.tensor([tokens])
+            torch.tensor([list(tokens)])
         ).logits[0]
     return logits_TV
 

@@ -1,8 +1,9 @@
 """Names live from scheduling to the eviction of their last copy, and what is published is closed under prefixes."""
 
+import pytest
 from blockyard.worker.block_pool import BlockPool
 from blockyard.worker.prefix_cache import CacheChanges, PrefixCache
-from blockyard.worker.sequence import BlockName
+from blockyard.worker.sequence import BlockName, TenantId
 from blockyard.worker.tiers import AnywhereNames
 
 A, B, C = (BlockName(bytes([letter]) * 16) for letter in b"ABC")
@@ -117,4 +118,27 @@ def test_a_name_remembers_its_parent_and_when_it_was_given_until_its_block_is_ev
     pool.allocate(1)
     assert cache.lineage(child) is None
     assert cache.blocks_named(B) == []
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("evicted", [0, 1, 2])
+def test_of_several_copies_the_longest_named_is_found_whichever_is_evicted(evicted: int) -> None:
+    pool, cache = make(num_blocks=3)
+    blocks = pool.allocate(3)
+    for number, block in enumerate(blocks):
+        cache.assign(block, A, tenant=TenantId(number))
+    cache.confirm_all(blocks[1:])
+    assert (len(cache), cache.match([A]), cache.owner(A)) == (1, blocks[:1], TenantId(0))
+    cache.confirm(blocks[0])
+    pool.release([blocks[evicted]])
+    assert pool.allocate(1) == [blocks[evicted]]
+    left = [block for block in blocks if block != blocks[evicted]]
+    assert cache.blocks_named(A) == left
+    assert (cache.match([A]), cache.owner(A)) == (left[:1], TenantId(blocks.index(left[0])))
+    assert cache.take_changes() == CacheChanges(stored=(A,), removed=())
+    cache.check_invariants()
+    pool.release(left)
+    pool.allocate(2)
+    assert (len(cache), cache.blocks_named(A), cache.owner(A)) == (0, [], None)
+    assert cache.take_changes() == CacheChanges(stored=(), removed=(A,))
     cache.check_invariants()

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from pathlib import Path
 
 import pytest
 import torch
+from blockyard.kernels.nucleus import settle_by_sorting
 from blockyard.worker.runner import TorchRunner
 from blockyard.worker.sequence import (
     BlockId,
@@ -20,6 +22,7 @@ from blockyard.worker.sequence import (
 
 from .checkpoints import reference_greedy, shared_checkpoint
 
+DEMO = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 BLOCK_SIZE = 16
 TOKENS = list(range(5, 38))
 GREEDY = SamplingParams(temperature=0.0)
@@ -148,3 +151,19 @@ def test_warm_up_leaves_nothing_behind(runner: TorchRunner) -> None:
     runner.warm_up()
     assert len(runner._sampler.state) == 0
     assert not runner._newest
+
+
+def test_warm_up_settles_a_nucleus_so_that_no_request_waits_for_its_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a vocabulary in which one may be wide."""
+    runner = TorchRunner.create(DEMO, device="cpu", dtype="float32", num_blocks=8, block_size=BLOCK_SIZE)
+    settled: list[torch.Size] = []
+
+    def settle(weights_FV: torch.Tensor, *others: torch.Tensor) -> None:
+        settled.append(weights_FV.shape)
+        settle_by_sorting(weights_FV, *others)
+
+    monkeypatch.setattr(runner._sampler, "_settle_nuclei", settle)
+    runner.warm_up()
+    assert settled == [(2, runner.config.vocab_size)]

@@ -9,7 +9,7 @@ from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES
 from blockyard.worker import draw as drawing
 from blockyard.worker.draw import uniforms
 from blockyard.worker.sequence import FAILED_TOKEN, NO_CHOICE, SamplingParams
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .sampling import VOCAB_SIZE, Draw, assert_drawn_from, random_logits, sample
 
@@ -58,6 +58,19 @@ def test_a_nucleus_wider_than_the_candidates_equals_transformers(top_p: float) -
     tokens = draw_many(logits_V, top_p=top_p)
     assert bool(kept_V[torch.tensor(tokens)].all())
     assert_drawn_from(tokens, torch.softmax(logits_V.masked_fill(~kept_V, float("-inf")), dim=-1))
+
+
+def test_a_nucleus_is_a_share_of_what_min_p_keeps_also_where_that_is_much() -> None:
+    """More than NUCLEUS_CANDIDATES tokens pass min-p, and half of their probability is among fewer."""
+    logits_V = 0.5 * random_logits(1, 2 * NUCLEUS_CANDIDATES, seed=4)[0]
+    least = float(torch.softmax(logits_V, dim=-1).sort().values[NUCLEUS_CANDIDATES // 2])
+    min_p = least / float(torch.softmax(logits_V, dim=-1).max())
+    passing_1V = MinPLogitsWarper(min_p)(None, logits_V[None])
+    assert NUCLEUS_CANDIDATES < int(torch.isfinite(passing_1V).sum()) < 2 * NUCLEUS_CANDIDATES
+    expected_V = torch.softmax(TopPLogitsWarper(0.5)(None, passing_1V)[0], dim=-1)
+    tokens = draw_many(logits_V, min_p=min_p, top_p=0.5)
+    assert bool((expected_V > 0)[torch.tensor(tokens)].all())
+    assert_drawn_from(tokens, expected_V)
 
 
 def test_draws_along_a_sequence_follow_the_softmax_too() -> None:

@@ -159,7 +159,7 @@ def test_many_sequences_grow_the_state_without_changing_it() -> None:
         drawn = sampler.sample(flat_logits(position + step).expand(70, -1), rows, in_flight={})
         for sequence, token in zip(sequences, drawn.tokens, strict=True):
             sequence.tokens.append(token)
-        sequences.append(make_sequence(PENALISING, sequence_id=100 + step, tokens=sequences[0].tokens))
+        sequences.append(make_sequence(PENALISING, sequence_id=100 + step, tokens=list(sequences[0].tokens)))
         sequences.pop(1)
     assert {tuple(sequence.tokens) for sequence in sequences} == {tuple(expected_run()[: position + 3])}
 

@@ -1,10 +1,12 @@
 """What the sampler does not do: sort where no row filters, and wait for the device before its tokens are asked for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES
+from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES, SettleNuclei, settle_by_sorting
 from blockyard.kernels.triton_backend import TritonBackend
 from blockyard.worker.overlap import may_be_in_flight
 from blockyard.worker.sampler import Sampler
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .sampling import Draw, make_row, random_logits
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "unique"}
 """Operations whose result the host needs at once."""
 SORTS = {"sort", "topk", "argsort", "msort", "kthvalue"}
@@ -33,12 +36,26 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_of(*options: dict[str, Any]) -> set[str]:
-    """Of the first and of a later step, up to where the result is asked for, with a GPU's backend."""
+@contextmanager
+def no_wait_allowed() -> Iterator[None]:
+    """On a GPU any wait raises, whichever operation hides it."""
+    if DEVICE.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def operations_of(*options: dict[str, Any], settle: SettleNuclei | None = None) -> set[str]:
+    """Of the first and of a later step, up to where the result is asked for, as Triton's backend has it. Other ways to
+    settle may wait."""
     backend = TritonBackend()
-    sampler = Sampler(VOCAB_SIZE, torch.device("cpu"), backend.likeliest, backend.settle_nuclei)
+    sampler = Sampler(VOCAB_SIZE, DEVICE, backend.likeliest, settle or backend.settle_nuclei)
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
-    logits_SV = random_logits(len(options), VOCAB_SIZE)
+    logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)
     rows = [make_row(Draw(params, 7, 2), index) for index, params in enumerate(drawn)]
     seen = Operations()
     for position in (7, 8):
@@ -46,6 +63,10 @@ def operations_of(*options: dict[str, Any]) -> set[str]:
             started = sampler.start(logits_SV, rows, in_flight={})
         tokens = started.result().tokens
         rows = [_next_row(row, token, position) for row, token in zip(rows, tokens, strict=True)]
+    if settle is None:
+        with no_wait_allowed():  # all kernels are compiled by now
+            started = sampler.start(logits_SV, rows, in_flight={})
+        started.result()
     return seen.names
 
 
@@ -63,13 +84,11 @@ UNFILTERED: list[dict[str, Any]] = [
     {"allowed_token_ids": frozenset({5, 6, 7})},
     {"min_tokens": 20, "eos_token_ids": frozenset({2})},
 ]
-
-
 FILTERED: list[dict[str, Any]] = [
     {"top_k": 20},
     {"top_k": 20, "top_p": 0.9},
     {"top_p": 0.9},
-    {"top_k": NUCLEUS_CANDIDATES + 1, "top_p": 0.9},
+    {"top_p": 0.9, "min_p": 0.001},
 ]
 
 
@@ -85,13 +104,34 @@ def test_a_step_that_may_be_in_flight_waits_for_nothing(option: dict[str, Any]) 
     assert not operations_of(option, {}) & WAITS
 
 
-@pytest.mark.parametrize("spread", [0.1, 1.0])
-def test_a_nucleus_is_the_same_with_or_without_the_wait(spread: float) -> None:
-    """Wide, where all logits are about alike, and narrow."""
-    device, settle_nuclei = torch.device("cpu"), TritonBackend().settle_nuclei
-    logits_SV = spread * random_logits(8, VOCAB_SIZE)
-    params = [SamplingParams(top_p=0.9, top_k=2000 * (seed % 2), seed=seed) for seed in range(8)]
+def test_sorting_a_wide_nucleus_does_wait() -> None:
+    assert operations_of({"top_p": 0.9}, settle=settle_by_sorting) & WAITS
+
+
+def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
+    """Some are narrow and settled by the candidates, and of the others min-p gives some a top-k."""
+    settled: list[torch.Tensor] = []
+    settle_on_device = TritonBackend().settle_nuclei
+
+    def settle(
+        weights_FV: torch.Tensor,
+        top_k_F: torch.Tensor,
+        top_p_F: torch.Tensor,
+        unsettled_F: torch.Tensor,
+        threshold_F: torch.Tensor,
+    ) -> None:
+        settled.append(torch.stack((unsettled_F.clone(), top_k_F < VOCAB_SIZE)))
+        settle_on_device(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+
+    spread_S1 = torch.tensor([0.1, 0.1, 0.1, 2.0] * 2)[:, None]
+    logits_SV = (spread_S1 * random_logits(8, VOCAB_SIZE)).to(DEVICE)
+    params = [
+        SamplingParams(top_p=0.9, min_p=0.4 if seed % 4 in (1, 2) else 0.0, seed=seed) for seed in range(8)
+    ]
     rows = [make_row(Draw(each, 7, 2), number) for number, each in enumerate(params)]
-    waits = Sampler(VOCAB_SIZE, device)
-    waits_not = Sampler(VOCAB_SIZE, device, settle_nuclei=settle_nuclei)
-    assert waits.sample(logits_SV, rows, in_flight={}) == waits_not.sample(logits_SV, rows, in_flight={})
+    waits = Sampler(VOCAB_SIZE, DEVICE)
+    waits_not = Sampler(VOCAB_SIZE, DEVICE, settle_nuclei=settle)
+    assert waits_not.sample(logits_SV, rows, in_flight={}) == waits.sample(logits_SV, rows, in_flight={})
+    ((unsettled, has_top_k),) = [each.tolist() for each in settled]
+    assert unsettled == [True, True, True, False] * 2
+    assert has_top_k == [False, True, True, False] * 2
