@@ -186,7 +186,8 @@ def plan_rows(
     """`plan_attention` of arrays that nobody changes while the plan lives; without items where none are read."""
     num_decodes = int((query_R == 1).sum())
     _check_rows(query_R, context_R, table_RB, block_size, num_decodes)
-    starts_R1 = np.concatenate(([0], np.cumsum(query_R)))
+    is_decodes = num_decodes == len(query_R)
+    starts_R1 = np.arange(num_decodes + 1) if is_decodes else np.concatenate(([0], np.cumsum(query_R)))
     positions_T, slots_T = _positions_and_slots(query_R, context_R, starts_R1, table_RB, block_size)
     padding = 0 if padded_tokens is None else padded_tokens - len(positions_T)
     if padding < 0:
@@ -217,7 +218,7 @@ def plan_rows(
         window=None,
         has_items=with_items,
         num_decodes=num_decodes,
-        query_lens=tuple(query_R.tolist()),
+        query_lens=(1,) * num_decodes if is_decodes else tuple(query_R.tolist()),
         context_lens=tuple(context_R.tolist()),
         query_starts_R1=tensors["starts"],
         context_lens_R=tensors["contexts"],
@@ -257,9 +258,9 @@ def _check_rows(
         raise ValueError(
             f"{len(query_R)} query lengths, {len(context_R)} contexts, {len(table_RB)} block tables"
         )
-    if (query_R < 1).any() or (context_R < query_R).any():
+    if (num_decodes < len(query_R) and (query_R < 1).any()) or (context_R < query_R).any():
         raise ValueError(f"need 1 <= query length <= context length, got {query_R} and {context_R}")
-    if query_R[:num_decodes].max(initial=1) > 1:
+    if num_decodes < len(query_R) and query_R[:num_decodes].max(initial=1) > 1:
         raise ValueError(f"decode rows (query length 1) must come before prefill rows, got {query_R}")
     longest = int(context_R.max(initial=0))
     if longest > table_RB.shape[1] * block_size:
@@ -279,6 +280,10 @@ def _dense_table(block_tables: Sequence[Sequence[int]]) -> Int32Array:
 def _positions_and_slots(
     query_R: Int64Array, context_R: Int64Array, starts_R1: Int64Array, table_RB: Int32Array, block_size: int
 ) -> tuple[Int64Array, Int64Array]:
+    if starts_R1[-1] == len(query_R):  # one token each
+        positions_T = context_R - 1
+        blocks_T = table_RB[starts_R1[:-1], positions_T // block_size].astype(np.int64)
+        return positions_T, blocks_T * block_size + positions_T % block_size
     first_position_R = context_R - query_R - starts_R1[:-1]
     positions_T = np.arange(starts_R1[-1]) + np.repeat(first_position_R, query_R)
     row_T = np.repeat(np.arange(len(query_R)), query_R)

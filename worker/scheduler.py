@@ -20,6 +20,7 @@ search decides (beams.py). Owns the queues and the counters of sequences. No ten
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from blockyard.worker.beams import BeamGroup
 from blockyard.worker.block_pool import BlockPool
@@ -43,6 +44,8 @@ from blockyard.worker.sequence import (
 from blockyard.worker.tiers import AnywhereNames
 
 _NO_EXTRAS = RowExtras()
+_make_row = partial(tuple.__new__, ScheduledRow)
+"""Of all its fields; by C alone, where a named tuple's own constructor goes through Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +191,7 @@ class Scheduler:
             ):
                 sequence.num_scheduled = start + 1
                 sequence.num_in_flight = 1
-                rows[sequence.sequence_id] = ScheduledRow(sequence, start, 1, True, True)
+                rows[sequence.sequence_id] = _make_row((sequence, start, 1, True, True))
                 budget -= 1
                 continue
             todo = self._tokens_to_compute(sequence)
@@ -403,7 +406,7 @@ class Scheduler:
 
 
 def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
-    decodes = tuple(row for row in rows if row.num_tokens == 1)
+    decodes = tuple([row for row in rows if row.num_tokens == 1])
     return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))
 
 

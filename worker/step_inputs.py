@@ -16,6 +16,7 @@ from blockyard.kernels.attention_plan import AttentionPlan, plan_rows
 from blockyard.worker.newest_tokens import NewestTokens
 from blockyard.worker.prompt_scoring import scored_positions
 from blockyard.worker.sequence import ScheduledRow, SequenceId, token_array
+from blockyard.worker.sequence import Sequence as RunningSequence
 from blockyard.worker.table_rows import TableRows
 from blockyard.worker.transfers import upload
 
@@ -59,9 +60,9 @@ class InputRows:
         """`rows` are one at least, decodes first. What the step before drew and nobody has committed is taken where it
         is: on the device."""
         sequences, starts, counts, samples, is_plain = zip(*rows, strict=True)
-        query_R = np.array(counts, dtype=np.int64)
-        context_R = query_R + np.array(starts, dtype=np.int64)
         is_decodes = all(samples) and sum(counts) == len(rows)
+        query_R = np.ones(len(rows), dtype=np.int64) if is_decodes else np.array(counts, dtype=np.int64)
+        context_R = query_R + np.array(starts, dtype=np.int64)
         plan = plan_rows(
             query_R,
             context_R,
@@ -78,8 +79,9 @@ class InputRows:
         has_narrow = (
             len(wanted_Q) < plan.num_query_tokens and not num_scored and not len(plan.shared_items_Y5)
         )
+        tokens_T = _known_tokens(sequences, starts) if is_decodes else None
         return StepInputs(
-            tokens_T=self._tokens(rows, newest),
+            tokens_T=self._tokens(rows, newest) if tokens_T is None else upload(tokens_T, self._device),
             plan=plan,
             wanted_Q=upload(wanted_Q, self._device),
             wanted_plan=plan.of_last_queries() if has_narrow else None,
@@ -98,6 +100,16 @@ class InputRows:
         self._tables.forget(ended)
 
 
+def _known_tokens(sequences: Sequence[RunningSequence], starts: Sequence[int]) -> "array[int] | None":
+    """One of each, unless one has not been heard of yet."""
+    try:
+        return token_array(
+            [sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)]
+        )
+    except IndexError:
+        return None
+
+
 def _input_tokens(
     rows: Sequence[ScheduledRow],
 ) -> tuple["array[int]", dict[int, tuple[SequenceId, int]]]:
@@ -106,9 +118,6 @@ def _input_tokens(
     unheard: dict[int, tuple[SequenceId, int]] = {}
     for row in rows:
         known, start = row.sequence.tokens, row.start
-        if row.num_tokens == 1 and start < len(known):
-            tokens.append(known[start])
-            continue
         tokens += known[start : row.end]
         if len(known) < row.end:
             assert len(known) == row.end - 1, "only the last step's token may be uncommitted"

@@ -9,10 +9,10 @@ after a step of many sequences little of what they own is in the CPU's caches.
 Pure bookkeeping in numpy. Shapes: R rows asked for, N rows there are, B blocks of a row.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from operator import is_
+from operator import and_, is_
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,8 @@ class TableRows:
 
     def gather(
         self,
-        sequences: Collection[Sequence],
-        is_plain: Collection[bool],
+        sequences: Items[Sequence],
+        is_plain: Items[bool],
         needed_R: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int32]:
         """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
@@ -65,14 +65,11 @@ class TableRows:
         tables: list[list[BlockId] | None] = [sequence.block_table for sequence in sequences]
         last, self._last = self._last, _Gathered()
         places_2R = _widened(last.places_2R, len(tables))
-        stand_as_before = zip_longest(map(is_, tables, last.tables), is_plain)
-        changed: list[int] = []
-        known: list[_Row] = []
-        for index, (sequence, (stands, plain)) in enumerate(zip(sequences, stand_as_before, strict=True)):
-            if not (stands and plain):
-                changed.append(index)
-                known.append(self._up_to_date(sequence))
+        stand_as_before = map(and_, map(is_, tables, last.tables), is_plain)
+        changed = [index for index, stands in enumerate(stand_as_before) if not stands]
+        changed += range(len(last.tables), len(tables))
         if changed:
+            known = [self._up_to_date(sequences[index]) for index in changed]
             places_2R[:, changed] = [row.number for row in known], [row.num_blocks for row in known]
         numbers_R, lengths_R = places_2R[0], places_2R[1]
         short = np.flatnonzero(lengths_R < needed_R)
