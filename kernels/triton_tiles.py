@@ -1,4 +1,5 @@
-"""Tile sizes of the Triton kernels by head size, group and data type: a table, nothing is tried at run time.
+"""Tile sizes of the Triton kernels: a few rules by head size, group (of decodes; prompts pack any group into the same
+rows) and the queries' data type. Nothing is tried at run time.
 
 Reasoned from registers and shared memory, not measured on a GPU yet. Imports no triton.
 """
