@@ -36,6 +36,8 @@ from blockyard.worker.sequence import (
 from blockyard.worker.transfers import Readback, upload
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
+DRAWN_AT_ONCE = 2**18
+"""Logits on a CPU: what is made of them stays in its caches."""
 
 Likeliest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """As `Backend.likeliest`."""
@@ -152,8 +154,11 @@ def _choose(
 ) -> torch.Tensor:
     """Tokens [S, N]; of a row that does not fork the first counts."""
     tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
-    rows_D = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
-    if len(rows_D):
+    drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
+    on_cpu = logits_SV.device.type == "cpu"
+    at_once = max(1, DRAWN_AT_ONCE // logits_SV.shape[1]) if on_cpu else max(1, len(drawing))
+    for first in range(0, len(drawing), at_once):
+        rows_D = drawing[first : first + at_once]
         index_D = upload(rows_D, logits_SV.device)
         tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, settle)
     return tokens_SN

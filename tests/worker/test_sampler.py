@@ -7,6 +7,7 @@ import pytest
 import torch
 from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES
 from blockyard.worker import draw as drawing
+from blockyard.worker import sampler
 from blockyard.worker.draw import uniforms
 from blockyard.worker.sequence import FAILED_TOKEN, NO_CHOICE, SamplingParams
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -101,6 +102,16 @@ def test_a_row_draws_the_same_token_in_any_batch() -> None:
     shuffled = sample(logits_RV[order], [rows[i] for i in order])
     assert shuffled == [together[i] for i in order]
     assert [sample(logits_RV[i : i + 1], [rows[i]])[0] for i in range(48)] == together
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 47])
+def test_however_many_rows_draw_at_once_each_draws_its_own(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    logits_RV = 0.5 * random_logits(48, 3 * NUCLEUS_CANDIDATES)
+    expected = sample(logits_RV, mixed_rows())
+    monkeypatch.setattr(sampler, "DRAWN_AT_ONCE", at_once * 3 * NUCLEUS_CANDIDATES + 1)
+    assert sample(logits_RV, mixed_rows()) == expected
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
