@@ -38,6 +38,8 @@ from blockyard.worker.transfers import Readback, upload
 GREEDY_BELOW_TEMPERATURE = 1e-5
 DRAWN_AT_ONCE = 2**18
 """Logits on a CPU: what is made of them stays in its caches."""
+LEAST_DRAWN_AT_ONCE = 8
+"""Rows on a CPU: its threads part a search by rows."""
 
 Likeliest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """As `Backend.likeliest`."""
@@ -155,13 +157,19 @@ def _choose(
     """Tokens [S, N]; of a row that does not fork the first counts."""
     tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
     drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
-    on_cpu = logits_SV.device.type == "cpu"
-    at_once = max(1, DRAWN_AT_ONCE // logits_SV.shape[1]) if on_cpu else max(1, len(drawing))
+    at_once = _drawn_at_once(logits_SV) or max(1, len(drawing))
     for first in range(0, len(drawing), at_once):
         rows_D = drawing[first : first + at_once]
         index_D = upload(rows_D, logits_SV.device)
         tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, settle)
     return tokens_SN
+
+
+def _drawn_at_once(logits_SV: torch.Tensor) -> int | None:
+    """Rows; None for all."""
+    if logits_SV.device.type != "cpu":
+        return None
+    return max(LEAST_DRAWN_AT_ONCE, torch.get_num_threads(), DRAWN_AT_ONCE // logits_SV.shape[1])
 
 
 def _asks_for_more(batch: Batch) -> bool:

@@ -110,6 +110,8 @@ def test_however_many_rows_draw_at_once_each_draws_its_own(
 ) -> None:
     logits_RV = 0.5 * random_logits(48, 3 * NUCLEUS_CANDIDATES)
     expected = sample(logits_RV, mixed_rows())
+    monkeypatch.setattr(sampler, "LEAST_DRAWN_AT_ONCE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(sampler, "DRAWN_AT_ONCE", at_once * 3 * NUCLEUS_CANDIDATES + 1)
     assert sample(logits_RV, mixed_rows()) == expected
 
