@@ -157,7 +157,7 @@ def _choose(
     """Tokens [S, N]; of a row that does not fork the first counts."""
     tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
     drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
-    at_once = _drawn_at_once(logits_SV) or max(1, len(drawing))
+    at_once = _drawn_at_once(logits_SV)
     for first in range(0, len(drawing), at_once):
         rows_D = drawing[first : first + at_once]
         index_D = upload(rows_D, logits_SV.device)
@@ -165,10 +165,10 @@ def _choose(
     return tokens_SN
 
 
-def _drawn_at_once(logits_SV: torch.Tensor) -> int | None:
-    """Rows; None for all."""
+def _drawn_at_once(logits_SV: torch.Tensor) -> int:
+    """Rows: of these all, but for a CPU."""
     if logits_SV.device.type != "cpu":
-        return None
+        return len(logits_SV)
     return max(LEAST_DRAWN_AT_ONCE, torch.get_num_threads(), DRAWN_AT_ONCE // logits_SV.shape[1])
 
 
