@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from blockyard.worker.decode_times import DecodeTimes
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.runner import Runner
@@ -96,6 +97,7 @@ class Engine:
         self._next_request = 0
         self._next_sequence = 0
         self._counters = _Counters()
+        self._decode_times = DecodeTimes(smoothing=RATE_SMOOTHING)
         self._failures_in_a_row = 0
 
     @property
@@ -312,9 +314,9 @@ class Engine:
             )
         elif decodes and not prefill:
             counters.decode_tokens_per_second = _smooth(counters.decode_tokens_per_second, decodes / seconds)
+            self._decode_times.observe(decodes, seconds)
         if decodes and prefill:
-            alone = decodes / counters.decode_tokens_per_second if counters.decode_tokens_per_second else 0.0
-            self._limit_prefill(prefill, max(seconds - alone, 0.1 * seconds))
+            self._limit_prefill(prefill, max(seconds - self._decode_times.expected(decodes), 0.1 * seconds))
 
     def _limit_prefill(self, prefill: int, seconds: float) -> None:
         """Follows what prompts beside decodes really took: a chunk costs the more, the more context is before it."""
@@ -341,6 +343,7 @@ class Engine:
         rate = self._counters.decode_tokens_per_second if keeps_rates else 0.0
         self._counters = _Counters(decode_tokens_per_second=rate)
         if not keeps_rates:
+            self._decode_times = DecodeTimes(smoothing=RATE_SMOOTHING)
             self.scheduler.rates.prefill_tokens_per_second = 0.0
 
     def seconds_since(self, moment: float) -> float:

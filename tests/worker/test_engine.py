@@ -309,6 +309,30 @@ def test_a_long_prompt_takes_no_longer_beside_decodes_than_a_mixed_step_may() ->
     assert 0.2 < max(gaps) < 0.45
 
 
+def test_many_decodes_get_no_longer_pauses_for_a_prompt_than_one_does() -> None:
+    """All of a step's decodes take as long as one alone: what is measured with one must not be counted for each."""
+    clock = Clock()
+    engine = make_engine(clock, mixed_step_seconds=0.05)
+    engine.submit(request(max_tokens=30))
+    outputs_of(engine)
+    for _ in range(8):
+        engine.submit(request(max_tokens=200))
+    for _ in range(3):
+        engine.step()
+    gaps: list[float] = []
+    for token in (8, 9, 10):
+        waiting = engine.submit(request(450, max_tokens=1, token=token))
+        gaps.clear()
+        while True:
+            before = clock.now
+            outputs = engine.step().outputs
+            gaps.append(clock.now - before)
+            if any(output.request_id == waiting for output in outputs):
+                break
+    assert len(gaps) > 450 // 80, "steps of 0.1 s, and 0.05 for a prompt at 1000 tokens/s"
+    assert max(gaps) < 0.18
+
+
 def test_one_output_is_cancelled_and_a_second_cancel_of_it_leaves_the_others() -> None:
     engine = make_engine(Clock())
     request_id = engine.submit(request(max_tokens=9, n=2))
