@@ -48,6 +48,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def settles_all_nuclei(self) -> bool:
+        """Whether `settle_nuclei` is quicker than a look at the likeliest few first."""
+        ...
+
+    @property
     def widens_bfloat16(self) -> bool:
         """Whether bfloat16 is as fast as float32 on a CPU that does not multiply it."""
         ...

@@ -1,5 +1,5 @@
 """The fast backend for CPUs: embedding, attention, rotary embedding with the KV write, norms, SiLU-mul, linears and the
-likeliest token in C++ (`native/`).
+choice of tokens in C++ (`native/`).
 
 Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears that
 `can_lay_out` refuses, block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
@@ -21,6 +21,7 @@ from blockyard.kernels.cpu_checks import (
     PlanChecks,
     check_heads,
     check_norms,
+    check_nuclei,
     check_pool,
     check_rotary_table,
     need,
@@ -31,6 +32,7 @@ from blockyard.kernels.cpu_library import (
     Gather,
     Likeliest,
     Norm,
+    Nuclei,
     Placement,
     SiluMul,
 )
@@ -51,6 +53,7 @@ class CpuBackend(TorchBackend):
     """Not thread-safe, as the torch backend. The library is `cpu_extension`'s."""
 
     name = "cpu"
+    settles_all_nuclei = True
     mlp_rows = 256  # as many as its linears take at once
 
     def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:
@@ -293,6 +296,28 @@ class CpuBackend(TorchBackend):
         )
         self._library.likeliest(logits_SV.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return tokens_S, is_finite_S
+
+    def settle_nuclei(
+        self,
+        weights_FV: torch.Tensor,
+        top_k_F: torch.Tensor,
+        top_p_F: torch.Tensor,
+        unsettled_F: torch.Tensor,
+        threshold_F: torch.Tensor,
+    ) -> None:
+        check_nuclei(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        num_rows, vocab_size = weights_FV.shape
+        work = Nuclei(
+            weights=weights_FV.data_ptr(),
+            top_k=top_k_F.data_ptr(),
+            top_p=top_p_F.data_ptr(),
+            unsettled=unsettled_F.data_ptr(),
+            threshold=threshold_F.data_ptr(),
+            stride=weights_FV.stride(0),
+            num_rows=num_rows,
+            vocab_size=vocab_size,
+        )
+        self._library.settle_nuclei(False, torch.get_num_threads(), work)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if self._linears == "int8" and can_quantise(weight_OI):

@@ -104,6 +104,39 @@ def check_rotary_table(cos_sin_SD: torch.Tensor, head_dim: int) -> None:
     )
 
 
+def check_nuclei(
+    weights_FV: torch.Tensor,
+    top_k_F: torch.Tensor,
+    top_p_F: torch.Tensor,
+    unsettled_F: torch.Tensor,
+    threshold_F: torch.Tensor,
+) -> None:
+    need(
+        weights_FV.dtype == torch.float32
+        and _on_cpu(weights_FV)
+        and weights_FV.shape[1] > 0
+        and weights_FV.stride(1) == 1,
+        "weights {} {}",
+        weights_FV.shape,
+        weights_FV.dtype,
+    )
+    vectors = (
+        (top_k_F, torch.int64),
+        (top_p_F, torch.float64),
+        (unsettled_F, torch.bool),
+        (threshold_F, torch.float32),
+    )
+    for vector, dtype in vectors:
+        need(
+            vector.dtype == dtype and vector.shape == weights_FV.shape[:1] and _is_dense(vector),
+            "a vector of {} {} for weights {}",
+            vector.shape,
+            vector.dtype,
+            weights_FV.shape,
+        )
+    need(bool((top_k_F > 0).all()), "a top-k of less than 1")
+
+
 def _check_indices(plan: AttentionPlan, num_blocks: int, num_positions: int | None) -> None:
     """In numpy, whose calls cost less than PyTorch's and are none of a recorded step's."""
     tensors = (

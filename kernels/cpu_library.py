@@ -71,6 +71,15 @@ class Likeliest(ctypes.Structure):
     ]
 
 
+class Nuclei(ctypes.Structure):
+    """`Nuclei` of native/nucleus.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("weights", "top_k", "top_p", "unsettled", "threshold")),
+        *((name, _Int) for name in ("stride", "num_rows", "vocab_size")),
+    ]
+
+
 class Gather(ctypes.Structure):
     """`Gather` of native/replay.cpp."""
 
@@ -92,6 +101,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "normalise": ("by_norm", Norm),
     "silu_mul": ("by_silu_mul", SiluMul),
     "likeliest": ("by_likeliest", Likeliest),
+    "settle_nuclei": ("by_settle_nuclei", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
     "gather": ("by_gather", Gather),
@@ -107,6 +117,7 @@ class CpuLibrary:
     normalise: Callable[..., None]
     silu_mul: Callable[..., None]
     likeliest: Callable[..., None]
+    settle_nuclei: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
     gather: Callable[..., None]

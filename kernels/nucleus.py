@@ -1,13 +1,15 @@
 """What top-k and top-p keep of a row: all tokens at least as likely as a threshold, which is looked for here.
 
 It is nearly always among the likeliest few tokens. Rows where it is not are unsettled, and every backend settles them
-among the whole vocabulary (`Backend.settle_nuclei`): by sorting it, which is here, or by halving (triton_nucleus.py).
+among the whole vocabulary (`Backend.settle_nuclei`): by sorting it, which is here, by halving (triton_nucleus.py), or
+by bins (native/nucleus.cpp), which is quicker than to look for the likeliest few.
 Tokens as likely as the threshold all stay, so no order among equals has to be invented.
 
 Shapes: F rows with top-k or top-p, V vocabulary, W likeliest tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,13 @@ def thresholds(
 ) -> torch.Tensor:
     """The smallest weight [F] that each row keeps. Weights are fp32 and at least 0, those of a row without top-k add up
     to 1; `top_k_F` is the size of the vocabulary where there is none. `may_be_wide` says whether, as far as the host
-    knows, a row may keep more than `num_candidates`: only then any is settled."""
-    vocab_size = weights_FV.shape[1]
+    knows, a row may keep more than `num_candidates`: only then any is settled. Without candidates all are."""
+    num_rows, vocab_size = weights_FV.shape
+    if not num_candidates:
+        threshold_F = weights_FV.new_empty(num_rows)
+        unsettled_F = torch.ones(num_rows, dtype=torch.bool, device=weights_FV.device)
+        settle(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        return threshold_F
     width = min(vocab_size, num_candidates)
     candidates_FW = weights_FV.topk(width, dim=-1).values
     threshold_F, num_kept_F = _smallest_kept(candidates_FW, top_k_F, top_p_F, vocab_size)
@@ -54,6 +61,19 @@ def settle_by_sorting(
         threshold_F[unsettled_F], _ = _smallest_kept(
             sorted_FV, top_k_F[unsettled_F], top_p_F[unsettled_F], weights_FV.shape[1]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Nuclei:
+    """How a backend finds what is kept."""
+
+    settle: SettleNuclei = settle_by_sorting
+    settles_all: bool = False
+    """As `Backend.settles_all_nuclei`."""
+
+
+BY_SORTING = Nuclei()
+"""Of any device."""
 
 
 def _smallest_kept(

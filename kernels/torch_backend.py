@@ -89,6 +89,7 @@ class TorchBackend:
 
     name = "torch"
     reads_items = False
+    settles_all_nuclei = False
     mlp_rows: int | None = None
     widens_bfloat16 = False
 

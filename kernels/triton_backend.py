@@ -49,6 +49,7 @@ class TritonBackend:
 
     name = "triton"
     reads_items = True
+    settles_all_nuclei = False
     mlp_rows = None
     widens_bfloat16 = False
 

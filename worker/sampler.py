@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from blockyard.kernels.backend import likeliest
-from blockyard.kernels.nucleus import SettleNuclei, settle_by_sorting
+from blockyard.kernels.nucleus import BY_SORTING, Nuclei
 from blockyard.worker.draw import draw
 from blockyard.worker.logit_edits import IMPOSSIBLE, edit, has_edits
 from blockyard.worker.logprobs import candidates, likelihoods
@@ -76,11 +76,11 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         likeliest: Likeliest = likeliest,
-        settle_nuclei: SettleNuclei = settle_by_sorting,
+        nuclei: Nuclei = BY_SORTING,
     ) -> None:
         self.state = SamplingState(vocab_size, device)
         self._likeliest = likeliest
-        self._settle_nuclei = settle_nuclei
+        self._nuclei = nuclei
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         self.state.forget(ended)
@@ -120,7 +120,7 @@ class Sampler:
             likeliest_S, _ = self._likeliest(edited_SV)
             finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
             usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
-        tokens_SN = _choose(edited_SV, likeliest_S, batch, self._settle_nuclei)
+        tokens_SN = _choose(edited_SV, likeliest_S, batch, self._nuclei)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
         tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)
         reports = _asks_for_more(batch)
@@ -151,9 +151,7 @@ class Sampler:
         return edited_SV
 
 
-def _choose(
-    logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, settle: SettleNuclei
-) -> torch.Tensor:
+def _choose(logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, nuclei: Nuclei) -> torch.Tensor:
     """Tokens [S, N]; of a row that does not fork the first counts."""
     tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
     drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
@@ -161,7 +159,7 @@ def _choose(
     for first in range(0, len(drawing), at_once):
         rows_D = drawing[first : first + at_once]
         index_D = upload(rows_D, logits_SV.device)
-        tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, settle)
+        tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, nuclei)
     return tokens_SN
 
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from blockyard.kernels.backend import HeadNorms
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, QuantisedName
+from blockyard.kernels.nucleus import Nuclei
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.kv_size import bytes_per_block
 from blockyard.worker.sampler import Sampler
@@ -215,7 +216,8 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         return lambda: backend.copy_blocks(pool, pairs)
 
     def draw(top_p: float) -> Callable[[], object]:
-        sampler = Sampler(shape.vocab, bench.device, backend.likeliest, backend.settle_nuclei)
+        nuclei = Nuclei(backend.settle_nuclei, backend.settles_all_nuclei)
+        sampler = Sampler(shape.vocab, bench.device, backend.likeliest, nuclei)
         logits, rows = (
             bench.random(tokens, shape.vocab),
             [_row_that_draws(number, top_p) for number in range(tokens)],

@@ -12,6 +12,7 @@ import torch
 from blockyard.kernels import reference
 from blockyard.kernels.backend import Backend, HeadNorms
 from blockyard.kernels.cpu_backend import MAX_HEAD_DIM, from_native, has_native_layout, to_native
+from blockyard.kernels.nucleus import settle_by_sorting
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -258,6 +259,25 @@ def test_the_likeliest_token_is_the_first_of_the_largest_and_what_is_not_finite_
         tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
         assert is_finite_S.tolist() == [index != row for index in range(rows)]
         assert ((tokens_S >= 0) & (tokens_S < vocab_size)).all()
+
+
+@given(
+    counts=st.lists(st.integers(0, 2**10), min_size=1, max_size=300),
+    exponent=st.integers(-40, -10),
+    top_k=st.integers(1, 400),
+    share=st.integers(1, 256),
+)
+def test_a_nucleus_is_what_a_sort_says(
+    cpu_backend: Backend, counts: list[int], exponent: int, top_k: int, share: int
+) -> None:
+    """All sums are exact in fp64 here, and many weights are equal."""
+    weights_FV = torch.tensor([counts], dtype=torch.float32) * 2.0**exponent
+    limits = torch.tensor([min(top_k, len(counts))]), torch.tensor([share / 256], dtype=torch.float64)
+    found_F, expected_F = torch.zeros(1), torch.zeros(1)
+    every_F = torch.ones(1, dtype=torch.bool)
+    cpu_backend.settle_nuclei(weights_FV, *limits, every_F, found_F)
+    settle_by_sorting(weights_FV, *limits, every_F, expected_F)
+    assert found_F.tolist() == expected_F.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from blockyard.kernels.backend import Backend, choose_backend
+from blockyard.kernels.nucleus import Nuclei
 from blockyard.worker.sampler import Sampler
 from blockyard.worker.sequence import (
     SamplingParams,
@@ -56,7 +57,9 @@ def sample_rows(logits_SV: torch.Tensor, rows: list[ScheduledRow]) -> StepTokens
     device = logits_SV.device
     sampled = Sampler(logits_SV.shape[1], device).sample(logits_SV, rows, in_flight={})
     own = backend(device)
-    sampler = Sampler(logits_SV.shape[1], device, own.likeliest, own.settle_nuclei)
+    sampler = Sampler(
+        logits_SV.shape[1], device, own.likeliest, Nuclei(own.settle_nuclei, own.settles_all_nuclei)
+    )
     assert sampler.sample(logits_SV, rows, in_flight={}) == sampled
     return sampled
 
