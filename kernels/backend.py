@@ -49,7 +49,8 @@ class Backend(Protocol):
 
     @property
     def settles_all_nuclei(self) -> bool:
-        """Whether `settle_nuclei` is quicker than a look at the likeliest few first."""
+        """Whether every row with top-k or top-p is for `settle_nuclei`, as it is quicker than a look at the likeliest
+        few."""
         ...
 
     @property

@@ -307,17 +307,20 @@ class CpuBackend(TorchBackend):
     ) -> None:
         check_nuclei(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
         num_rows, vocab_size = weights_FV.shape
+        threads = torch.get_num_threads()
+        members = torch.empty(threads, vocab_size)
         work = Nuclei(
             weights=weights_FV.data_ptr(),
             top_k=top_k_F.data_ptr(),
             top_p=top_p_F.data_ptr(),
             unsettled=unsettled_F.data_ptr(),
             threshold=threshold_F.data_ptr(),
+            members=members.data_ptr(),
             stride=weights_FV.stride(0),
             num_rows=num_rows,
             vocab_size=vocab_size,
         )
-        self._library.settle_nuclei(False, torch.get_num_threads(), work)
+        self._library.settle_nuclei(False, threads, work)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if self._linears == "int8" and can_quantise(weight_OI):

@@ -112,7 +112,8 @@ def check_nuclei(
     threshold_F: torch.Tensor,
 ) -> None:
     need(
-        weights_FV.dtype == torch.float32
+        weights_FV.dim() == 2
+        and weights_FV.dtype == torch.float32
         and _on_cpu(weights_FV)
         and weights_FV.shape[1] > 0
         and weights_FV.stride(1) == 1,

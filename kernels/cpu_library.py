@@ -75,7 +75,7 @@ class Nuclei(ctypes.Structure):
     """`Nuclei` of native/nucleus.cpp."""
 
     _fields_: ClassVar[Any] = [
-        *((name, _Address) for name in ("weights", "top_k", "top_p", "unsettled", "threshold")),
+        *((name, _Address) for name in ("weights", "top_k", "top_p", "unsettled", "threshold", "members")),
         *((name, _Int) for name in ("stride", "num_rows", "vocab_size")),
     ]
 

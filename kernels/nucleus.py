@@ -1,8 +1,8 @@
 """What top-k and top-p keep of a row: all tokens at least as likely as a threshold, which is looked for here.
 
 It is nearly always among the likeliest few tokens. Rows where it is not are unsettled, and every backend settles them
-among the whole vocabulary (`Backend.settle_nuclei`): by sorting it, which is here, by halving (triton_nucleus.py), or
-by bins (native/nucleus.cpp), which is quicker than to look for the likeliest few.
+among the whole vocabulary (`Backend.settle_nuclei`): by sorting it, which is here, or by halving (triton_nucleus.py).
+Where that is quicker than to look for the likeliest few all rows are settled: by bins (native/nucleus.cpp).
 Tokens as likely as the threshold all stay, so no order among equals has to be invented.
 
 Shapes: F rows with top-k or top-p, V vocabulary, W likeliest tokens.
@@ -10,6 +10,7 @@ Shapes: F rows with top-k or top-p, V vocabulary, W likeliest tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,19 @@ def thresholds(
     weights_FV: torch.Tensor,
     top_k_F: torch.Tensor,
     top_p_F: torch.Tensor,
-    settle: SettleNuclei,
+    nuclei: "NucleusSearch",
     *,
     num_candidates: int,
     may_be_wide: bool,
 ) -> torch.Tensor:
     """The smallest weight [F] that each row keeps. Weights are fp32 and at least 0, those of a row without top-k add up
     to 1; `top_k_F` is the size of the vocabulary where there is none. `may_be_wide` says whether, as far as the host
-    knows, a row may keep more than `num_candidates`: only then any is settled. Without candidates all are."""
+    knows, a row may keep more than `num_candidates`: only then any is settled, but where the search settles all."""
     num_rows, vocab_size = weights_FV.shape
-    if not num_candidates:
+    if nuclei.settles_all:
         threshold_F = weights_FV.new_empty(num_rows)
-        unsettled_F = torch.ones(num_rows, dtype=torch.bool, device=weights_FV.device)
-        settle(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        every_F = torch.ones(num_rows, dtype=torch.bool, device=weights_FV.device)
+        nuclei.settle(weights_FV, top_k_F, top_p_F, every_F, threshold_F)
         return threshold_F
     width = min(vocab_size, num_candidates)
     candidates_FW = weights_FV.topk(width, dim=-1).values
@@ -44,7 +45,7 @@ def thresholds(
     if may_be_wide:
         # Of a top-k beyond the candidates they do not tell the sum, of which top-p is a share.
         unsettled_F = (top_k_F > width) & ((num_kept_F == width) | (top_k_F < vocab_size))
-        settle(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        nuclei.settle(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
     return threshold_F
 
 
@@ -63,16 +64,30 @@ def settle_by_sorting(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Nuclei:
+class CanSettle(Protocol):
+    """What of `Backend` a search needs."""
+
+    @property
+    def settles_all_nuclei(self) -> bool: ...
+
+    @property
+    def settle_nuclei(self) -> SettleNuclei: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NucleusSearch:
     """How a backend finds what is kept."""
 
     settle: SettleNuclei = settle_by_sorting
     settles_all: bool = False
     """As `Backend.settles_all_nuclei`."""
 
+    @classmethod
+    def of(cls, backend: CanSettle) -> Self:
+        return cls(settle=backend.settle_nuclei, settles_all=backend.settles_all_nuclei)
 
-BY_SORTING = Nuclei()
+
+BY_SORTING = NucleusSearch()
 """Of any device."""
 
 

@@ -14,7 +14,7 @@ top-k or top-p.
 import numpy as np
 import numpy.typing as npt
 import torch
-from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES, Nuclei, thresholds
+from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES, NucleusSearch, thresholds
 from blockyard.worker.sampling_state import Batch, Ids
 from blockyard.worker.transfers import upload
 
@@ -44,7 +44,7 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: Nuclei) -> torch.Tensor:
+def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> torch.Tensor:
     """Tokens [D, N] of the batch's rows `rows_D`, whose logits in fp32 these are; any token where they hold NaN or
     infinity. Waits for the device only if `nuclei` do."""
     temperature_D1 = batch.column("temperature", rows_D, logits_DV.device)
@@ -70,7 +70,7 @@ def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
     return uniforms(seed_D1, batch.positions_S[rows_D][:, None], index_DN)
 
 
-def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: Nuclei) -> None:
+def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> None:
     """Set to 0, in place, what min-p and then top-k and top-p leave out. Rows without any are not touched."""
     vocab_size, device = weights_DV.shape[1], weights_DV.device
     params_D = batch.params_S[rows_D]
@@ -88,16 +88,14 @@ def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: 
     if len(rows_F):
         index_F = upload(rows_F, device)
         top_p_F = upload(params_D["top_p"][rows_F], device)
-        num_candidates = 0
-        if not nuclei.settles_all:
-            limits = params_D["top_k"][params_D["top_k"] < vocab_size]
-            num_candidates = max(int(limits.max(initial=0)), NUCLEUS_CANDIDATES)
+        limits = params_D["top_k"][params_D["top_k"] < vocab_size]
+        num_candidates = max(int(limits.max(initial=0)), NUCLEUS_CANDIDATES)
         weights_FV = weights_DV[index_F]
         threshold_F = thresholds(
             weights_FV,
             top_k_D[index_F],
             top_p_F,
-            nuclei.settle,
+            nuclei,
             num_candidates=num_candidates,
             may_be_wide=bool((params_D["top_k"][rows_F] > num_candidates).any()),
         )

@@ -25,7 +25,7 @@ from blockyard.worker.sequence import (
 from blockyard.worker.steps import EndedStep, Steps
 
 RATE_SMOOTHING = 0.2
-"""Weight of the newest step in the measured rates."""
+"""Weight of the newest step in what is measured."""
 MIN_MEASURED_PREFILL_TOKENS = 64
 """A smaller prefill measures the overhead of a step, not the rate."""
 FIRST_CHUNK_TOKENS = 256
@@ -78,7 +78,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ageing_seconds` of waiting make up for one step of priority. `mixed_step_seconds` is what a step that
-        decodes may take for prompts beside it, as far as measured rates tell; None leaves it to the token budget.
+        decodes may take for prompts beside it, as far as earlier steps tell; None leaves it to the token budget.
         `overlap_steps` starts each step while the one before it is computed (steps.py): its tokens come with the next
         `step`."""
         self.scheduler = Scheduler(config, num_blocks=num_blocks)
@@ -316,6 +316,7 @@ class Engine:
             counters.decode_tokens_per_second = _smooth(counters.decode_tokens_per_second, decodes / seconds)
             self._decode_times.observe(decodes, seconds)
         if decodes and prefill:
+            self.scheduler.next_decodes_go_alone = self._decode_times.wants_measuring(decodes)
             self._limit_prefill(prefill, max(seconds - self._decode_times.expected(decodes), 0.1 * seconds))
 
     def _limit_prefill(self, prefill: int, seconds: float) -> None:

@@ -19,7 +19,7 @@ from blockyard.kernels.backend import Backend, BackendName, LinearsName, choose_
 from blockyard.kernels.cpu_recording import NotRecordable
 from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
-from blockyard.kernels.nucleus import Nuclei
+from blockyard.kernels.nucleus import NucleusSearch
 from blockyard.kernels.static_plan import Bounds, StaticDecodes
 from blockyard.worker.cpu_features import has_bfloat16
 from blockyard.worker.host_blocks import HostBlocks
@@ -142,7 +142,7 @@ class TorchRunner:
         self.allocate_pools(num_blocks, num_host_slots)
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
-        nuclei = Nuclei(backend.settle_nuclei, backend.settles_all_nuclei)
+        nuclei = NucleusSearch.of(backend)
         self._sampler = Sampler(config.vocab_size, self.device, backend.likeliest, nuclei)
         self._inputs = InputRows(
             block_size=block_size,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from blockyard.kernels.backend import likeliest
-from blockyard.kernels.nucleus import BY_SORTING, Nuclei
+from blockyard.kernels.nucleus import BY_SORTING, NucleusSearch
 from blockyard.worker.draw import draw
 from blockyard.worker.logit_edits import IMPOSSIBLE, edit, has_edits
 from blockyard.worker.logprobs import candidates, likelihoods
@@ -76,7 +76,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         likeliest: Likeliest = likeliest,
-        nuclei: Nuclei = BY_SORTING,
+        nuclei: NucleusSearch = BY_SORTING,
     ) -> None:
         self.state = SamplingState(vocab_size, device)
         self._likeliest = likeliest
@@ -151,7 +151,9 @@ class Sampler:
         return edited_SV
 
 
-def _choose(logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, nuclei: Nuclei) -> torch.Tensor:
+def _choose(
+    logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, nuclei: NucleusSearch
+) -> torch.Tensor:
     """Tokens [S, N]; of a row that does not fork the first counts."""
     tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
     drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)

@@ -99,6 +99,8 @@ class Scheduler:
         self.rates = Rates()
         self.prefill_tokens_beside_decodes: int | None = None
         """Of one step that also decodes: what keeps decodes from waiting for a long prompt. None: the budget alone."""
+        self.next_decodes_go_alone = False
+        """Whether the next step that decodes takes no prompt, so that it can be measured. `plan` unsets it."""
         self.num_preemptions = 0
         self.num_swaps = 0
         self._moves: dict[int, Moves] = {}
@@ -203,7 +205,8 @@ class Scheduler:
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
         if rows and self.prefill_tokens_beside_decodes is not None:
-            budget = min(budget, self.prefill_tokens_beside_decodes)
+            budget = min(budget, 0 if self.next_decodes_go_alone else self.prefill_tokens_beside_decodes)
+        self.next_decodes_go_alone = False
         for sequence, todo in chunks:
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)

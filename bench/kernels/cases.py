@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from blockyard.kernels.backend import HeadNorms
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, QuantisedName
-from blockyard.kernels.nucleus import Nuclei
+from blockyard.kernels.nucleus import NucleusSearch
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.kv_size import bytes_per_block
 from blockyard.worker.sampler import Sampler
@@ -216,8 +216,7 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         return lambda: backend.copy_blocks(pool, pairs)
 
     def draw(top_p: float) -> Callable[[], object]:
-        nuclei = Nuclei(backend.settle_nuclei, backend.settles_all_nuclei)
-        sampler = Sampler(shape.vocab, bench.device, backend.likeliest, nuclei)
+        sampler = Sampler(shape.vocab, bench.device, backend.likeliest, NucleusSearch.of(backend))
         logits, rows = (
             bench.random(tokens, shape.vocab),
             [_row_that_draws(number, top_p) for number in range(tokens)],

@@ -260,7 +260,8 @@ static inline void stored_as(bool is_bf16, int64_t stored, F f) {
     is_bf16 ? of(bf16()) : of(float());
 }
 
-// Of a matrix: below it waking other threads costs more than they save.
+// Of rows, and of a matrix: below so many elements waking other threads costs more than they save.
+constexpr int64_t PARALLEL_ELEMENTS = 32768;
 constexpr int64_t PARALLEL_WEIGHTS = 1 << 18;
 
 // A linear layer: x [T, I] and the bias, if any, in the elements' type; the weight as its kernel lays it out.

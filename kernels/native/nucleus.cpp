@@ -1,10 +1,9 @@
-// Which tokens top-k and top-p keep, without a sort of the vocabulary: weights of at least 0 are ordered as their bits
+// Which tokens top-k and top-p keep, without sorting the vocabulary: weights of at least 0 are ordered as their bits
 // are, so one pass puts each into a bin by its highest bits, and only the bin that holds the threshold is sorted.
 //
 // F rows, V vocabulary.
 
-#include <algorithm>
-#include <memory>
+#include <omp.h>
 
 #include "lanes.h"
 
@@ -19,88 +18,90 @@ struct Nuclei {
     const double* top_p;
     const bool* unsettled;
     float* threshold;
+    float* members;  // [threads, V], to work in
     int64_t stride, num_rows, vocab_size;
 };
 
-// Bins count NaN and what is below 0 somewhere among them: of such a row any threshold will do.
-static int bin_of(uint32_t bits) { return (bits >> REST_BITS) & (NUM_BINS - 1); }
+static int32_t bits_of(float weight) {
+    int32_t bits;
+    memcpy(&bits, &weight, 4);
+    return bits;
+}
 
-// One row's weights by bins, largest first.
+// NaN and what is below 0 fall into some bin too: of such a row any threshold will do.
+static int bin_of(float weight) { return (bits_of(weight) >> REST_BITS) & (NUM_BINS - 1); }
+
+// One row's weights by bins.
 class Bins {
     struct Bin {
         int64_t count;
         double mass;
     };
     const float* weights;
-    int64_t vocab_size;
+    const int64_t vocab_size;
+    float* const members;  // of one bin, largest first
+    int64_t num_members = 0;
+    int held = -1;
     Bin bins[NUM_BINS] = {};
-    std::unique_ptr<float[]> members;
 
    public:
-    Bins(const float* weights, int64_t vocab_size)
-        : weights(weights), vocab_size(vocab_size), members(new float[vocab_size]) {
+    struct Kept {
+        float least;
+        double mass;
+    };
+
+    Bins(const float* weights, int64_t vocab_size, float* members)
+        : weights(weights), vocab_size(vocab_size), members(members) {
         for (int64_t i = 0; i < vocab_size; i++) {
-            uint32_t bits;
-            memcpy(&bits, weights + i, 4);
-            Bin& bin = bins[bin_of(bits)];
+            Bin& bin = bins[bin_of(weights[i])];
             bin.count++;
             bin.mass += weights[i];
         }
     }
 
-    // The last weight before which there are fewer than `most` weights and less than `most_mass` of them, the largest
-    // of all at least; `mass` becomes what there is up to it, itself among it.
-    float last_within(int64_t most, double most_mass, double& mass) {
+    // The largest weights, at most so many, and each with less than `most_mass` before it; the very largest always.
+    Kept largest(int64_t most, double most_mass) {
+        int bin = NUM_BINS - 1;
+        while (!bins[bin].count) bin--;
         int64_t count = 0;
-        int last = -1;
-        double before = mass = 0.0;
-        for (int bin = NUM_BINS - 1; bin >= 0 && count < most && (last < 0 || mass < most_mass); bin--) {
-            if (!bins[bin].count) continue;
-            last = bin;
-            before = mass;
-            count += bins[bin].count;
-            mass += bins[bin].mass;
+        double mass = 0.0;
+        for (int next = bin; next >= 0; next--) {
+            if (!bins[next].count) continue;
+            if (next != bin) count += bins[bin].count, mass += bins[bin].mass;
+            bin = next;
+            if (count + bins[bin].count >= most || !(mass + bins[bin].mass < most_mass)) break;
         }
-        count -= bins[last].count;
-        mass = before;
-        const int64_t size = take_members(last);
+        hold(bin);
         int64_t i = 0;
         do mass += members[i++];
-        while (i < size && count + i < most && mass < most_mass);
-        return members[i - 1];
+        while (i < num_members && count + i < most && mass < most_mass);
+        return {members[i - 1], mass};
     }
 
    private:
-    int64_t take_members(int bin) {
-        int64_t size = 0;
+    void hold(int bin) {
+        if (bin == held) return;
+        held = bin;
+        num_members = 0;
         for (int64_t i = 0; i < vocab_size; i++) {
-            uint32_t bits;
-            memcpy(&bits, weights + i, 4);
-            members[size] = weights[i];
-            size += bin_of(bits) == bin;
+            members[num_members] = weights[i];
+            num_members += bin_of(weights[i]) == bin;
         }
-        // As numbers, but NaN has its place too.
-        auto is_larger = [](float one, float other) {
-            int32_t one_bits, other_bits;
-            memcpy(&one_bits, &one, 4);
-            memcpy(&other_bits, &other, 4);
-            return one_bits > other_bits;
-        };
-        std::sort(members.get(), members.get() + size, is_larger);
-        return size;
+        // By their bits, among which NaN has a place too.
+        std::sort(members, members + num_members, [](float a, float b) { return bits_of(a) > bits_of(b); });
     }
 };
 
 static void settle_row(const Nuclei& n, int64_t row) {
-    Bins bins(n.weights + row * n.stride, n.vocab_size);
-    double mass = 1.0;
-    if (n.top_k[row] < n.vocab_size) bins.last_within(n.top_k[row], INFINITY, mass);
-    double kept;
-    n.threshold[row] = bins.last_within(n.top_k[row], n.top_p[row] * mass, kept);
+    Bins bins(n.weights + row * n.stride, n.vocab_size, n.members + omp_get_thread_num() * n.vocab_size);
+    const int64_t top_k = n.top_k[row];
+    const double mass = top_k < n.vocab_size ? bins.largest(top_k, INFINITY).mass : 1.0;
+    n.threshold[row] = bins.largest(top_k, n.top_p[row] * mass).least;
 }
 
 extern "C" void by_settle_nuclei(int, int threads, const Nuclei* n) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (n->num_rows > 1)
+    const bool is_worth_it = n->num_rows > 1 && n->num_rows * n->vocab_size >= PARALLEL_ELEMENTS;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (is_worth_it)
     for (int64_t row = 0; row < n->num_rows; row++)
         if (n->unsettled[row]) settle_row(*n, row);
 }

@@ -8,8 +8,6 @@
 
 #include "lanes.h"
 
-// Elements below which waking other threads costs more than they save.
-constexpr int64_t PARALLEL_ELEMENTS = 32768;
 // As in kernels/cpu_backend.py and kernels/kv_pool.py.
 constexpr int MAX_HEAD_DIM = 256;
 constexpr float SMALLEST_PEAK = 1e-30f;

@@ -261,6 +261,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest_and_what_is_not_finite_
         assert ((tokens_S >= 0) & (tokens_S < vocab_size)).all()
 
 
+@PROPERTY
 @given(
     counts=st.lists(st.integers(0, 2**10), min_size=1, max_size=300),
     exponent=st.integers(-40, -10),
@@ -273,7 +274,7 @@ def test_a_nucleus_is_what_a_sort_says(
     """All sums are exact in fp64 here, and many weights are equal."""
     weights_FV = torch.tensor([counts], dtype=torch.float32) * 2.0**exponent
     limits = torch.tensor([min(top_k, len(counts))]), torch.tensor([share / 256], dtype=torch.float64)
-    found_F, expected_F = torch.zeros(1), torch.zeros(1)
+    found_F, expected_F = torch.full((1,), float("nan")), torch.zeros(1)
     every_F = torch.ones(1, dtype=torch.bool)
     cpu_backend.settle_nuclei(weights_FV, *limits, every_F, found_F)
     settle_by_sorting(weights_FV, *limits, every_F, expected_F)

@@ -111,6 +111,7 @@ def test_attention_goes_nowhere_with_a_plan_that_points_elsewhere(
         ({"weights_FV": torch.full((2, 8), 0.125).double()}, "weights"),
         ({"weights_FV": torch.full((2, 16), 0.125)[:, ::2]}, "weights"),
         ({"weights_FV": torch.zeros(2, 0)}, "weights"),
+        ({"weights_FV": torch.zeros(2)}, "weights"),
         ({"top_k_F": torch.tensor([8, 8], dtype=torch.int32)}, "a vector of"),
         ({"top_k_F": torch.tensor([8, 0])}, "a top-k of less than 1"),
         ({"top_p_F": torch.ones(2)}, "a vector of"),

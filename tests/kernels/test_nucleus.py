@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 from blockyard.kernels.backend import Backend
-from blockyard.kernels.nucleus import thresholds
+from blockyard.kernels.nucleus import NucleusSearch, thresholds
 
 VOCAB_SIZE = 5003
 NONE = 2**40
@@ -109,10 +109,24 @@ def test_what_the_candidates_tell_needs_no_settling(
         weights_FV.to(device),
         torch.tensor([VOCAB_SIZE, VOCAB_SIZE], device=device),
         torch.tensor([0.9, 0.9], dtype=torch.float64, device=device),
-        backend.settle_nuclei,
+        NucleusSearch(settle=backend.settle_nuclei),
         num_candidates=1024,
         may_be_wide=may_be_wide,
     ).tolist()
     expected = [expected_threshold(weights_V, NONE, 0.9) for weights_V in weights_FV]
     assert found_F[0] == expected[0]
     assert (found_F[1] == expected[1]) == may_be_wide
+
+
+def test_a_backend_that_settles_all_needs_no_candidates(backend: Backend, device: torch.device) -> None:
+    weights_FV = weights_of(2)
+    filters = [(NONE, 0.9), (3, 0.5)]
+    found_F = thresholds(
+        weights_FV.to(device),
+        torch.tensor([VOCAB_SIZE, 3], device=device),
+        torch.tensor([0.9, 0.5], dtype=torch.float64, device=device),
+        NucleusSearch(settle=backend.settle_nuclei, settles_all=True),
+        num_candidates=1,
+        may_be_wide=False,
+    )
+    assert found_F.tolist() == expected_thresholds(weights_FV, filters)

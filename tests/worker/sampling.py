@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from blockyard.kernels.backend import Backend, choose_backend
-from blockyard.kernels.nucleus import Nuclei
+from blockyard.kernels.nucleus import NucleusSearch
 from blockyard.worker.sampler import Sampler
 from blockyard.worker.sequence import (
     SamplingParams,
@@ -48,7 +48,7 @@ def make_row(
 
 @functools.cache
 def backend(device: torch.device) -> Backend:
-    """The one that serves there: on most CPUs it finds the likeliest token itself."""
+    """The one that serves there: on most CPUs it finds the likeliest token and nuclei itself."""
     return choose_backend(device)
 
 
@@ -57,9 +57,7 @@ def sample_rows(logits_SV: torch.Tensor, rows: list[ScheduledRow]) -> StepTokens
     device = logits_SV.device
     sampled = Sampler(logits_SV.shape[1], device).sample(logits_SV, rows, in_flight={})
     own = backend(device)
-    sampler = Sampler(
-        logits_SV.shape[1], device, own.likeliest, Nuclei(own.settle_nuclei, own.settles_all_nuclei)
-    )
+    sampler = Sampler(logits_SV.shape[1], device, own.likeliest, NucleusSearch.of(own))
     assert sampler.sample(logits_SV, rows, in_flight={}) == sampled
     return sampled
 

@@ -1,13 +1,14 @@
 """What a step of decodes alone takes, by how many they are."""
 
-import math
+from itertools import pairwise
 
 import pytest
-from blockyard.worker.decode_times import DecodeTimes
+from blockyard.worker.decode_times import MEASURED_FOR_STEPS, DecodeTimes
 from hypothesis import given
 from hypothesis import strategies as st
 
 COUNTS = st.integers(1, 4096)
+SECONDS = st.floats(1e-4, 10.0)
 
 
 def test_nothing_is_expected_before_a_step_was_seen() -> None:
@@ -18,30 +19,52 @@ def test_sixteen_decodes_are_not_sixteen_times_one() -> None:
     times = DecodeTimes(smoothing=0.2)
     times.observe(1, 0.02)
     assert times.expected(16) == pytest.approx(0.08), "between 0.02, the same weights, and 0.32"
-    times.observe(16, 0.035)
-    assert (times.expected(1), times.expected(16)) == (0.02, 0.035)
+    times.observe(17, 0.04)
+    assert times.expected(1) == 0.02
+    assert times.expected(9) == pytest.approx(0.03), "half of the way"
+    assert times.expected(17) == pytest.approx(0.04)
 
 
 def test_the_newest_step_counts_by_its_weight() -> None:
     times = DecodeTimes(smoothing=0.25)
     times.observe(4, 0.1)
-    times.observe(5, 0.2)
+    times.observe(4, 0.2)
     assert times.expected(4) == pytest.approx(0.125)
 
 
-@given(st.lists(st.tuples(COUNTS, st.floats(1e-4, 10.0)), min_size=1), COUNTS)
-def test_what_is_expected_lies_within_what_it_may_be(steps: list[tuple[int, float]], decodes: int) -> None:
+@given(SECONDS, SECONDS, st.integers(1, 200), COUNTS)
+def test_times_that_grow_with_the_number_are_told_as_they_are(
+    fixed: float, each: float, step: int, decodes: int
+) -> None:
+    """Between the measurements; and beyond them no less than fewer take."""
     times = DecodeTimes(smoothing=0.2)
-    for count, seconds in steps:
-        times.observe(count, seconds)
-    expected = times.expected(decodes)
-    least = min(seconds * min(1.0, decodes / count / 2) for count, seconds in steps)
-    most = max(seconds * max(1.0, 2 * decodes / count) for count, seconds in steps)
-    assert math.nextafter(least, 0.0) * 0.999 <= expected <= most * 1.001
+    counts = range(1, 2000, step)
+    for count in counts:
+        times.observe(count, fixed + each * count)
+    if decodes <= counts[-1] / 2:
+        assert times.expected(decodes) == pytest.approx(fixed + each * decodes, rel=1e-6)
+    assert times.expected(decodes) <= times.expected(decodes + 1)
 
 
-@given(COUNTS, st.floats(1e-4, 10.0), COUNTS, COUNTS)
-def test_of_more_decodes_no_less_is_expected(seen: int, seconds: float, one: int, other: int) -> None:
+@given(st.lists(SECONDS, min_size=1, max_size=12), st.lists(COUNTS, min_size=2))
+def test_of_more_decodes_no_less_is_expected(seconds: list[float], counts: list[int]) -> None:
+    """As long as it is so of what was measured."""
     times = DecodeTimes(smoothing=0.2)
-    times.observe(seen, seconds)
-    assert times.expected(min(one, other)) <= times.expected(max(one, other))
+    for size, measured in enumerate(sorted(seconds)):
+        times.observe(2**size, measured)
+    expected = [times.expected(count) for count in sorted(counts)]
+    assert all(fewer <= more * (1 + 1e-12) for fewer, more in pairwise(expected))
+
+
+def test_decodes_are_to_be_measured_at_first_and_after_many_steps_with_prompts() -> None:
+    times = DecodeTimes(smoothing=0.2)
+    times.observe(1, 0.02)
+    assert times.wants_measuring(16)
+    times.observe(20, 0.04)
+    assert [times.wants_measuring(16) for _ in range(MEASURED_FOR_STEPS + 2)] == [
+        *[False] * MEASURED_FOR_STEPS,
+        True,
+        True,
+    ]
+    times.observe(16, 0.04)
+    assert not times.wants_measuring(31)

@@ -323,14 +323,55 @@ def test_many_decodes_get_no_longer_pauses_for_a_prompt_than_one_does() -> None:
     for token in (8, 9, 10):
         waiting = engine.submit(request(450, max_tokens=1, token=token))
         gaps.clear()
-        while True:
+        for _ in range(100):
             before = clock.now
             outputs = engine.step().outputs
             gaps.append(clock.now - before)
             if any(output.request_id == waiting for output in outputs):
                 break
+        else:
+            pytest.fail("the prompt is not computed")
     assert len(gaps) > 450 // 80, "steps of 0.1 s, and 0.05 for a prompt at 1000 tokens/s"
     assert max(gaps) < 0.18
+
+
+class DecodesCost(SimulatedRunner):
+    """A step takes the longer the more decodes it has, as with attention over long contexts."""
+
+    def execute(self, plan: StepPlan) -> StepTokens:
+        self._sleep(0.06 * sum(row.num_tokens == 1 for row in plan.rows))
+        return super().execute(plan)
+
+
+def test_prompts_are_not_starved_by_decodes_that_take_long_by_themselves() -> None:
+    """16 decodes take 1.06 s, of which one alone tells nothing; prompts come without a gap between them."""
+    clock = Clock()
+    engine = make_engine(clock, DecodesCost, num_blocks=600, mixed_step_seconds=0.1)
+    engine.submit(request(max_tokens=30))
+    outputs_of(engine)
+    for _ in range(16):
+        engine.submit(request(max_tokens=400))
+    engine.step()
+    for number in range(6):
+        engine.submit(request(500, max_tokens=1, token=number + 20))
+    steps = 0
+    while engine.load().waiting or engine.load().queued_prefill_tokens:
+        engine.step()
+        steps += 1
+        assert steps < 100, "of about 100 prompt tokens each, not of 16"
+    assert steps > 25
+
+
+def test_a_trial_that_was_forgotten_leaves_no_times_of_decodes() -> None:
+    clock = Clock()
+    engine = make_engine(clock, mixed_step_seconds=0.1)
+    engine.submit(request(max_tokens=4))
+    outputs_of(engine)
+    assert engine._decode_times.expected(1) == pytest.approx(0.1, rel=0.05)
+    engine.forget_history(keeps_rates=True)
+    assert engine._decode_times.expected(1) > 0
+    engine.forget_history(keeps_rates=False)
+    assert engine._decode_times.expected(1) == 0
 
 
 def test_one_output_is_cancelled_and_a_second_cancel_of_it_leaves_the_others() -> None:

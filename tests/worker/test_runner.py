@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.kernels.nucleus import settle_by_sorting
+from blockyard.kernels.nucleus import NucleusSearch, settle_by_sorting
 from blockyard.worker.runner import TorchRunner
 from blockyard.worker.sequence import (
     BlockId,
@@ -164,6 +164,6 @@ def test_warm_up_settles_a_nucleus_so_that_no_request_waits_for_its_kernel(
         settled.append(weights_FV.shape)
         settle_by_sorting(weights_FV, *others)
 
-    monkeypatch.setattr(runner._sampler, "_settle_nuclei", settle)
+    monkeypatch.setattr(runner._sampler, "_nuclei", NucleusSearch(settle=settle))
     runner.warm_up()
     assert settled == [(2, runner.config.vocab_size)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES, Nuclei, SettleNuclei, settle_by_sorting
+from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES, NucleusSearch, SettleNuclei, settle_by_sorting
 from blockyard.kernels.triton_backend import TritonBackend
 from blockyard.worker.overlap import may_be_in_flight
 from blockyard.worker.sampler import Sampler
@@ -53,7 +53,9 @@ def operations_of(*options: dict[str, Any], settle: SettleNuclei | None = None) 
     """Of the first and of a later step, up to where the result is asked for, as Triton's backend has it. Other ways to
     settle may wait."""
     backend = TritonBackend()
-    sampler = Sampler(VOCAB_SIZE, DEVICE, backend.likeliest, Nuclei(settle or backend.settle_nuclei))
+    sampler = Sampler(
+        VOCAB_SIZE, DEVICE, backend.likeliest, NucleusSearch(settle=settle or backend.settle_nuclei)
+    )
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)
     rows = [make_row(Draw(params, 7, 2), index) for index, params in enumerate(drawn)]
@@ -130,7 +132,7 @@ def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
     ]
     rows = [make_row(Draw(each, 7, 2), number) for number, each in enumerate(params)]
     waits = Sampler(VOCAB_SIZE, DEVICE)
-    waits_not = Sampler(VOCAB_SIZE, DEVICE, nuclei=Nuclei(settle))
+    waits_not = Sampler(VOCAB_SIZE, DEVICE, nuclei=NucleusSearch(settle=settle))
     assert waits_not.sample(logits_SV, rows, in_flight={}) == waits.sample(logits_SV, rows, in_flight={})
     ((unsettled, has_top_k),) = [each.tolist() for each in settled]
     assert unsettled == [True, True, True, False] * 2
