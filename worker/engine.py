@@ -317,14 +317,15 @@ class Engine:
             self._decode_times.observe(decodes, seconds)
         if decodes and prefill:
             self.scheduler.next_decodes_go_alone = self._decode_times.wants_measuring(decodes)
-            self._limit_prefill(prefill, max(seconds - self._decode_times.expected(decodes), 0.1 * seconds))
+            self._limit_prefill(prefill, seconds - self._decode_times.expected(decodes))
 
     def _limit_prefill(self, prefill: int, seconds: float) -> None:
-        """Follows what prompts beside decodes really took: a chunk costs the more, the more context is before it."""
+        """Follows what prompts beside decodes really took: a chunk costs the more, the more context is before it. By
+        what decodes were expected to take, it may even be less than nothing."""
         limit = self.scheduler.prefill_tokens_beside_decodes
         if limit is None or self._mixed_step_seconds is None:
             return
-        change = self._mixed_step_seconds / seconds
+        change = self._mixed_step_seconds / max(seconds, 0.1 * self._mixed_step_seconds)
         if change < 1.0:
             limit = max(MIN_CHUNK_TOKENS, int(min(limit, prefill) * max(change, 0.5)))
         elif prefill >= limit // 2:
