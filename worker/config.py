@@ -76,7 +76,7 @@ class EngineConfig:
     """Of the KV cache: so much of what the others have cached no tenant's work takes, however much of it there is."""
     priority_ageing_seconds: float = 10.0
     """So long a request waits until it passes younger ones that are one step of priority better."""
-    mixed_step_seconds: float = 0.1
+    mixed_step_seconds: float = 0.2
     """What a step in which sequences decode may take for prompts beside them, by the measured rate: the longest pause
     between two tokens that a long prompt should cause. 0: as long as max_num_batched_tokens takes."""
     cpu_linears: Literal["full", "int8"] = "full"

@@ -21,7 +21,7 @@ from blockyard.worker.step_graphs import sizes_for
 from blockyard.worker.trial import try_out
 
 BLOCK_SIZE = 16
-MIXED_STEP_SECONDS = 0.1
+MIXED_STEP_SECONDS = 0.2
 """As a worker has it by default."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROOT = root_name(cluster_secret="", model_fingerprint="bench", block_size=BLOCK_SIZE, kv_dtype="bench")
