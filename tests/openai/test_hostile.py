@@ -146,6 +146,35 @@ async def test_parts_by_the_thousand_stop_nobody_else(gateway: Gateway, part: by
 
 
 @pytest.mark.parametrize(
+    ("raw", "refusal"),
+    [
+        (b"[" * 20_001 + b'"' + rb"\"" * 250_000, "must be JSON"),
+        (b'{"a":' * 20_001 + b'"' + rb"\"" * 200_000, "must be JSON"),
+        (b"[" * 20_001 + b'"' * 400_001, "must be JSON"),
+        (b"[" * 20_001 + b"\\" * 500_001, "at most"),
+        (b"[" * 20_001 + b'"' + b"\\" * 500_001, "must be JSON"),
+        (b'"\\"' * 20_000 + b"[" * 20_001 + b'"a\\"b"' * 70_000, "at most"),
+    ],
+    ids=lambda value: f"{len(value)}-{value[-4:]!r}" if isinstance(value, bytes) else "",
+)
+async def test_strings_and_escapes_of_any_form_are_passed_in_linear_time(
+    gateway: Gateway, raw: bytes, refusal: str
+) -> None:
+    """A search that starts again at each quote takes minutes for these, and all calls wait for it."""
+    gateway.router.server.loop_watch.take()
+    answer = await gateway.post(raw)
+    await asyncio.sleep(0.05)  # the watch sees a pause when it is over
+    assert answer.status == 400
+    assert refusal in answer.error["message"]
+    assert gateway.router.server.loop_watch.take().worst_computing_seconds < 0.5
+
+
+@pytest.mark.parametrize("text", ["[{:" * 9000, '"[{:' * 9000, "\\" * 9000 + "[" * 30_000, '\\"[{:' * 9000])
+async def test_brackets_and_quotes_in_a_text_are_text(text: str) -> None:
+    assert body.parse_json(json.dumps({"user": text}).encode()) == {"user": text}
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
         ({"session_id": "y" * 400_000}, "prompt", "too many prompts for fields as large"),
