@@ -46,6 +46,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         http_port=options.http_port,
         reuse_port=options.num_routers > 1 and not options.separate_ports,
         redis_url=cluster.router_redis_url,
+        discovers_workers=False,
         auth_file=options.security.auth_file,
         page_token_sha256=page_token_sha256(cluster.directory),
         tls=options.security.tls,

@@ -22,7 +22,7 @@ from blockyard.deploy.settings import Command, setting
 from blockyard.proto.index_acl import Role as RedisRole
 from blockyard.proto.index_acl import acl_rules, user_name
 from blockyard.proto.secret_files import read_secret_file
-from blockyard.proto.tls import server_credentials, session_credentials
+from blockyard.proto.tls import server_credentials, session_channels
 from blockyard.proto.tls_files import ServerTls, SessionTls, server_tls, session_tls
 from blockyard.router.auth import Role, new_token, parse_tokens
 from blockyard.router.client import TlsOptions
@@ -46,7 +46,7 @@ class SecurityOptions:
             TokenFile(self.auth_file)
         server_credentials(self.tls)
         server_credentials(self.session_tls)
-        session_credentials(self.session_tls)
+        session_channels(self.session_tls, secret="", cluster="")
 
 
 def redis_user(role: RedisRole, cluster: str) -> RedisUser:
@@ -67,7 +67,7 @@ def security_options(command: Command) -> Command:
             ("--tls-client-ca", "Clients must show a certificate of this CA."),
             (
                 "--session-tls-cert",
-                "TLS between routers and workers: a certificate for the name blockyard-session.",
+                "Between routers and workers, instead of the cluster secret: a certificate for blockyard-session.",
             ),
             ("--session-tls-key", "The key of --session-tls-cert."),
             ("--session-tls-ca", "The CA of --session-tls-cert, that signs for nothing else."),

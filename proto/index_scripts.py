@@ -144,7 +144,7 @@ retire_earlier(identity .. suffix)
 local berth = take()
 if not berth then return {0, 0} end
 stand(berth, identity, 'sequence', 0, 'worker_id', worker_id, 'incarnation', incarnation,
-  'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8])
+  'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8], 'proof', ARGV[11])
 local anywhere = has_host_cache and take() or 0
 if anywhere ~= 0 then stand(anywhere, identity .. suffix) end
 if is_damaged then redis.call('HSET', state, 'cursor', 0) end
@@ -278,6 +278,7 @@ LOOKUP = (
     + _LIVE
     + """
 local names, max_compact = ARGV[1], tonumber(ARGV[2])
+local max_holders, max_identity_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])
 local total, nobody, parsed, depths = #names / 8, {}, {}, {}
 
 local function holders(index)
@@ -336,11 +337,16 @@ local function identities(berths)
   return found
 end
 
+-- Whoever may write here may have written far more, and longer, than any cluster has.
 local berths, reply = {}, {}
-for berth in pairs(depths) do berths[#berths + 1] = berth end
+for berth in pairs(depths) do
+  if #berths == max_holders then break end
+  berths[#berths + 1] = berth
+end
 local found = identities(berths)
 for _, berth in ipairs(berths) do
-  reply[#reply + 1] = found[berth] or ''
+  local identity = found[berth] or ''
+  reply[#reply + 1] = #identity <= max_identity_bytes and identity or ''
   reply[#reply + 1] = depths[berth]
 end
 return reply
@@ -351,11 +357,20 @@ DIRECTORY = (
     PRELUDE
     + _LIVE
     + """
-local reply = {}
+local max_records, max_field_bytes, reply = tonumber(ARGV[1]), tonumber(ARGV[2]), {}
+
+local function is_short(record)
+  for index = 1, 6 do
+    if record[index] and #record[index] > max_field_bytes then return false end
+  end
+  return true
+end
+
 for berth in pairs(live) do
+  if #reply == max_records then break end
   local record = redis.pcall('HMGET', berth_key(berth),
-    'worker_id', 'incarnation', 'address', 'fingerprint', 'block_size')
-  if not record.err then reply[#reply + 1] = record end
+    'worker_id', 'incarnation', 'address', 'fingerprint', 'block_size', 'proof')
+  if not record.err and is_short(record) then reply[#reply + 1] = record end
 end
 return reply
 """

@@ -36,6 +36,9 @@ class WorkerRecord:
     fingerprint: str
     """Hex digest of the model; routers refuse a worker whose fingerprint differs."""
     block_size: int
+    proof: str = ""
+    """What a process that knows the cluster's secret makes of the rest (cluster_identity.py). Routers connect to no
+    worker whose record lacks it: anybody who may write to the index could have made one up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

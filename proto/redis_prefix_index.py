@@ -38,6 +38,11 @@ from redis.backoff import NoBackoff
 logger = logging.getLogger(__name__)
 
 MAX_RECORD_CHARACTERS = 256
+MAX_FIELD_BYTES = 4 * MAX_RECORD_CHARACTERS
+MAX_IDENTITY_BYTES = 2 * MAX_FIELD_BYTES
+MAX_LISTED = 4096
+"""Records in a directory, and holders of a block in a look-up. What is beyond is left out: whoever writes more is not a
+cluster of ours, and may not make a router read megabytes."""
 MAX_BLOCK_SIZE_DIGITS = 9
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 _COMPACT_BUCKETS = {
@@ -93,6 +98,7 @@ class RedisPrefixIndex:
             record.block_size,
             int(has_host_cache),
             index_schema.ANYWHERE_SUFFIX,
+            record.proof,
         )
         if number == 0:
             raise PrefixIndexError(
@@ -135,11 +141,12 @@ class RedisPrefixIndex:
         if not names:
             return []
         packed = index_schema.pack_names(names)
-        reply = await self._call(self._lookup, packed, index_schema.MAX_BUCKET_ENTRIES)
+        bounds = index_schema.MAX_BUCKET_ENTRIES, MAX_LISTED, MAX_IDENTITY_BYTES
+        reply = await self._call(self._lookup, packed, *bounds)
         return _parse_holders(reply)
 
     async def directory(self) -> list[WorkerRecord]:
-        reply = await self._call(self._directory)
+        reply = await self._call(self._directory, MAX_LISTED, MAX_FIELD_BYTES)
         return [record for fields in reply if (record := _parse_record(fields)) is not None]
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
@@ -255,10 +262,11 @@ def _parse_holders(reply: Sequence[object]) -> list[Holder]:
 
 def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
     """None for what is not of our making."""
-    if any(field is None for field in fields):
+    *facts, proof = fields
+    if any(fact is None for fact in facts):
         return None
     worker_id, incarnation, address, fingerprint, block_size = (
-        cast(bytes, field).decode(errors="replace") for field in fields
+        cast(bytes, fact).decode(errors="replace") for fact in facts
     )
     texts = (worker_id, incarnation, address, fingerprint)
     if not all(text.isprintable() and len(text) <= MAX_RECORD_CHARACTERS for text in texts):
@@ -273,4 +281,5 @@ def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
         address=address,
         fingerprint=fingerprint,
         block_size=int(block_size),
+        proof=(proof or b"").decode(errors="replace"),
     )

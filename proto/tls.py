@@ -1,20 +1,27 @@
-"""The files of TLS, checked, and the gRPC credentials and ports that they make. Which files is in tls_files.py.
+"""TLS on every port: the files, checked, and the gRPC credentials that they make. Which files is in tls_files.py.
 
-Workers move and are dialled by number, so a session certificate stands for no host: each carries the name SESSION_NAME,
-and the CA signs for nothing else. Does not own the client's side of the public port (router/client/connection.py).
+On the session port both sides show a certificate: the operator's, or else one of the authority that follows from the
+cluster secret (cluster_identity.py). Workers move and are dialled by number, so a session certificate stands for no
+host: each carries the name SESSION_NAME, and the CA signs for nothing else. Does not own the client's side of the
+public port (router/client/connection.py).
 """
 
 import ssl
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import grpc
 import grpc.aio
+from blockyard.proto.cluster_identity import issue_identity
 from blockyard.proto.secret_files import read_file, read_secret_file
 from blockyard.proto.tls_files import ServerTls, SessionTls
 
 SESSION_NAME = "blockyard-session"
 """The DNS name in every session certificate."""
+REISSUE_SECONDS = 24 * 3600.0
+"""A worker shows a certificate of its own making for so long. Routers issue one for each connection."""
 
 
 def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredentials | None:
@@ -25,6 +32,33 @@ def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredent
     roots = None if client_ca is None else read_ca(client_ca)
     pair = read_pair(tls.key, tls.cert)
     return grpc.ssl_server_credentials([pair], root_certificates=roots, require_client_auth=roots is not None)
+
+
+def session_server_credentials(
+    files: SessionTls | None, *, secret: str, cluster: str
+) -> grpc.ServerCredentials | None:
+    """A worker's: whoever connects must show a certificate too. None, for plaintext, where there are neither files nor
+    a secret. Raises ValueError for files that cannot be used."""
+    if files is not None or not secret:
+        return server_credentials(files)
+    issued_at = time.monotonic()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        own = issue_identity(secret, cluster, dns_name=SESSION_NAME)
+        pair = (own.key, own.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=own.authority)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        # Called by gRPC for each connection, on a thread of its own; None keeps what there is.
+        nonlocal issued_at
+        if time.monotonic() - issued_at < REISSUE_SECONDS:
+            return None
+        issued_at = time.monotonic()
+        return configuration()
+
+    # Its types do not know of None, which its documentation does.
+    fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetcher, require_client_authentication=True)
 
 
 def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
@@ -42,14 +76,6 @@ def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
     return context
 
 
-def session_credentials(tls: SessionTls | None) -> grpc.ChannelCredentials | None:
-    """A router's, towards workers; None for plaintext. Raises ValueError for files that cannot be used."""
-    if tls is None:
-        return None
-    key, cert = read_pair(tls.key, tls.cert)
-    return grpc.ssl_channel_credentials(read_ca(tls.ca), key, cert)
-
-
 def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     """The port. Raises RuntimeError where it cannot be had."""
     if credentials is None:
@@ -57,13 +83,30 @@ def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCreden
     return server.add_secure_port(address, credentials)
 
 
-def session_channel(
-    credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, Any]], address: str
+def session_channels(
+    files: SessionTls | None, *, secret: str, cluster: str, options: Sequence[tuple[str, Any]] = ()
+) -> Callable[[str], grpc.aio.Channel]:
+    """How a router connects to a worker's address. In plaintext where there are neither files nor a secret. Raises
+    ValueError for files that cannot be used."""
+    if files is not None:
+        key, certificate = read_pair(files.key, files.cert)
+        credentials = grpc.ssl_channel_credentials(read_ca(files.ca), key, certificate)
+        return partial(_session_channel, lambda: credentials, options)
+    if not secret:
+        return partial(grpc.aio.insecure_channel, options=options)
+
+    def issued() -> grpc.ChannelCredentials:
+        own = issue_identity(secret, cluster, dns_name=SESSION_NAME)
+        return grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+
+    return partial(_session_channel, issued, options)
+
+
+def _session_channel(
+    credentials: Callable[[], grpc.ChannelCredentials], options: Sequence[tuple[str, Any]], address: str
 ) -> grpc.aio.Channel:
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
     named = (*options, ("grpc.ssl_target_name_override", SESSION_NAME))
-    return grpc.aio.secure_channel(address, credentials, options=named)
+    return grpc.aio.secure_channel(address, credentials(), options=named)
 
 
 def read_pair(key: str, cert: str) -> tuple[bytes, bytes]:

@@ -91,10 +91,13 @@ class RouterConfig:
     tls: ServerTls | None = None
     """Of the public port. None: in plaintext."""
     session_tls: SessionTls | None = None
-    """Of the sessions with workers. None: in plaintext, with the cluster secret in each call."""
+    """Of the sessions with workers. None: certificates that follow from the cluster secret; plaintext without one."""
     redis_url: str | None = field(default=None, repr=False)
     workers: tuple[str, ...] = ()
-    """Addresses "host:port" known from the start; others are learned from Redis and the supervisor."""
+    """Addresses "host:port" known from the start; others are learned from the supervisor, or discovered."""
+    discovers_workers: bool = True
+    """Connect to the workers whose records in Redis are signed with the cluster secret. Off where a supervisor says
+    which there are: then what is in Redis decides nothing but where a prefix is looked for first."""
     policy: PolicyName = "prefix"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     max_requests: int = DEFAULT_MAX_REQUESTS

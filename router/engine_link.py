@@ -22,12 +22,11 @@ from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.engine_events import Lost, Refused, Sink, events_of
 from blockyard.router.open_requests import OpenRequests
-from blockyard.router.stream_ends import NoDeath, StreamOver, first_reason, forget_frames
+from blockyard.router.stream_ends import NoDeath, StreamOver, ended_with, first_reason, forget_frames
 from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)
 
-SECRET_METADATA_KEY = "x-blockyard-secret"
 PING_SECONDS = 0.5
 LEAST_SLEEP_SECONDS = 0.001
 """What is left after a sleep may be less than a clock tells apart, and would be slept for ever."""
@@ -92,7 +91,6 @@ class EngineLink:
         address: str,
         events: LinkEvents,
         *,
-        secret: str,
         lost_seconds: float,
         stall_seconds: float = inf,
         clock: Callable[[], float] = time.monotonic,
@@ -103,7 +101,6 @@ class EngineLink:
         `stall_seconds` without finishing a step."""
         self.address = address
         self._events = events
-        self._secret = secret
         self._lost_seconds = lost_seconds
         self._stall_seconds = stall_seconds
         self._clock = clock
@@ -187,7 +184,7 @@ class EngineLink:
         down or goes down meanwhile."""
         call = getattr(self._connected_stub(), method)
         try:
-            return await call(request, timeout=timeout_seconds, metadata=self._metadata())
+            return await call(request, timeout=timeout_seconds)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -199,9 +196,6 @@ class EngineLink:
         if self._stub is None:
             raise ConnectionError("the worker is not connected")
         return self._stub
-
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return ((SECRET_METADATA_KEY, self._secret),)
 
     async def _one_stream(self) -> tuple[bool, str]:
         """Runs one stream to its end: whether it ever was up, and why it ended."""
@@ -218,7 +212,7 @@ class EngineLink:
                 logger.info("worker %s at %s is up", hello.worker_id, self.address)
                 await self._converse(call)
         except grpc.aio.AioRpcError as error:
-            return was_up, f"stream ended with {error.code().name}"
+            return was_up, ended_with(error)
         except BaseExceptionGroup as group:
             reasons = group.subgroup((StreamOver, grpc.aio.AioRpcError))
             if reasons is None or group.split((StreamOver, grpc.aio.AioRpcError))[1] is not None:
@@ -238,7 +232,7 @@ class EngineLink:
     async def _open_stream(self) -> AsyncIterator[_Call]:
         async with self._open_channel(self.address) as channel:
             self._stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
-            call = self._stub.Session(metadata=self._metadata())
+            call = self._stub.Session()
             try:
                 yield call
             finally:

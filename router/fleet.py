@@ -78,7 +78,6 @@ class Fleet(LinkEvents):
         self,
         *,
         tokenizer_fingerprint: str,
-        secret: str,
         suspect_seconds: float,
         lost_seconds: float,
         stall_seconds: float = inf,
@@ -94,7 +93,6 @@ class Fleet(LinkEvents):
         self.identity: ModelIdentity | None = None
         self.links: dict[str, EngineLink] = {}
         self._tokenizer_fingerprint = tokenizer_fingerprint
-        self._secret = secret
         self._lost_seconds = lost_seconds
         self._stall_seconds = stall_seconds
         self._clock = clock
@@ -177,7 +175,6 @@ class Fleet(LinkEvents):
         link = EngineLink(
             address,
             self,
-            secret=self._secret,
             lost_seconds=self._lost_seconds,
             stall_seconds=self._stall_seconds,
             clock=self._clock,

@@ -5,13 +5,12 @@ Owns which part is given what. Does not own how long they live nor what serves t
 
 import asyncio
 from contextlib import AsyncExitStack
-from functools import partial
 
 from blockyard.proto.code_version import code_version
 from blockyard.proto.fingerprint import tokenizer_fingerprint
 from blockyard.proto.prefix_index import PrefixIndex
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.proto.tls import session_channel, session_credentials
+from blockyard.proto.tls import session_channels
 from blockyard.router.admission import AdmissionLedger
 from blockyard.router.config import RouterConfig
 from blockyard.router.engine_link import CHANNEL_OPTIONS
@@ -43,12 +42,16 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
     )
     fleet = Fleet(
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
-        secret=config.cluster_secret,
         suspect_seconds=config.suspect_seconds,
         lost_seconds=config.lost_seconds,
         stall_seconds=config.stall_seconds,
         placement=config.placement,
-        open_channel=partial(session_channel, session_credentials(config.session_tls), CHANNEL_OPTIONS),
+        open_channel=session_channels(
+            config.session_tls,
+            secret=config.cluster_secret,
+            cluster=config.cluster,
+            options=CHANNEL_OPTIONS,
+        ),
         code=code_version(),
     )
     lookup_index = _index(config, stack)

@@ -1,7 +1,8 @@
 """One router process: its parts, its gRPC server, its background work, its end.
 
-Owns lifetimes and where worker addresses come from: the config, the supervisor (`set_workers`) and the
-index's directory. Everything else is in the parts that it puts together. Runs inside any asyncio loop.
+Owns lifetimes and where worker addresses come from: the config, the supervisor (`set_workers`) and, where there is no
+supervisor, records in the index that a worker has signed with the cluster secret. Everything else is in the parts that
+it puts together. Runs inside any asyncio loop.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
+from blockyard.proto.cluster_identity import is_genuine
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
@@ -42,6 +44,8 @@ from grpc_reflection.v1alpha import reflection
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 0.2
+MAX_DISCOVERED_WORKERS = 1024
+"""Of those that Redis tells of. A link takes memory and connects again and again, even where nobody listens."""
 READINGS_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """For calls that are left when the grace is over to hear of it."""
@@ -69,6 +73,7 @@ class RouterServer:
         """Of the gateway, once it serves; empty where there is none."""
         self._supervised: tuple[str, ...] = ()
         self._listed: tuple[str, ...] = ()
+        self._forged = 0
         self.readings: Readings = {}
         """Of the metrics, a second old at most; empty until it serves."""
         self._fleet: Fleet | None = None
@@ -108,7 +113,7 @@ class RouterServer:
         return tuple(worker.incarnation for worker in self._fleet.view.ready()) if self._fleet else ()
 
     def set_workers(self, addresses: Sequence[str]) -> None:
-        """The supervisor's list, "host:port" each; adds to the config's and to the index's directory."""
+        """The supervisor's list, "host:port" each; adds to the config's and to those discovered in the index."""
         self._supervised = tuple(addresses)
         self._tell_fleet()
 
@@ -142,7 +147,7 @@ class RouterServer:
                     self._keep_readings(parts),
                     self.loop_watch.run(),
                 ]
-                if index is not None:
+                if index is not None and config.discovers_workers:
                     duties.append(self._follow_directory(index))
                 if token_file is not None:
                     duties.append(token_file.follow())
@@ -222,7 +227,10 @@ class RouterServer:
             await asyncio.sleep(READINGS_SECONDS)
 
     async def _follow_directory(self, index: PrefixIndex) -> None:
-        """Learns the workers that Redis knows. Without Redis the last list stands."""
+        """Learns the workers whose signed records are in the index. Without Redis the last list stands.
+
+        An old record may be there still, or again: its worker has ended, and nobody else passes for it (tls.py)."""
+        secret, cluster = self._config.cluster_secret, self._config.cluster
         while True:
             try:
                 async with asyncio.timeout(DIRECTORY_SECONDS):
@@ -230,9 +238,16 @@ class RouterServer:
             except (PrefixIndexError, TimeoutError):
                 logger.debug("the index did not say which workers live")
             else:
-                self._listed = tuple(record.address for record in records)
+                genuine = [record for record in records if is_genuine(record, secret=secret, cluster=cluster)]
+                self._note_forged(len(records) - len(genuine))
+                self._listed = tuple(record.address for record in genuine[:MAX_DISCOVERED_WORKERS])
                 self._tell_fleet()
             await asyncio.sleep(DIRECTORY_SECONDS)
+
+    def _note_forged(self, number: int) -> None:
+        if number and not self._forged:
+            logger.error("%d records of workers in Redis are not signed by this cluster: ignored", number)
+        self._forged = number
 
     def _tell_fleet(self) -> None:
         if self._fleet is not None:

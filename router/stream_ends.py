@@ -26,4 +26,11 @@ def first_reason(group: BaseExceptionGroup[BaseException]) -> str:
     error = group.exceptions[0]
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"stream ended with {error.code().name}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+    return ended_with(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+
+
+def ended_with(error: grpc.aio.AioRpcError) -> str:
+    """Only gRPC's own text of a failed connection is looked at, and nothing that the other side has said."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "handshake" in (error.details() or "").lower():
+        return "the TLS handshake failed: another cluster name, another cluster secret or other certificates"
+    return f"stream ended with {error.code().name}"

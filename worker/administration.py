@@ -1,7 +1,8 @@
 """What an operator may do to one worker: drain, resume, flush, tell the index anew.
 
-Owns the calls and the bounds of their fields. Who may make them is the routers' business: a worker knows the cluster's
-secret only. Does not own draining itself (draining.py), the cache (engine.py) nor the index (publisher.py).
+Owns the calls and the bounds of their fields. Routers decide which client may make them: a worker knows only that a
+process of its cluster calls (tls.py). Does not own draining itself (draining.py), the cache (engine.py) nor the index
+(publisher.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from blockyard.proto.grace import GRACE_RULE, grace_seconds_of
 from blockyard.proto.v1 import admin_pb2
-from blockyard.worker.calls import check_secret, parse
+from blockyard.worker.calls import parse
 from blockyard.worker.draining import Draining, DrainTakenBack, ShuttingDown
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
 class Administration:
     """`index` is set once there is one."""
 
-    def __init__(self, *, service: SessionService, engine: EngineThread, cluster_secret: str) -> None:
+    def __init__(self, *, service: SessionService, engine: EngineThread) -> None:
         self._engine = engine
-        self._secret = cluster_secret
         self.draining = Draining(service)
         self.draining.on_change = self._tell_index
         self.index: IndexPublisher | None = None
@@ -54,7 +54,6 @@ class Administration:
             self.index.restore()
 
     async def _drain(self, data: bytes, context: Context) -> admin_pb2.DrainWorkerResponse:
-        await check_secret(context, self._secret)
         request = await parse(admin_pb2.DrainWorkerRequest, data, context)
         grace_seconds = grace_seconds_of(request)
         if grace_seconds is None:
@@ -66,7 +65,6 @@ class Administration:
         return admin_pb2.DrainWorkerResponse(moved=moved)
 
     async def _resume(self, data: bytes, context: Context) -> admin_pb2.ResumeWorkerResponse:
-        await check_secret(context, self._secret)
         await parse(admin_pb2.ResumeWorkerRequest, data, context)
         try:
             self.draining.resume()
@@ -75,13 +73,11 @@ class Administration:
         return admin_pb2.ResumeWorkerResponse()
 
     async def _flush(self, data: bytes, context: Context) -> admin_pb2.FlushCacheResponse:
-        await check_secret(context, self._secret)
         await parse(admin_pb2.FlushCacheRequest, data, context)
         blocks, host_blocks = await asyncio.wrap_future(self._engine.call(lambda engine: engine.flush()))
         return admin_pb2.FlushCacheResponse(flushed_blocks=blocks, flushed_host_blocks=host_blocks)
 
     async def _rebuild(self, data: bytes, context: Context) -> admin_pb2.RebuildIndexResponse:
-        await check_secret(context, self._secret)
         await parse(admin_pb2.RebuildIndexRequest, data, context)
         tells = self.index is not None and self.index.rebuild()
         return admin_pb2.RebuildIndexResponse(workers=int(tells))

@@ -1,8 +1,7 @@
-"""What every call to a worker must bring: the cluster's secret, and bytes that are a message."""
+"""What every call to a worker must bring: bytes that are a message. Who may connect at all is decided by TLS."""
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
@@ -12,16 +11,7 @@ from google.protobuf.message import DecodeError, Message
 if TYPE_CHECKING:
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
-SECRET_HEADER = "x-blockyard-secret"
 M = TypeVar("M", bound=Message)
-
-
-async def check_secret(context: Context, secret: str) -> None:
-    """Ends the call as UNAUTHENTICATED where the secret is missing or wrong."""
-    metadata = context.invocation_metadata() or ()
-    shown = next((value for key, value in metadata if key == SECRET_HEADER), "")
-    if not hmac.compare_digest(str(shown).encode(), secret.encode()):
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster secret is missing or wrong")
 
 
 async def parse(kind: type[M], data: bytes, context: Context) -> M:

@@ -149,7 +149,7 @@ class WorkerConfig:
     cluster_secret: str = field(default="", repr=False)
     """Shared by routers and workers of a cluster; every session must show it."""
     session_tls: SessionTls | None = None
-    """None: sessions in plaintext."""
+    """None: certificates that follow from the cluster secret, or plaintext without one."""
     host: str = "127.0.0.1"
     """The interface to bind, and the name under which routers reach it unless `advertise_host` says otherwise."""
     advertise_host: str | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from blockyard.proto.block_hash import NAME_BYTES
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.worker.calls import check_secret, parse
+from blockyard.worker.calls import parse
 from blockyard.worker.page_tokens import page_position, page_token
 from blockyard.worker.pool_view import block_messages, blocks_found, pool_message, take_snapshot
 from blockyard.worker.sequence import BlockId
@@ -35,11 +35,8 @@ MAX_PAGE_SIZE = 1000
 class Inspection:
     """`request_ids` says, on the engine's thread, under which ids clients know the engine's requests."""
 
-    def __init__(
-        self, *, hello: Hello, cluster_secret: str, request_ids: Callable[[], Mapping[RequestId, str]]
-    ) -> None:
+    def __init__(self, *, hello: Hello, request_ids: Callable[[], Mapping[RequestId, str]]) -> None:
         self._hello = hello
-        self._secret = cluster_secret
         self._request_ids = request_ids
         self._engine: EngineThread
 
@@ -67,12 +64,10 @@ class Inspection:
         )
 
     async def _get_block_pool(self, data: bytes, context: Context) -> cluster_pb2.BlockPool:
-        await check_secret(context, self._secret)
         await parse(cluster_pb2.GetBlockPoolRequest, data, context)
         return await self.block_pool()
 
     async def _list_blocks(self, data: bytes, context: Context) -> cluster_pb2.ListBlocksResponse:
-        await check_secret(context, self._secret)
         request = await parse(cluster_pb2.ListBlocksRequest, data, context)
         size, total = await _page_size(request.page_size, context), self._hello.total_blocks
         start = await self._start("blocks", request.page_token, context)
@@ -83,7 +78,6 @@ class Inspection:
         return cluster_pb2.ListBlocksResponse(blocks=blocks, next_page_token=token)
 
     async def _find_blocks(self, data: bytes, context: Context) -> cluster_pb2.FindBlocksResponse:
-        await check_secret(context, self._secret)
         request = await parse(cluster_pb2.FindBlocksRequest, data, context)
         ids, names = list(request.block_ids), list(request.names)
         if max(len(ids), len(names)) > MAX_PAGE_SIZE or any(len(name) != NAME_BYTES for name in names):
@@ -97,7 +91,6 @@ class Inspection:
         return block_messages(engine, found, self._request_ids())
 
     async def _list_sequences(self, data: bytes, context: Context) -> cluster_pb2.ListSequencesResponse:
-        await check_secret(context, self._secret)
         request = await parse(cluster_pb2.ListSequencesRequest, data, context)
         size = await _page_size(request.page_size, context)
         after = await self._start("sequences", request.page_token, context) - 1

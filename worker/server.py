@@ -9,15 +9,17 @@ import secrets
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from blockyard.proto.cluster_identity import record_proof
 from blockyard.proto.code_version import code_version
 from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.proto.tls import listen, server_credentials
+from blockyard.proto.tls import listen, session_server_credentials
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
 from blockyard.worker.administration import Administration
@@ -88,11 +90,13 @@ class WorkerServer:
 
         Raises ValueError for a model, size or interface that cannot be had.
         """
-        credentials = server_credentials(self.config.session_tls)
+        config = self.config
+        credentials = session_server_credentials(
+            config.session_tls, secret=config.cluster_secret, cluster=config.cluster
+        )
         self._loaded = await self._load_aside()
         self._service = SessionService(
             hello=self._hello(),
-            cluster_secret=self.config.cluster_secret,
             vocab_size=self._loaded.model.vocab_size,
             max_waiting=self.config.max_waiting,
             compile_grammar=self._compile_grammar(),
@@ -102,9 +106,7 @@ class WorkerServer:
             self._loaded.engine, self._service.on_step, lambda: loop.call_soon_threadsafe(self.failed.set)
         )
         self._service.attach(self._engine, self._loaded.engine.load())
-        self._administration = Administration(
-            service=self._service, engine=self._engine, cluster_secret=self.config.cluster_secret
-        )
+        self._administration = Administration(service=self._service, engine=self._engine)
         self._engine.start()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._service.handler(self._administration.methods()),))
@@ -209,9 +211,10 @@ class WorkerServer:
             fingerprint=self._loaded.model_fingerprint,
             block_size=self._loaded.kv_size.block_size,
         )
+        proof = record_proof(record, secret=self.config.cluster_secret, cluster=self.config.cluster)
         return IndexPublisher(
             index,
-            record,
+            replace(record, proof=proof),
             config=PublisherConfig(lease_seconds=self.config.lease_seconds),
             has_host_cache=self._loaded.host_size.cache_blocks > 0,
         )

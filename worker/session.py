@@ -31,7 +31,6 @@ from blockyard.proto.v1.session_pb2 import (
     ToRouter,
     ToWorker,
 )
-from blockyard.worker.calls import check_secret
 from blockyard.worker.compiling import CompileGrammar, Compiling
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
@@ -65,14 +64,12 @@ class SessionService:
         self,
         *,
         hello: Hello,
-        cluster_secret: str,
         vocab_size: int,
         max_waiting: int,
         compile_grammar: CompileGrammar | None = None,
     ) -> None:
         """Without `compile_grammar` structured output is refused."""
         self._hello = hello
-        self._secret = cluster_secret
         self._vocab_size = vocab_size
         self._max_waiting = max_waiting
         self._compile_grammar = compile_grammar
@@ -81,9 +78,7 @@ class SessionService:
         self._loop = asyncio.get_running_loop()
         self._engine: EngineThread
         self._load: EngineLoad
-        self.inspection = Inspection(
-            hello=hello, cluster_secret=cluster_secret, request_ids=self._client_request_ids
-        )
+        self.inspection = Inspection(hello=hello, request_ids=self._client_request_ids)
         self.on_changes: Callable[[StepResult], None] = lambda result: None
         self.index_part: Callable[[], WorkerIndex | None] = lambda: None
         """What routers are told of this worker's part of the prefix index."""
@@ -205,7 +200,6 @@ class SessionService:
     # What routers say
 
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
-        await check_secret(context, self._secret)
         link = Link(Compiling(self._compile_grammar))
         self._links[link] = None
         self._hello.load.CopyFrom(load_message(self._load))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import redis as redis_client
+from blockyard.proto.tls import session_channels
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.client import AsyncClient
@@ -22,7 +23,7 @@ from blockyard.router.client import AsyncClient
 from .load import CANARY, Stream, until
 from .processes import SECRET, Process, Processes
 
-SECRET_KEY = "x-blockyard-secret"
+open_session = session_channels(None, secret=SECRET, cluster="default")
 QUIET_SECONDS = 30.0
 LATE_SECONDS = 1.0
 MAX_MORE_DESCRIPTORS = 12
@@ -35,21 +36,17 @@ FAILURES = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.D
 
 async def pool_of(worker: Process) -> cluster_pb2.BlockPool:
     """The worker's own word, not through a router."""
-    async with grpc.aio.insecure_channel(worker.address) as channel:
+    async with open_session(worker.address) as channel:
         stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
-        pool: cluster_pb2.BlockPool = await stub.GetBlockPool(
-            cluster_pb2.GetBlockPoolRequest(), timeout=10.0, metadata=((SECRET_KEY, SECRET),)
-        )
+        pool: cluster_pb2.BlockPool = await stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), timeout=10.0)
         return pool
 
 
 async def holders_of_blocks(worker: Process) -> set[str]:
     """The requests that hold a block, by the worker's own word. A count could be somebody else's."""
-    async with grpc.aio.insecure_channel(worker.address) as channel:
+    async with open_session(worker.address) as channel:
         stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
-        page = await stub.ListBlocks(
-            cluster_pb2.ListBlocksRequest(page_size=1000), timeout=10.0, metadata=((SECRET_KEY, SECRET),)
-        )
+        page = await stub.ListBlocks(cluster_pb2.ListBlocksRequest(page_size=1000), timeout=10.0)
         assert not page.next_page_token, "the pool has more blocks than one page"
         return {name for block in page.blocks for name in block.request_ids}
 

@@ -96,4 +96,5 @@ MATRIX = (
     _fault(
         50, "half an hour of random faults", "the invariants hold; memory, descriptors and keys stay flat"
     ),
+    _fault(51, "Redis taken over", "rogue workers and forged records get no connection; 0 failed"),
 )

@@ -1,10 +1,12 @@
-"""Redis holds what nobody told it, or lacks what it was told: rows 42 and 43 of the fault matrix.
+"""Redis holds what nobody told it, or lacks what it was told: rows 42, 43 and 51 of the fault matrix.
 
 A request that was promised too much recomputes it; each worker finds the damage at a renewal of its lease, and tells
 everything anew. Every row asserts what redis_course.survives asserts.
 """
 
+import contextlib
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 from blockyard.proto.index_schema import pack_berths
 from blockyard.proto.v1 import cluster_pb2
 
+from .invariants import MAX_MORE_BYTES, Usage
 from .redis_course import survives
 from .redis_rig import RedisCluster
 
@@ -150,6 +153,75 @@ async def test_news_lost_and_doubled_on_the_way_leave_no_trace(
     assert num_damages(survived.index) == before, (
         "nothing was missing when workers looked whether it was there"
     )
+
+
+NUM_ROGUES = 3000
+FIRST_ROGUE_BERTH = 10_000
+
+
+class Trap:
+    """A listener that an attacker would have routers connect to; it counts who does."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.setblocking(False)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def num_connections(self) -> int:
+        """Since the last call. The kernel keeps them until they are accepted here."""
+        accepted = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._socket.accept()[0].close()
+                accepted += 1
+        return accepted
+
+
+def introduce_rogues(cluster: RedisCluster, address: str) -> None:
+    """As the administrator: thousands of records that point at one address, with every fact and proof of a real one."""
+    with cluster.redis.client() as straight, straight.pipeline(transaction=False) as pipe:
+        berth = min(int(berth) for berth in straight.hkeys(f"{cluster.prefix}names"))
+        real = straight.hgetall(f"{cluster.prefix}berth:{berth}")
+        for number in range(FIRST_ROGUE_BERTH, FIRST_ROGUE_BERTH + NUM_ROGUES):
+            worker_id, incarnation = f"worker-{number}", f"{number:016x}"
+            facts = {b"address": address, b"worker_id": worker_id, b"incarnation": incarnation}
+            pipe.hset(f"{cluster.prefix}berth:{number}", mapping=real | facts)
+            pipe.hset(f"{cluster.prefix}names", str(number), f"{worker_id}\0{incarnation}")
+            pipe.zadd(f"{cluster.prefix}leases", {str(number): 9e15})
+        # One of a worker that is real, and moved.
+        pipe.hset(f"{cluster.prefix}berth:{FIRST_ROGUE_BERTH}", mapping=real | {b"address": address})
+        pipe.execute()
+
+
+def expel_rogues(cluster: RedisCluster) -> None:
+    with cluster.redis.client() as straight, straight.pipeline(transaction=False) as pipe:
+        for number in range(FIRST_ROGUE_BERTH, FIRST_ROGUE_BERTH + NUM_ROGUES):
+            pipe.delete(f"{cluster.prefix}berth:{number}")
+            pipe.hdel(f"{cluster.prefix}names", str(number))
+            pipe.zrem(f"{cluster.prefix}leases", str(number))
+        pipe.execute()
+
+
+@pytest.mark.fault(51)
+async def test_workers_that_an_attacker_introduces_get_no_connection(
+    redis_cluster: RedisCluster, measured: dict[str, Any]
+) -> None:
+    trap = Trap()
+    resident_bytes = Usage.of(redis_cluster.router.pid).resident_bytes
+    await survives(
+        redis_cluster,
+        measured,
+        harm=lambda: introduce_rogues(redis_cluster, trap.address),
+        hold_seconds=3.0,
+        is_degraded=False,
+        heal=lambda: expel_rogues(redis_cluster),
+    )
+    assert trap.num_connections() == 0, "not even to ask who is there"
+    assert Usage.of(redis_cluster.router.pid).resident_bytes - resident_bytes < MAX_MORE_BYTES
+    assert "not signed by this cluster" in redis_cluster.router.log_text()
 
 
 def num_damages(info: cluster_pb2.IndexInfo) -> int:

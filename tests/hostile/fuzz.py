@@ -22,6 +22,7 @@ from typing import Any
 
 import grpc
 from blockyard.proto.block_hash import chain, pack_tokens
+from blockyard.proto.tls import session_channels
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2, session_pb2
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
@@ -31,7 +32,7 @@ from .rig import (
     CALL_SECONDS,
     CANARY,
     CHANNEL_OPTIONS,
-    SECRET_METADATA,
+    SECRET,
     House,
     Outcome,
     assert_discreet,
@@ -244,9 +245,10 @@ class Fuzzer:
 
     async def run(self, numbers: Iterator[int]) -> None:
         """Until they end, or a finding says that there is no house any more."""
+        open_session = session_channels(None, secret=SECRET, cluster="default", options=CHANNEL_OPTIONS)
         async with (
             grpc.aio.insecure_channel(self._house.router.address, options=CHANNEL_OPTIONS) as router,
-            grpc.aio.insecure_channel(self._house.worker.address, options=CHANNEL_OPTIONS) as worker,
+            open_session(self._house.worker.address) as worker,
         ):
             while batch := [number for _, number in zip(range(ROUND), numbers, strict=False)]:
                 waiting = iter(batch)
@@ -271,20 +273,17 @@ class Fuzzer:
 
 
 async def _outcome(made: Shot, channel: grpc.aio.Channel) -> Outcome:
-    metadata = SECRET_METADATA if made.is_for_worker else ()
     try:
         if made.method.client_streaming:
-            open_stream = partial(
-                channel.stream_stream(made.path), timeout=PATIENCE_SECONDS, metadata=metadata
-            )
+            open_stream = partial(channel.stream_stream(made.path), timeout=PATIENCE_SECONDS)
             return await _session(made, open_stream)
         if made.method.server_streaming:
             seconds = 0.3 if made.method.name == "WatchWorkers" else PATIENCE_SECONDS
-            async for _ in channel.unary_stream(made.path)(made.raw[0], timeout=seconds, metadata=metadata):
+            async for _ in channel.unary_stream(made.path)(made.raw[0], timeout=seconds):
                 pass
         else:
             seconds = PATIENCE_SECONDS if made.method.name == "Generate" else CALL_SECONDS
-            await channel.unary_unary(made.path)(made.raw[0], timeout=seconds, metadata=metadata)
+            await channel.unary_unary(made.path)(made.raw[0], timeout=seconds)
     except grpc.aio.AioRpcError as error:
         return outcome_of(error)
     return Outcome(Code.OK)

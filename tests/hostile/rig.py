@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from blockyard.proto.cluster_identity import issue_identity
+from blockyard.proto.tls import SESSION_NAME
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
@@ -23,7 +25,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 SECRET = "hush-of-the-hostile-tests"
-SECRET_METADATA = (("x-blockyard-secret", SECRET),)
 CANARY = "kanarien vogel"
 """No name, for it has a space: audited calls may log a name that is well formed."""
 CONTEXT = 512
@@ -180,6 +181,14 @@ def until(holds: Callable[[], Any], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def session_channel(address: str, secret: str) -> grpc.Channel:
+    """To a worker, as somebody who knows this secret."""
+    own = issue_identity(secret, "default", dns_name=SESSION_NAME)
+    credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    named = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SESSION_NAME))
+    return grpc.secure_channel(address, credentials, options=named)
+
+
 @contextmanager
 def running(
     module: str, arguments: list[str], *, log: Path, says: str, environment: dict[str, str] | None = None
@@ -234,10 +243,8 @@ def running_house(
                 says=r"router serving \S+ on (\S+)",
             )
         )
-        channel, worker_channel = (
-            stack.enter_context(grpc.insecure_channel(process.address, options=CHANNEL_OPTIONS))
-            for process in (front, worker)
-        )
+        channel = stack.enter_context(grpc.insecure_channel(front.address, options=CHANNEL_OPTIONS))
+        worker_channel = stack.enter_context(session_channel(worker.address, SECRET))
         house = House(router=front, worker=worker, channel=channel, worker_channel=worker_channel)
         house.tokens()
         yield house

@@ -6,18 +6,28 @@ request must get wherever and however often it is placed. Used by the router's u
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 from blockyard.proto.block_hash import unpack_tokens
+from blockyard.proto.cluster_identity import record_proof
+from blockyard.proto.prefix_index import WorkerRecord
+from blockyard.proto.tls import listen, session_channels, session_server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
+from blockyard.router.engine_link import CHANNEL_OPTIONS
 from google.protobuf.message import Message
 
 SECRET = "a-cluster-secret"
+open_session = session_channels(None, secret=SECRET, cluster="default", options=CHANNEL_OPTIONS)
 BLOCK_SIZE = 16
 FIRST_TOKEN = 300
+
+
+def signed(record: WorkerRecord, *, secret: str = SECRET, cluster: str = "default") -> WorkerRecord:
+    """As a worker that knows this secret writes it."""
+    return replace(record, proof=record_proof(record, secret=secret, cluster=cluster))
 
 
 def expected_tokens(seed: int, count: int, index: int = 0) -> list[int]:
@@ -135,11 +145,12 @@ class FakeWorker(EngineServiceServicer):
 
     async def __aenter__(self) -> "FakeWorker":
         self._server = grpc.aio.server()
+        credentials = session_server_credentials(None, secret=SECRET, cluster="default")
         if self.dialect is None:
             add_EngineServiceServicer_to_server(self, self._server)
         else:
             self._server.add_generic_rpc_handlers((self._session_alone(self.dialect),))
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = listen(self._server, "127.0.0.1:0", credentials)
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
         return self
@@ -186,7 +197,6 @@ class FakeWorker(EngineServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: Any
     ) -> AsyncIterator[session_pb2.ToRouter]:
-        await self._check_secret(context)
         stream = _Stream()
         self._streams.add(stream)
         stream.send(hello=session_pb2.Hello(**self._hello, stalled_seconds=self.stalled_seconds))
@@ -203,13 +213,11 @@ class FakeWorker(EngineServiceServicer):
     async def GetBlockPool(
         self, request: cluster_pb2.GetBlockPoolRequest, context: Any
     ) -> cluster_pb2.BlockPool:
-        await self._check_secret(context)
         return cluster_pb2.BlockPool(worker_id=request.worker_id, total_blocks=7)
 
     async def ListBlocks(
         self, request: cluster_pb2.ListBlocksRequest, context: Any
     ) -> cluster_pb2.ListBlocksResponse:
-        await self._check_secret(context)
         if request.page_token not in ("", "next"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no page of mine")
         return cluster_pb2.ListBlocksResponse(next_page_token="next")
@@ -217,7 +225,6 @@ class FakeWorker(EngineServiceServicer):
     async def FindBlocks(
         self, request: cluster_pb2.FindBlocksRequest, context: Any
     ) -> cluster_pb2.FindBlocksResponse:
-        await self._check_secret(context)
         return cluster_pb2.FindBlocksResponse(
             blocks=[cluster_pb2.Block(block_id=block) for block in request.block_ids]
         )
@@ -225,7 +232,6 @@ class FakeWorker(EngineServiceServicer):
     async def ListSequences(
         self, request: cluster_pb2.ListSequencesRequest, context: Any
     ) -> cluster_pb2.ListSequencesResponse:
-        await self._check_secret(context)
         return cluster_pb2.ListSequencesResponse(sequences=[cluster_pb2.SequenceInfo(sequence_id=5)])
 
     async def DrainWorker(
@@ -261,14 +267,9 @@ class FakeWorker(EngineServiceServicer):
         return admin_pb2.RebuildIndexResponse(workers=1)
 
     async def _administered(self, request: Message, context: Any) -> None:
-        await self._check_secret(context)
         self.admin_calls.append(request)
         if self.admin_failure is not None:
             await context.abort(self.admin_failure, "what the worker says is its own business")
-
-    async def _check_secret(self, context: Any) -> None:
-        if dict(context.invocation_metadata()).get("x-blockyard-secret") != SECRET:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong secret")
 
     async def _read(self, requests: AsyncIterator[session_pb2.ToWorker], stream: _Stream) -> None:
         async for message in requests:

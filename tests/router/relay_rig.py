@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from random import Random
 
 from blockyard.proto.block_hash import chain, pack_tokens
+from blockyard.proto.tls import session_channels
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster_view import WorkerState
+from blockyard.router.engine_link import CHANNEL_OPTIONS
 from blockyard.router.fleet import Fleet
 from blockyard.router.placer import Placer
 from blockyard.router.relay import Generation, Relay
@@ -62,7 +64,7 @@ async def rig(
             await stack.enter_async_context(worker)
         fleet = Fleet(
             tokenizer_fingerprint="tokenizer",
-            secret=secret,
+            open_channel=session_channels(None, secret=secret, cluster="default", options=CHANNEL_OPTIONS),
             suspect_seconds=lost_seconds / 2,
             lost_seconds=lost_seconds,
             stall_seconds=stall_seconds,

@@ -13,7 +13,7 @@ from blockyard.proto.prefix_index import Batch, Incarnation, WorkerId, WorkerRec
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
 
-from .fake_worker import FakeWorker
+from .fake_worker import FakeWorker, signed
 from .rig import Router, fields_of, reason_of, request, running_router, until, worker_of_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -44,7 +44,7 @@ async def register(index: RedisPrefixIndex, worker: FakeWorker, worker_id: str) 
         fingerprint="model",
         block_size=16,
     )
-    return await index.register(record, lease_seconds=30.0, has_host_cache=True)
+    return await index.register(signed(record), lease_seconds=30.0, has_host_cache=True)
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:

@@ -12,10 +12,8 @@ from .prompt import Clock
 
 @pytest.mark.parametrize(("code", "is_told"), [("0.1.0+aaaa", False), ("0.1.0+bbbb", True)])
 def test_other_code_is_accepted_and_told(code: str, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    fleet = Fleet(
-        tokenizer_fingerprint="t", secret="", suspect_seconds=1.0, lost_seconds=2.0, code="0.1.0+aaaa"
-    )
-    fleet.links["a:1"] = EngineLink("a:1", fleet, secret="", lost_seconds=2.0, clock=Clock())
+    fleet = Fleet(tokenizer_fingerprint="t", suspect_seconds=1.0, lost_seconds=2.0, code="0.1.0+aaaa")
+    fleet.links["a:1"] = EngineLink("a:1", fleet, lost_seconds=2.0, clock=Clock())
     hello = session_pb2.Hello(
         worker_id="worker-0",
         incarnation="life-0",

@@ -14,7 +14,7 @@ from blockyard.router.engine_link import CHANNEL_OPTIONS, ROWS_A_TURN, EngineLin
 
 from tests.simulation.virtual_time import VirtualLoop
 
-from .fake_worker import SECRET, FakeWorker
+from .fake_worker import FakeWorker, open_session
 from .rig import until
 
 MESSAGE_BYTES = 1024
@@ -101,7 +101,7 @@ async def test_a_large_step_is_dealt_out_in_order_over_many_turns_of_the_loop() 
         dealt.append((turns, event.token_ids[0]))
 
     async with OneLargeStep("a") as worker, asyncio.TaskGroup() as tasks:
-        link = EngineLink(worker.address, Accepting(), secret=SECRET, lost_seconds=5.0)
+        link = EngineLink(worker.address, Accepting(), lost_seconds=5.0, open_channel=open_session)
         running = [tasks.create_task(link.run())]
         await until(lambda: link.is_up)
         for _ in range(NUM_ROWS):
@@ -123,7 +123,7 @@ async def test_links_that_were_given_up_leave_nothing_to_the_garbage_collector()
     try:
         for _ in range(5):
             async with FakeWorker("a") as worker, asyncio.TaskGroup() as tasks:
-                link = EngineLink(worker.address, Accepting(), secret=SECRET, lost_seconds=0.2)
+                link = EngineLink(worker.address, Accepting(), lost_seconds=0.2, open_channel=open_session)
                 running = tasks.create_task(link.run())
                 await until(lambda link=link: link.is_up)
                 worker.hang()
@@ -179,9 +179,7 @@ def test_a_silent_worker_is_given_up_when_its_time_is_over_and_not_at_the_next_p
         yield SilentChannel()
 
     async def run() -> None:
-        link = EngineLink(
-            "a", Losing(), secret=SECRET, lost_seconds=2.2, clock=loop.time, open_channel=open_silent
-        )
+        link = EngineLink("a", Losing(), lost_seconds=2.2, clock=loop.time, open_channel=open_silent)
         running = asyncio.create_task(link.run())
         await asyncio.sleep(3)
         running.cancel()

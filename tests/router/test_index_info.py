@@ -170,13 +170,13 @@ async def test_a_worker_that_tells_nothing_degrades_the_index_and_one_of_another
         redis.stop()
 
 
-async def test_a_worker_that_tells_an_index_of_another_name_degrades_this_one(tmp_path: Path) -> None:
+async def test_a_worker_that_tells_another_index_degrades_this_one(tmp_path: Path) -> None:
     redis = start_private_redis(tmp_path)
     try:
         async with (
             running_router(redis_url=redis.url) as router,
             real_worker(redis.url, "here"),
-            real_worker(redis.url, "elsewhere", cluster="other") as address,
+            real_worker(redis.url.removesuffix("/0") + "/1", "elsewhere") as address,
         ):
             router.server.set_workers([address])
             await until(lambda: both_are_exact(router))

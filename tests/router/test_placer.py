@@ -18,9 +18,9 @@ from .prompt import NAMES, PROMPT_TOKENS, Clock
 
 
 def fleet_of(clock: Clock, names: str = "a") -> Fleet:
-    fleet = Fleet(tokenizer_fingerprint="t", secret="", suspect_seconds=10.0, lost_seconds=20.0, clock=clock)
+    fleet = Fleet(tokenizer_fingerprint="t", suspect_seconds=10.0, lost_seconds=20.0, clock=clock)
     for name in names:
-        fleet.links[name] = EngineLink(name, fleet, secret="", lost_seconds=20.0, clock=clock)
+        fleet.links[name] = EngineLink(name, fleet, lost_seconds=20.0, clock=clock)
         hello = session_pb2.Hello(
             worker_id=name,
             incarnation=f"{name}1",

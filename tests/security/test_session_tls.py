@@ -1,10 +1,11 @@
-"""Routers and workers with TLS between them: real processes, and who is kept out."""
+"""Routers and workers prove to each other that they belong together, by TLS: real processes, and who is kept out."""
 
+import asyncio
 from pathlib import Path
 
 import grpc
 import pytest
-from blockyard.proto.tls import SESSION_NAME, read_ca, session_channel, session_credentials
+from blockyard.proto.tls import SESSION_NAME, read_ca, session_channels
 from blockyard.proto.tls_files import SessionTls
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
@@ -25,18 +26,62 @@ def options(tls: SessionTls) -> tuple[str, ...]:
     return ("--session-tls-cert", tls.cert, "--session-tls-key", tls.key, "--session-tls-ca", tls.ca)
 
 
-async def answer(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.StatusCode:
-    """Of a worker, to somebody who knows the cluster's secret."""
-    async with session_channel(credentials, (), address) as channel:
-        try:
-            await EngineServiceStub(channel).GetBlockPool(
-                cluster_pb2.GetBlockPoolRequest(),
-                metadata=(("x-blockyard-secret", CLUSTER_SECRET),),
-                timeout=10,
-            )
-        except grpc.aio.AioRpcError as error:
-            return error.code()
+async def answer(address: str, tls: SessionTls | None = None, secret: str = "") -> grpc.StatusCode:
+    """What a worker answers to somebody who has these files, or knows this secret, or comes in plaintext."""
+    async with session_channels(tls, secret=secret, cluster="default")(address) as channel:
+        return await _answer(channel)
+
+
+async def _answer(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    try:
+        await EngineServiceStub(channel).GetBlockPool(cluster_pb2.GetBlockPoolRequest(), timeout=10)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
     return grpc.StatusCode.OK
+
+
+async def test_a_cluster_proves_its_secret_by_tls_that_nobody_has_to_set_up(tmp_path: Path) -> None:
+    with processes(tmp_path) as cluster:
+        worker = cluster.add_worker("worker-0", *SIMULATED)
+        good = cluster.add_router("good", workers=(worker.address,))
+        other = cluster.add_router("other", workers=(worker.address,))
+        other.environment["BLOCKYARD_CLUSTER_SECRET"] = "the-secret-of-another-cluster"
+        cluster.start(worker, good, other)
+        async with AsyncClient(good.address) as client:
+            await until_ready(client, "worker-0", seconds=60.0)
+            assert (await client.generate("x", max_tokens=4)).finish.completion_tokens == 4
+        async with AsyncClient(other.address) as client:
+
+            async def was_refused() -> bool:
+                (known,) = await client.list_workers()
+                return "another cluster secret" in known.state_reason
+
+            await until(was_refused, seconds=30)
+        assert await answer(worker.address, secret=CLUSTER_SECRET) is grpc.StatusCode.OK
+        for secret in ("", "guess"):
+            assert await answer(worker.address, secret=secret) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_false_worker_learns_nothing_but_that_somebody_called() -> None:
+    """It may stand where a worker stood, and the router still has its address."""
+    heard = bytearray()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            heard.extend(data)
+
+    async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with session_channels(None, secret=CLUSTER_SECRET, cluster="default")(
+            f"{host}:{port}"
+        ) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await EngineServiceStub(channel).GetBlockPool(
+                    cluster_pb2.GetBlockPoolRequest(worker_id="a-prompt"), timeout=2
+                )
+    tls_handshake = 0x16
+    assert heard[0] == tls_handshake
+    assert not any(word in heard for word in (CLUSTER_SECRET.encode(), b"a-prompt", b"EngineService"))
 
 
 async def test_a_cluster_serves_over_tls_and_only_its_own_certificates_reach_a_worker(tmp_path: Path) -> None:
@@ -59,15 +104,18 @@ async def test_a_cluster_serves_over_tls_and_only_its_own_certificates_reach_a_w
 
                 async def was_refused(client: AsyncClient = client) -> bool:
                     (known,) = await client.list_workers()
-                    return "UNAVAILABLE" in known.state_reason
+                    return "the TLS handshake failed" in known.state_reason
 
                 await until(was_refused, seconds=30)
                 assert (await client.cluster_info()).workers_ready == 0
-        assert await answer(worker.address, session_credentials(tls)) is grpc.StatusCode.OK
-        for outsider in (None, session_credentials(session(ours, "expired", has_expired=True))):
+        assert await answer(worker.address, tls) is grpc.StatusCode.OK
+        for outsider in (None, session(ours, "expired", has_expired=True)):
             assert await answer(worker.address, outsider) is grpc.StatusCode.UNAVAILABLE
+        assert await answer(worker.address, secret=CLUSTER_SECRET) is grpc.StatusCode.UNAVAILABLE
         nothing_shown = grpc.ssl_channel_credentials(read_ca(ours.ca))
-        assert await answer(worker.address, nothing_shown) is grpc.StatusCode.UNAVAILABLE
+        named = (("grpc.ssl_target_name_override", SESSION_NAME),)
+        async with grpc.aio.secure_channel(worker.address, nothing_shown, options=named) as channel:
+            assert await _answer(channel) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_the_three_files_go_together(tmp_path: Path) -> None:

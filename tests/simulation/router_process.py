@@ -83,7 +83,6 @@ class RouterProcess:
         self._loop = loop
         self.fleet = Fleet(
             tokenizer_fingerprint=TOKENIZER,
-            secret=SECRET,
             suspect_seconds=SUSPECT_SECONDS,
             lost_seconds=LOST_SECONDS,
             stall_seconds=STALL_SECONDS,

@@ -102,7 +102,6 @@ class WorkerProcess:
     async def _serve(self) -> None:
         self.service = SessionService(
             hello=self._hello(),
-            cluster_secret=SECRET,
             vocab_size=VOCABULARY,
             max_waiting=self._setup.max_waiting,
         )
@@ -110,7 +109,7 @@ class WorkerProcess:
         self.service.attach(self._turns, self.engine.load())
         self.service.on_changes = self._publish
         self.service.index_part = self._index_part
-        self.administration = Administration(service=self.service, engine=self._turns, cluster_secret=SECRET)
+        self.administration = Administration(service=self.service, engine=self._turns)
         self.administration.index = self.publisher
         handler = self.service.handler(self.administration.methods())
         self._connections.listeners[self.address] = Listener(self.process, handler)

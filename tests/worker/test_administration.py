@@ -27,7 +27,7 @@ from blockyard.worker.server import WorkerServer
 
 from .checkpoints import shared_checkpoint
 from .test_server import KV_BYTES, engine_settings
-from .test_session import ROOT, SECRET, Session, chain
+from .test_session import ROOT, Session, chain
 
 PATIENCE_SECONDS = 30.0
 
@@ -78,15 +78,15 @@ async def test_a_drained_workers_entries_leave_the_index_and_come_back_on_resume
     async with Session(worker.address) as session:
         names = await serve_one(session)
         await until(lambda: is_found(index, names))
-        await session.stub.DrainWorker(DrainWorkerRequest(grace_seconds=0), metadata=SECRET)
+        await session.stub.DrainWorker(DrainWorkerRequest(grace_seconds=0))
         await until(lambda: is_lost(index, names))
         assert [record.address for record in await index.directory()] == [worker.address]
         assert worker.stats()["index_entries"] == 0
-        rebuilt = await session.stub.RebuildIndex(RebuildIndexRequest(), metadata=SECRET)
+        rebuilt = await session.stub.RebuildIndex(RebuildIndexRequest())
         assert rebuilt.workers == 0, "a drained worker has nothing to tell"
         await asyncio.sleep(0.3)
         assert await found(index, names) == []
-        await session.stub.ResumeWorker(ResumeWorkerRequest(), metadata=SECRET)
+        await session.stub.ResumeWorker(ResumeWorkerRequest())
         await until(lambda: is_found(index, names))
         assert [holder.depth for holder in await found(index, names)] == [2]
 
@@ -126,13 +126,13 @@ async def test_a_flush_forgets_what_nobody_holds_and_tells_the_index(
         while not step.handles:
             step = await session.read_until("step")
         held = chain(ROOT, [7] * 48, 16)
-        flushed: FlushCacheResponse = await session.stub.FlushCache(FlushCacheRequest(), metadata=SECRET)
+        flushed: FlushCacheResponse = await session.stub.FlushCache(FlushCacheRequest())
         assert (flushed.flushed_blocks, flushed.flushed_host_blocks) == (2, 0)
         await until(lambda: is_lost(index, names))
         await until(lambda: is_found(index, held))
         worker._loaded.engine.cache.check_invariants()
         worker._loaded.engine.pool.check_invariants()
-        again = await session.stub.FlushCache(FlushCacheRequest(), metadata=SECRET)
+        again = await session.stub.FlushCache(FlushCacheRequest())
         assert again.flushed_blocks == 0
         await session.submit(3, length=40)
         while True:
@@ -152,7 +152,7 @@ async def test_a_flush_empties_host_memory_too_and_saves_nothing_there(redis_ser
             for handle, length in ((1, 200), (2, 201), (3, 17)):
                 await serve_one(session, handle, length, token=handle)
             in_host_memory = worker.stats()["host_cached_blocks"]
-            flushed = await session.stub.FlushCache(FlushCacheRequest(), metadata=SECRET)
+            flushed = await session.stub.FlushCache(FlushCacheRequest())
             assert flushed.flushed_host_blocks == in_host_memory > 0
             assert flushed.flushed_blocks > 0
             loaded = worker._loaded.engine
@@ -182,7 +182,7 @@ async def test_a_rebuild_repairs_what_the_index_has_lost(
                 if names_in_bucket := [field for field in await client.hkeys(key) if len(field) == 7]:
                     await client.hdel(key, *names_in_bucket)
             assert await found(index, names) == []
-            rebuilt = await session.stub.RebuildIndex(RebuildIndexRequest(), metadata=SECRET)
+            rebuilt = await session.stub.RebuildIndex(RebuildIndexRequest())
             assert rebuilt.workers == 1
             await until(lambda: is_found(index, names))
     finally:
@@ -194,10 +194,10 @@ async def test_a_worker_without_an_index_has_none_to_rebuild() -> None:
     await worker.start()
     try:
         async with Session(worker.address) as session:
-            rebuilt = await session.stub.RebuildIndex(RebuildIndexRequest(), metadata=SECRET)
+            rebuilt = await session.stub.RebuildIndex(RebuildIndexRequest())
             assert rebuilt.workers == 0
-            await session.stub.DrainWorker(DrainWorkerRequest(grace_seconds=0), metadata=SECRET)
-            await session.stub.ResumeWorker(ResumeWorkerRequest(), metadata=SECRET)
+            await session.stub.DrainWorker(DrainWorkerRequest(grace_seconds=0))
+            await session.stub.ResumeWorker(ResumeWorkerRequest())
     finally:
         await worker.stop(0)
 

@@ -206,7 +206,7 @@ async def test_a_worker_tells_what_its_host_memory_keeps() -> None:
             for handle, length in ((1, 200), (2, 201), (3, 17)):
                 await session.submit(handle, length=length, token=handle)
                 await session.tokens_of(handle)
-            pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), metadata=SECRET)
+            pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest())
         assert pool.host_cache_blocks == 87
         assert pool.load.host_cached_blocks == worker.stats()["host_cached_blocks"] > 0
         assert f"host memory: {pool.load.host_cached_blocks} of 87 blocks" in map_text(pool)
@@ -290,7 +290,7 @@ async def test_a_worker_whose_engine_hangs_ends_itself() -> None:
         *("--engine", "simulated", "--kv-cache-memory", str(KV_BYTES), "--metrics-port", "-1"),
         *("--simulated-fault", "7:hang", "--stall-seconds", "1"),
     ]
-    variables = environment() | {"BLOCKYARD_CLUSTER_SECRET": SECRET[0][1]}
+    variables = environment() | {"BLOCKYARD_CLUSTER_SECRET": SECRET}
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=variables)
     assert process.stderr is not None
     try:

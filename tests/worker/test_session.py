@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from blockyard.proto.block_hash import chain, pack_tokens, root_name
+from blockyard.proto.tls import session_channels
 from blockyard.proto.v1 import cluster_pb2, session_pb2, session_pb2_grpc
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import (
@@ -28,7 +29,7 @@ from blockyard.worker.server import WorkerServer
 
 from .checkpoints import shared_checkpoint
 
-SECRET = (("x-blockyard-secret", "hush"),)
+SECRET = "hush"
 ROOT = root_name(cluster_secret="hush", model_fingerprint="m", block_size=16, kv_dtype="float32")
 PATIENCE_SECONDS = 20
 
@@ -51,10 +52,11 @@ async def worker() -> AsyncIterator[WorkerServer]:
 class Session:
     """The router's end of a stream, by hand."""
 
-    def __init__(self, address: str, metadata: Any = SECRET, options: Any = ()) -> None:
-        self.channel = grpc.aio.insecure_channel(address, options=options)
+    def __init__(self, address: str, secret: str = SECRET, options: Any = ()) -> None:
+        open_channel = session_channels(None, secret=secret, cluster="default", options=options)
+        self.channel = open_channel(address)
         self.stub = session_pb2_grpc.EngineServiceStub(self.channel)
-        self.call = self.stub.Session(metadata=metadata)
+        self.call = self.stub.Session()
 
     async def __aenter__(self) -> "Session":
         return self
@@ -139,12 +141,25 @@ async def test_hello_comes_first_and_tokens_follow_with_contiguous_offsets(worke
         assert [len(tokens[1]), len(tokens[2])] == [6, 6]
 
 
-async def test_a_wrong_secret_is_unauthenticated(worker: WorkerServer) -> None:
-    for metadata in ((), (("x-blockyard-secret", "guess"),)):
-        async with Session(worker.address, metadata) as session:
+@pytest.mark.parametrize("secret", ["", "guess"], ids=["plaintext", "another secret"])
+async def test_nobody_connects_without_the_clusters_secret(worker: WorkerServer, secret: str) -> None:
+    async with Session(worker.address, secret) as session:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await session.call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("secret", ["", "guess"], ids=["plaintext", "another secret"])
+async def test_every_call_needs_the_clusters_secret(worker: WorkerServer, secret: str) -> None:
+    methods = session_pb2.DESCRIPTOR.services_by_name["EngineService"].methods
+    async with Session(worker.address, secret) as session:
+        for method in methods:
+            if method.name == "Session":
+                continue
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await session.call.read()
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                await session.channel.unary_unary(f"/blockyard.v1.EngineService/{method.name}")(b"")
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, method.name
+    assert not worker.is_draining
 
 
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
@@ -193,7 +208,7 @@ async def test_the_end_of_a_stream_cancels_its_sequences(worker: WorkerServer) -
 
 async def until_idle(stub: Any) -> None:
     for _ in range(200):
-        pool = await stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), metadata=SECRET)
+        pool = await stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest())
         if not pool.used_blocks and not pool.load.running:
             return
         await asyncio.sleep(0.05)
@@ -301,9 +316,10 @@ async def test_an_output_that_is_cancelled_comes_no_more_and_the_others_end(work
 
 
 async def test_bytes_that_are_no_message_are_an_invalid_argument(worker: WorkerServer) -> None:
-    async with grpc.aio.insecure_channel(worker.address) as channel:
+    async with Session(worker.address) as session:
+        channel = session.channel
         name = session_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
-        stream = channel.stream_stream(f"/{name}/Session")(metadata=SECRET)
+        stream = channel.stream_stream(f"/{name}/Session")()
         await stream.write(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [message async for message in stream]
@@ -314,12 +330,12 @@ async def test_the_pool_is_seen_whole_and_block_by_block(worker: WorkerServer) -
     async with Session(worker.address) as session:
         await session.submit(1, length=40, max_tokens=300)
         await session.until_runs()
-        pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), metadata=SECRET)
+        pool = await session.stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest())
         assert pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.total_blocks == 64
         assert sum(run.length for run in pool.runs) == 64
-        first = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(page_size=40), metadata=SECRET)
+        first = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(page_size=40))
         rest = await session.stub.ListBlocks(
-            cluster_pb2.ListBlocksRequest(page_size=40, page_token=first.next_page_token), metadata=SECRET
+            cluster_pb2.ListBlocksRequest(page_size=40, page_token=first.next_page_token)
         )
         blocks = [*first.blocks, *rest.blocks]
         assert [block.block_id for block in blocks] == list(range(64))
@@ -334,7 +350,7 @@ async def test_a_block_that_many_outputs_hold_names_their_request_once(worker: W
     async with Session(worker.address) as session:
         await session.submit(1, length=40, max_tokens=300, sampling={"n": 3})
         await session.until_runs()
-        listed = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(), metadata=SECRET)
+        listed = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest())
         held = [block for block in listed.blocks if block.request_ids]
         assert all(list(block.request_ids) == ["request-1"] for block in held)
         assert max(block.references for block in held) >= 3
@@ -346,12 +362,12 @@ async def test_a_block_is_found_by_number_and_by_name_with_its_parent_and_age(wo
         await session.until_runs()
         first, second = chain(ROOT, [5] * 32, 16)
         asked = cluster_pb2.FindBlocksRequest(names=[second, first, b"?" * 16], block_ids=[63, 64])
-        far, child, root = (await session.stub.FindBlocks(asked, metadata=SECRET)).blocks
+        far, child, root = (await session.stub.FindBlocks(asked)).blocks
         assert (far.block_id, far.name, far.HasField("age_seconds")) == (63, b"", False)
         assert (child.name, child.parent, root.name, root.parent) == (second, first, first, b"")
         assert 0.0 <= child.age_seconds < PATIENCE_SECONDS
         again = cluster_pb2.FindBlocksRequest(block_ids=[child.block_id] * 3, names=[second])
-        found = (await session.stub.FindBlocks(again, metadata=SECRET)).blocks
+        found = (await session.stub.FindBlocks(again)).blocks
         assert [block.block_id for block in found] == [child.block_id]
         await asyncio.sleep(0.05)
         assert found[0].age_seconds > child.age_seconds
@@ -364,7 +380,7 @@ async def test_sequences_are_listed_page_by_page_and_one_with_its_block_table(wo
         pages, token = [], ""
         while not pages or token:
             asked = cluster_pb2.ListSequencesRequest(page_size=2, page_token=token)
-            page = await session.stub.ListSequences(asked, metadata=SECRET)
+            page = await session.stub.ListSequences(asked)
             pages.append(page.sequences)
             token = page.next_page_token
         assert [len(page) for page in pages] == [2, 1]
@@ -374,14 +390,14 @@ async def test_sequences_are_listed_page_by_page_and_one_with_its_block_table(wo
         }
         assert all(not each.block_table for each in listed)
         one = cluster_pb2.ListSequencesRequest(sequence_id=listed[1].sequence_id)
-        (shown,) = (await session.stub.ListSequences(one, metadata=SECRET)).sequences
+        (shown,) = (await session.stub.ListSequences(one)).sequences
         assert len(shown.block_table) == shown.num_blocks >= 3
         asked = cluster_pb2.FindBlocksRequest(block_ids=shown.block_table)
-        held = (await session.stub.FindBlocks(asked, metadata=SECRET)).blocks
+        held = (await session.stub.FindBlocks(asked)).blocks
         assert [block.block_id for block in held] == list(shown.block_table)
         assert all(list(block.request_ids) == ["request-1"] for block in held[:2])
         gone = cluster_pb2.ListSequencesRequest(sequence_id=10**15)
-        assert not (await session.stub.ListSequences(gone, metadata=SECRET)).sequences
+        assert not (await session.stub.ListSequences(gone)).sequences
 
 
 @pytest.mark.parametrize("request_", [{"page_size": 1001}, {"page_token": "forged"}, {"page_token": "YTow"}])
@@ -392,16 +408,16 @@ async def test_a_bad_page_is_an_invalid_argument(
     async with Session(worker.address) as session:
         kind = getattr(cluster_pb2, f"{method}Request")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await getattr(session.stub, method)(kind(**request_), metadata=SECRET)
+            await getattr(session.stub, method)(kind(**request_))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_page_token_is_good_for_its_own_list_only(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
-        page = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(page_size=2), metadata=SECRET)
+        page = await session.stub.ListBlocks(cluster_pb2.ListBlocksRequest(page_size=2))
         other = cluster_pb2.ListSequencesRequest(page_token=page.next_page_token)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await session.stub.ListSequences(other, metadata=SECRET)
+            await session.stub.ListSequences(other)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

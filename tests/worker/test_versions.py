@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from tests.proto.old_session import UNKNOWN, as_newer, as_old, old_class
 
 from .test_server import engine_settings
-from .test_session import SECRET, Session
+from .test_session import Session
 
 DRAINING = RejectReason.REJECT_REASON_DRAINING
 
@@ -25,7 +25,7 @@ class Other(Session):
     def __init__(self, address: str, write: Callable[[Message], bytes], read: Callable[[bytes], Any]) -> None:
         super().__init__(address)
         self.call.cancel()
-        self.raw = self.channel.stream_stream("/blockyard.v1.EngineService/Session")(metadata=SECRET)
+        self.raw = self.channel.stream_stream("/blockyard.v1.EngineService/Session")()
         self._write, self._read = write, read
         self.call = self  # type: ignore[assignment]
 
@@ -66,7 +66,7 @@ async def test_a_router_of_another_version_is_served_through_a_drain(
         assert [len(tokens) for tokens in (await router.tokens_of(1)).values()] == [6]
         await router.write(ToWorker(ping=Ping(nonce=4)))
         assert (await router.read_until("pong")).nonce == 4
-        await operator.stub.DrainWorker(DrainWorkerRequest(grace_seconds=1), metadata=SECRET)
+        await operator.stub.DrainWorker(DrainWorkerRequest(grace_seconds=1))
         await router.submit(2)
         assert (await router.read_until("rejected")).reason == DRAINING
 
