@@ -4,7 +4,8 @@
 
 1. the placement path in process: token ids -> names -> a real Redis -> a worker;
 2. one stream at a time through a real router process: what it adds to the first token and to each later one;
-3. many streams at once: tokens/s, and tokens/s for each core that the router takes; with 2 and 4 processes on one port;
+3. many streams at once: tokens/s, and tokens/s for each core that the router takes; with sessions in plaintext, to tell
+   what TLS costs; with 2 and 4 processes on one port;
 4. the same through sglang-router in front of equal HTTP workers, where `--sglang-python` names a Python that has it;
 5. a flame graph of our router under load, where `--py-spy` names that program.
 
@@ -36,6 +37,7 @@ from bench.router.systems import System, engine_session, http_worker, our_router
 from bench.router.trials import many_streams, one_stream
 
 MODEL = model_path("demo")
+SECRET = "of the benchmark"
 STEP_SECONDS = 0.05
 """Between two tokens of a stream. With 256 streams at 20 ms, two cores are full, of clients and workers too."""
 GROUPS = 8
@@ -114,10 +116,21 @@ async def measure_placement(plan: Plan, results: Results) -> None:
 
 
 async def start_router(bench: Bench, num_processes: int = 1) -> System:
-    folder = bench.folder / f"router-{num_processes}"
+    return await _start_router(bench, bench.workers, f"router-{num_processes}", num_processes)
+
+
+async def start_plaintext_router(bench: Bench, fingerprint: str) -> System:
+    workers = await bench.stack.enter_async_context(
+        running_workers("bench.router.workers", str(STEP_SECONDS), fingerprint)
+    )
+    return await _start_router(bench, workers, "plaintext", 1)
+
+
+async def _start_router(bench: Bench, workers: Workers, name: str, num_processes: int) -> System:
+    folder = bench.folder / name
     folder.mkdir()
     return await bench.stack.enter_async_context(
-        our_router(MODEL, bench.workers, prompt, folder, bench.redis_url, num_processes=num_processes)
+        our_router(MODEL, workers, prompt, folder, bench.redis_url, num_processes=num_processes)
     )
 
 
@@ -183,7 +196,7 @@ async def run(arguments: argparse.Namespace) -> None:
         stack.callback(redis.stop)
         fingerprint = tokenizer_fingerprint(Path(MODEL))
         workers = await stack.enter_async_context(
-            running_workers("bench.router.workers", str(STEP_SECONDS), fingerprint)
+            running_workers("bench.router.workers", str(STEP_SECONDS), fingerprint, secret=SECRET)
         )
         bench = Bench(
             plan=plan,
@@ -195,9 +208,10 @@ async def run(arguments: argparse.Namespace) -> None:
             prompt_ids=load_tokenizer(MODEL).encode(prompt(0)),
         )
         ours = await start_router(bench)
+        plaintext = await start_plaintext_router(bench, fingerprint)
         peers = await start_peers(bench, arguments.sglang_python)
         await measure_one_stream(bench, (ours, engine_session(workers, bench.prompt_ids), *peers))
-        await measure_many_streams(bench, (ours, *peers[:1]))
+        await measure_many_streams(bench, (ours, plaintext, *peers[:1]))
         if arguments.py_spy is not None:
             await record_flame(bench, ours, arguments.py_spy, arguments.output / f"{stem}.svg")
         await measure_processes(bench, ours)

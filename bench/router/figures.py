@@ -99,8 +99,8 @@ def figures_of(results: Results, setting: Setting) -> Figures:
         "longest_stall_ms": {
             str(streams): _stalls(trials)
             for streams, systems in results.load.items()
-            for trials in systems.values()
-            if trials[0].stalls
+            for name, trials in systems.items()
+            if name == OURS and trials[0].stalls
         },
         "foreign_cores": {part: middle(cores) for part, cores in results.foreign_cores.items()},
         "flame_own_share": _top(results.flame.own) if results.flame else {},

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import grpc
 from blockyard.proto.block_hash import pack_tokens
+from blockyard.proto.tls import session_channels
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
@@ -99,9 +100,11 @@ async def router_client(
 
 
 @asynccontextmanager
-async def session_client(address: str, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[Ask]:
-    """Straight to a worker, without a secret; one request at a time."""
-    async with grpc.aio.insecure_channel(address) as channel:
+async def session_client(
+    address: str, prompt_ids: Sequence[int], num_tokens: int, *, secret: str
+) -> AsyncIterator[Ask]:
+    """Straight to a worker; one request at a time."""
+    async with session_channels(None, secret=secret, cluster="default")(address) as channel:
         call = EngineServiceStub(channel).Session()  # type: ignore[no-untyped-call]
         await call.read()
         packed = pack_tokens(prompt_ids)

@@ -63,7 +63,7 @@ class PlacementBench:
         self._groups = [self._draw(GROUP_TOKENS) for _ in range(GROUPS)]
         self._in_flight: deque[Placed] = deque()
         assert fleet.identity is not None
-        self._root = fleet.identity.root(cluster_secret="", salt="")
+        self._root = fleet.identity.root(cluster_salt="")
 
     def _draw(self, num_tokens: int) -> list[int]:
         return self._random.choices(range(VOCABULARY), k=num_tokens)
@@ -132,13 +132,12 @@ def _record(number: int) -> WorkerRecord:
 def _fleet() -> Fleet:
     fleet = Fleet(
         tokenizer_fingerprint="t",
-        secret="",
         suspect_seconds=SILENCE_SECONDS,
         lost_seconds=2 * SILENCE_SECONDS,
     )
     for number in range(NUM_WORKERS):
         address = str(number)
-        fleet.links[address] = EngineLink(address, fleet, secret="", lost_seconds=SILENCE_SECONDS)
+        fleet.links[address] = EngineLink(address, fleet, lost_seconds=SILENCE_SECONDS)
         refusal = fleet.accept(address, _hello(number))
         assert refusal is None, refusal
         load = cluster_pb2.WorkerLoad(prefill_tokens_per_second=50_000, decode_tokens_per_second=2_000)

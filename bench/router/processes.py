@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -26,8 +27,10 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 class Workers:
     """A process of scripted workers."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ports: Sequence[int]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, ports: Sequence[int], secret: str = "") -> None:
+        """With a secret they serve over TLS, without one in plaintext."""
         self._process = process
+        self.secret = secret
         self.addresses = tuple(f"127.0.0.1:{port}" for port in ports)
 
     async def take_stamps(self) -> dict[int, dict[str, Any]]:
@@ -38,16 +41,17 @@ class Workers:
 
 
 @asynccontextmanager
-async def running_workers(module: str, *arguments: str) -> AsyncIterator[Workers]:
+async def running_workers(module: str, *arguments: str, secret: str = "") -> AsyncIterator[Workers]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
         cwd=ROOT,
+        env={**os.environ, SECRET_VARIABLE: secret},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_ANSWER_BYTES,
     )
     async with _ended(process):
-        yield Workers(process, await _answer(process))
+        yield Workers(process, await _answer(process), secret)
 
 
 async def _answer(process: asyncio.subprocess.Process) -> Any:

@@ -19,9 +19,11 @@ from blockyard.router.__main__ import REDIS_URL_VARIABLE
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.router.load import Ask, http_client, router_client, session_client
-from bench.router.processes import Workers, free_port, running_server
+from bench.router.processes import SECRET_VARIABLE, Workers, free_port, running_server
 
 OURS, SESSION = "Blockyard", "engine session, direct"
+PLAINTEXT = "Blockyard, sessions in plaintext"
+"""Ours without the cluster secret, to tell what TLS between router and workers costs."""
 SGLANG, HTTP = "sglang-router", "HTTP worker, direct"
 CHECK_SECONDS = 1.0
 POLL_SECONDS = 0.02
@@ -108,18 +110,24 @@ async def our_router(
                     command,
                     log if number == 0 else log.with_suffix(f".{number}.log"),
                     is_ready,
-                    {REDIS_URL_VARIABLE: redis_url},
+                    {REDIS_URL_VARIABLE: redis_url, SECRET_VARIABLE: workers.secret},
                 )
             )
             for number in range(num_processes)
         ]
         yield System(
-            name=OURS if num_processes == 1 else f"{OURS}, {num_processes} processes",
+            name=_name(workers, num_processes),
             client=lambda num_tokens: router_client(address, prompt, num_tokens),
             workers=workers,
             pids=tuple(pids),
             log=log,
         )
+
+
+def _name(workers: Workers, num_processes: int) -> str:
+    if num_processes > 1:
+        return f"{OURS}, {num_processes} processes"
+    return OURS if workers.secret else PLAINTEXT
 
 
 async def _serves(address: str) -> bool:
@@ -137,7 +145,9 @@ def engine_session(workers: Workers, prompt_ids: Sequence[int]) -> System:
     """No router at all: one engine session straight to a worker."""
     return System(
         name=SESSION,
-        client=lambda num_tokens: session_client(workers.addresses[0], prompt_ids, num_tokens),
+        client=lambda num_tokens: session_client(
+            workers.addresses[0], prompt_ids, num_tokens, secret=workers.secret
+        ),
         workers=workers,
     )
 

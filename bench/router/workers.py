@@ -7,6 +7,7 @@ product's own Outbox, so that a router which lags gets merged steps as from a re
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 import grpc
+from blockyard.proto.tls import listen, session_server_credentials
 from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
@@ -21,6 +23,7 @@ from blockyard.worker.outbox import Outbox
 from blockyard.worker.sequence import FinishReason, RequestId, SequenceState
 
 from bench.router.pace import NUM_WORKERS, Book, Running, Step, serve_workers
+from bench.router.processes import SECRET_VARIABLE
 
 BLOCK_SIZE = 16
 
@@ -120,7 +123,10 @@ async def paced_worker(
     worker = PacedWorker(hello(number, tokenizer_fingerprint), book)
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     add_EngineServiceServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
+    credentials = session_server_credentials(
+        None, secret=os.environ.get(SECRET_VARIABLE, ""), cluster="default"
+    )
+    port = listen(server, "127.0.0.1:0", credentials)
     await server.start()
     try:
         yield port, worker.step
