@@ -42,6 +42,10 @@ from blockyard.worker.trial import try_out
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_CONNECTIONS = 1024
+"""Routers have one each. Beyond it new ones are closed at once."""
+MAX_STREAMS = 256
+"""Of one connection: a router has its session and what it inspects and administers meanwhile."""
 REDIS_TIMEOUT_SECONDS = 1.0
 POOL_MAP_SECONDS = 1.0
 LOG_LINE_SECONDS = 10.0
@@ -62,6 +66,12 @@ SERVER_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 1_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Before its handshake a connection takes some kilobytes, and whoever does not know the secret never ends it.
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
     # A port of its own: a second worker on it would take half of its sessions.
     ("grpc.so_reuseport", 0),
 )

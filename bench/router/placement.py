@@ -63,7 +63,7 @@ class PlacementBench:
         self._groups = [self._draw(GROUP_TOKENS) for _ in range(GROUPS)]
         self._in_flight: deque[Placed] = deque()
         assert fleet.identity is not None
-        self._root = fleet.identity.root(cluster_salt="")
+        self._root = fleet.identity.root(cluster_secret="", salt="")
 
     def _draw(self, num_tokens: int) -> list[int]:
         return self._random.choices(range(VOCABULARY), k=num_tokens)

@@ -1,8 +1,12 @@
 """What a router that is broken, or no longer ours, may say to a worker: the stream may end, nothing else does."""
 
+import contextlib
 import math
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -104,6 +108,24 @@ def test_without_the_secret_nothing_is_read(house: House, secret: str | None) ->
             called = house.call(f"EngineService/{method.name}", b"\xff\xff", channel=channel)
             assert called.code is grpc.StatusCode.UNAVAILABLE
     house.check()
+
+
+def test_strangers_cost_the_worker_next_to_nothing(house: House) -> None:
+    """Whatever they send without a certificate, however much, and whether or not they begin with TLS's greeting."""
+    host, _, port = house.worker.address.rpartition(":")
+    before = house.worker.resident_bytes
+    with ExitStack() as stack:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        for number in range(60):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            with contextlib.suppress(OSError):
+                if number % 2:
+                    connection = stack.enter_context(context.wrap_socket(connection))
+                for _ in range(64):
+                    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64 * 1024))
+        assert house.worker.resident_bytes - before < 32 * 2**20
+        house.check()
 
 
 INVALID = {

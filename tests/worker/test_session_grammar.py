@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from blockyard.proto.block_hash import pack_tokens
 from blockyard.proto.text import load_tokenizer
+from blockyard.proto.tls import listen, session_server_credentials
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import Cancel, Continuation, Hello, RejectReason, ToWorker
 from blockyard.worker.config import EngineConfig, WorkerConfig
@@ -23,7 +24,7 @@ from blockyard.worker.server import WorkerServer
 from blockyard.worker.session import SessionService
 from blockyard.worker.simulated import SimulatedRunner
 
-from .test_session import Session
+from .test_session import SECRET, Session
 
 DEMO = Path(__file__).parents[2] / "deploy/demo_model/checkpoint"
 PATIENCE_SECONDS = 10
@@ -81,7 +82,6 @@ async def stand() -> AsyncIterator[Stand]:
     compiler, runner = Compiler(), Recorder()
     service = SessionService(
         hello=Hello(block_size=16, total_blocks=64, max_model_len=1024),
-        cluster_secret="hush",
         vocab_size=100,
         max_waiting=4,
         compile_grammar=compiler,
@@ -92,7 +92,8 @@ async def stand() -> AsyncIterator[Stand]:
     thread.start()
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((service.handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    credentials = session_server_credentials(None, secret=SECRET, cluster="default")
+    port = listen(server, "127.0.0.1:0", credentials)
     await server.start()
     yield Stand(f"127.0.0.1:{port}", compiler, runner)
     await server.stop(0)
