@@ -265,7 +265,10 @@ def test_without_settings_routers_and_workers_have_their_own_defaults() -> None:
     cluster = state.ClusterState(cluster="default", model="demo", secret="s")
     spec = spec_of(cluster, parsed("--model", "demo"), Shape(num_workers=1, num_cpus=1.0, num_gpus=0.0))
     model = spec.worker.engine.model
-    assert spec.router == RouterConfig(model=model, model_name="demo", cluster_secret="s")
+    # The supervisor names the workers, so that no record in Redis does.
+    assert spec.router == RouterConfig(
+        model=model, model_name="demo", cluster_secret="s", discovers_workers=False
+    )
     assert spec.worker == WorkerConfig(engine=EngineConfig(model=model), cluster_secret="s")
 
 
