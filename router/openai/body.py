@@ -81,7 +81,9 @@ def _num_parts_outside_strings(raw: bytes) -> int:
 
 def _check_head(request: BaseRequest, limit_bytes: int) -> None:
     # Not for order's sake: a web page elsewhere may send other types without the browser asking first.
-    if request.content_type != "application/json":
+    # aiohttp's own `content_type` takes half a second for 8 KB of parameters.
+    media_type = request.headers.get("Content-Type", "").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
         raise UnsupportedMediaType("Content-Type must be application/json")
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Content-Encoding is not supported: send the body as it is")

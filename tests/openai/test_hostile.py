@@ -169,6 +169,20 @@ async def test_strings_and_escapes_of_any_form_are_passed_in_linear_time(
     assert gateway.router.server.loop_watch.take().worst_computing_seconds < 0.5
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [";" * 8000, ';x="' + '"' * 8000, ";a=b" * 2000, ";x=" + "(" * 8000],
+    ids=lambda text: text[:4],
+)
+async def test_parameters_of_a_content_type_are_passed_over(gateway: Gateway, parameters: str) -> None:
+    """A general parser takes half a second for some, and fails for others."""
+    gateway.router.server.loop_watch.take()
+    answer = await gateway.post(b"{}", content_type="application/json" + parameters)
+    await asyncio.sleep(0.05)  # the watch sees a pause when it is over
+    assert answer.status == 400
+    assert gateway.router.server.loop_watch.take().worst_computing_seconds < 0.3
+
+
 @pytest.mark.parametrize("text", ["[{:" * 9000, '"[{:' * 9000, "\\" * 9000 + "[" * 30_000, '\\"[{:' * 9000])
 async def test_brackets_and_quotes_in_a_text_are_text(text: str) -> None:
     assert body.parse_json(json.dumps({"user": text}).encode()) == {"user": text}
