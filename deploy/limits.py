@@ -19,8 +19,10 @@ from blockyard.router.config import (
     DEFAULT_STALL_SECONDS,
     DEFAULT_SUSPECT_SECONDS,
     DEFAULT_TIMEOUT_SECONDS,
+    DEFAULT_TOKENIZER_PROCESSES,
     check_limits,
     check_patience,
+    check_tokenizer_processes,
     check_waits,
 )
 from blockyard.router.tenants import parse_weights
@@ -42,6 +44,7 @@ class RouterLimits:
     lost_seconds: float = DEFAULT_LOST_SECONDS
     stall_seconds: float = DEFAULT_STALL_SECONDS
     max_migrations: int = DEFAULT_MAX_MIGRATIONS
+    tokenizer_processes: int = DEFAULT_TOKENIZER_PROCESSES
 
     def __post_init__(self) -> None:
         check_limits(
@@ -61,6 +64,7 @@ class RouterLimits:
             stall_seconds=self.stall_seconds,
             max_migrations=self.max_migrations,
         )
+        check_tokenizer_processes(self.tokenizer_processes)
 
     def as_settings(self) -> dict[str, Any]:
         """For RouterConfig."""
@@ -98,6 +102,8 @@ ROUTER_HELP = {
     "stall_seconds": "A worker that answers but has finished no step for so long is given up: more than the model's "
     "longest step.",
     "max_migrations": "Workers that a request may lose and still go on elsewhere; 0 switches replay off.",
+    "tokenizer_processes": "Short prompts that each router tokenises at once. Texts above 64 Ki characters have a "
+    "process of their own.",
 }
 """By field of RouterLimits."""
 WORKER_HELP = {

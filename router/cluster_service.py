@@ -193,15 +193,16 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """A prompt's length in tokens and the names of its full blocks; admitted like a generation."""
         parts = self._parts
         prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
-        salt, realm = request.cache_salt, self._bounds.caller(context).realm
+        salt, caller = request.cache_salt, self._bounds.caller(context)
         async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
             identity = await parts.placer.identity()
             prepared = await tokenise(
-                parts.tokenizing,
+                parts,
                 prompt,
                 charge,
-                root=parts.root(identity, salt, realm=realm, is_public=request.public_prefix),
+                root=parts.root(identity, salt, realm=caller.realm, is_public=request.public_prefix),
                 block_size=identity.block_size,
+                client=caller.tenant,
             )
             check_context(prepared.num_tokens, identity.max_model_len)
             yield prepared.num_tokens, split_names(prepared.block_names)[1:]

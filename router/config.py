@@ -20,6 +20,7 @@ DEFAULT_MAX_MIGRATIONS = 3
 DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_NO_WORKER_SECONDS = 30.0
 DEFAULT_SLOW_READER_SECONDS = 30.0
+DEFAULT_TOKENIZER_PROCESSES = 1
 
 
 def check_limits(
@@ -67,6 +68,12 @@ def check_patience(
         raise ValueError(f"max_migrations must be at least 0, not {max_migrations}")
 
 
+def check_tokenizer_processes(tokenizer_processes: int) -> None:
+    """Raises ValueError."""
+    if tokenizer_processes < 1:
+        raise ValueError(f"tokenizer_processes must be at least 1, not {tokenizer_processes}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """One router process. Raises ValueError for bad values."""
@@ -110,8 +117,8 @@ class RouterConfig:
     """A request that found no worker for so long is refused, with advice when to come back."""
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     """Shares of the waiting line and of the limits by tenant; 1 for who is not named."""
-    tokenizer_processes: int = 1
-    """Prompts that are tokenised at once. With one, a long prompt holds up those behind it."""
+    tokenizer_processes: int = DEFAULT_TOKENIZER_PROCESSES
+    """Prompts that are tokenised at once, beside those of long texts (tokenizing.py)."""
     loop_tick_seconds: float = 0.005
     """How often the event loop is watched: a pause is told too long by so much at most. 1 ms takes 3 % of a core."""
     reuse_port: bool = False
@@ -149,8 +156,7 @@ class RouterConfig:
         )
         if not 0 < self.loop_tick_seconds <= 1:
             raise ValueError(f"loop_tick_seconds must be above 0 and at most 1, not {self.loop_tick_seconds}")
-        if self.tokenizer_processes < 1:
-            raise ValueError(f"tokenizer_processes must be at least 1, not {self.tokenizer_processes}")
+        check_tokenizer_processes(self.tokenizer_processes)
         if self.max_outputs < 1 or self.max_beam_width < 1:
             raise ValueError("max_outputs and max_beam_width must be at least 1")
         if not self.priority_ageing_seconds >= 0:

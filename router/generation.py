@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission import AdmissionLedger, Charge
 from blockyard.router.assembly import Assembly
-from blockyard.router.errors import DeadlinePassed, InternalError, InvalidRequest
+from blockyard.router.errors import (
+    ContextLengthExceeded,
+    DeadlinePassed,
+    FieldViolation,
+    InternalError,
+    InvalidRequest,
+)
 from blockyard.router.fleet import Fleet, ModelIdentity
 from blockyard.router.metrics import RequestMeter, RouterMetrics
 from blockyard.router.model_facts import ModelFacts
@@ -25,6 +31,7 @@ from blockyard.router.tokenizing import (
     Prepared,
     PromptError,
     PromptInput,
+    PromptTooLong,
     TokenizerService,
     TokenizingError,
     TokenizingTimeout,
@@ -35,6 +42,11 @@ from blockyard.router.validation import (
     check_prompt_report,
     valid_generation,
 )
+
+CONTEXTS_ENCODED = 2
+"""A prompt of more contexts than this is refused before all of it is encoded."""
+LEAST_TOKENS_ENCODED = 131_072
+"""The least for which that holds: so few take too little time to matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +83,28 @@ def scoped_session(session_id: str, realm: str) -> str:
 
 
 async def tokenise(
-    tokenizing: TokenizerService,
+    parts: RouterParts,
     prompt: PromptInput,
     charge: Charge,
     *,
     root: bytes | None,
     block_size: int,
+    client: str,
 ) -> Prepared:
-    """Token ids and names, with the tokeniser's failures as answers to the client. From then on the charge is exact."""
+    """Token ids and names, with the tokeniser's failures as answers to the client. From then on the charge is exact.
+
+    Clients take turns by the name `client`."""
+    max_tokens = max(CONTEXTS_ENCODED * parts.max_model_len, LEAST_TOKENS_ENCODED)
     try:
-        prepared = await tokenizing.prepare(prompt, root=root, block_size=block_size)
+        prepared = await parts.tokenizing.prepare(
+            prompt, root=root, block_size=block_size, client=client, max_tokens=max_tokens
+        )
+    except PromptTooLong:
+        most = parts.max_model_len - 1
+        raise ContextLengthExceeded(
+            f"input: more than {max_tokens} tokens do not fit a context of {parts.max_model_len}",
+            violations=(FieldViolation(field="input", description=f"at most {most} tokens"),),
+        ) from None
     except PromptError as error:
         raise InvalidRequest.of("input", str(error)) from None
     except TokenizingTimeout:
@@ -105,11 +129,12 @@ async def generate(
     """
     identity = await parts.placer.identity()
     prepared = await tokenise(
-        parts.tokenizing,
+        parts,
         valid.prompt,
         charge,
         root=parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix),
         block_size=identity.block_size,
+        client=record.tenant,
     )
     check_context(prepared.num_tokens, identity.max_model_len)
     check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)

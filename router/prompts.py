@@ -23,10 +23,18 @@ if TYPE_CHECKING:
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids travel and are named as int32."""
+CHARACTERS_A_TOKEN = 4
+"""A text of at most so many characters for each allowed token is encoded as a whole, without counting first."""
+COUNTED_CHARACTERS = 65_536
+"""A longer text's tokens are counted in pieces of this length."""
 
 
 class PromptError(ValueError):
     """The client's mistake. The message is one of a few fixed sentences and holds nothing of the prompt."""
+
+
+class PromptTooLong(PromptError):
+    """The prompt has clearly more tokens than were allowed; not all of it was encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +78,16 @@ class PromptEncoder:
         )
         self._start_ids, self._end_ids = self._frame()
 
-    def encode(self, prompt: PromptInput) -> list[int]:
-        """The prompt's token ids, at least one. Raises PromptError."""
+    def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
+        """The prompt's token ids, at least one. Raises PromptError; PromptTooLong for far more than `max_tokens`."""
         match prompt:
             case TextPrompt(text):
                 if not text:
                     raise PromptError("the prompt is empty")
+                self._check_length([text], max_tokens)
                 token_ids = [*self._start_ids, *self._spell(text), *self._end_ids]
             case ChatPrompt(messages):
+                self._check_length([message.content for message in messages], max_tokens)
                 token_ids = self._encode_chat(messages)
             case TokenPrompt(ids):
                 if any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
@@ -86,6 +96,17 @@ class PromptEncoder:
         if not token_ids:
             raise PromptError("the prompt has no tokens")
         return token_ids
+
+    def _check_length(self, texts: Sequence[str], max_tokens: int | None) -> None:
+        """Counts the tokens of long texts in pieces, until they are too many. A cut may add a few tokens."""
+        if max_tokens is None or sum(len(text) for text in texts) <= CHARACTERS_A_TOKEN * max_tokens:
+            return
+        num_tokens = 0
+        for text in texts:
+            for at in range(0, len(text), COUNTED_CHARACTERS):
+                num_tokens += len(self._encode(text[at : at + COUNTED_CHARACTERS], split_special=True))
+                if num_tokens > max_tokens:
+                    raise PromptTooLong(f"the prompt has more than {max_tokens} tokens")
 
     def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         _check_messages(messages)

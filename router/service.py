@@ -42,7 +42,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         check_model(request, parts.facts)
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
         async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
-            prepared = await tokenise(parts.tokenizing, prompt, charge, root=None, block_size=1)
+            prepared = await tokenise(
+                parts,
+                prompt,
+                charge,
+                root=None,
+                block_size=1,
+                client=self._bounds.caller(context).tenant,
+            )
         return inference_pb2.TokenizeResponse(
             token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len
         )

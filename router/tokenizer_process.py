@@ -71,10 +71,14 @@ class TokenizerProcess:
             await asyncio.get_running_loop().create_connection(lambda: wire, sock=self._socket)
         return self._wire.ready
 
-    def prepare(self, prompt: PromptInput, root: bytes | None, block_size: int) -> asyncio.Future[Prepared]:
+    def prepare(
+        self, prompt: PromptInput, root: bytes | None, block_size: int, max_tokens: int | None
+    ) -> asyncio.Future[Prepared]:
         """Its result raises PromptError, TokenizingError or ProcessDied."""
         assert self._wire is not None
-        return self._wire.ask(Question(prompt=prompt, root=root, block_size=block_size))
+        return self._wire.ask(
+            Question(prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens)
+        )
 
     def end(self) -> None:
         """Ends it whatever it is doing; calls in it end with ProcessDied."""
@@ -172,7 +176,7 @@ def _end_with_parent() -> None:
 
 def _answer(encoder: PromptEncoder, question: Question) -> Answer:
     try:
-        token_ids = encoder.encode(question.prompt)
+        token_ids = encoder.encode(question.prompt, max_tokens=question.max_tokens)
     except PromptError as error:
         return error
     except Exception as error:

@@ -18,6 +18,7 @@ from blockyard.router.prompts import (
     ChatPrompt,
     PromptError,
     PromptInput,
+    PromptTooLong,
     TextPrompt,
     TokenPrompt,
 )
@@ -35,6 +36,8 @@ class Question:
     root: bytes | None
     """The name before the first block's; without it none are named."""
     block_size: int
+    max_tokens: int | None = None
+    """A prompt that clearly has more is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Prepared:
 Answer: TypeAlias = Prepared | Exception | None
 """None is the word that the tokenizer is loaded."""
 _ERRORS: dict[str, type[Exception]] = {
+    "long": PromptTooLong,
     "prompt": PromptError,
     "tokenizing": TokenizingError,
     "os": OSError,
@@ -84,6 +88,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 def question_frame(question: Question) -> bytes:
     head: dict[str, Any] = {"block_size": question.block_size, "has_root": question.root is not None}
+    head["max_tokens"] = question.max_tokens
     body = question.root or b""
     match question.prompt:
         case TextPrompt(text):
@@ -105,7 +110,12 @@ def parse_question(content: bytes) -> Question:
         prompt = ChatPrompt([ChatMessage(role, content) for role, content in head["chat"]])
     else:
         prompt = TokenPrompt(unpack_tokens(body[root_bytes:]))
-    return Question(prompt=prompt, root=body[:root_bytes] or None, block_size=head["block_size"])
+    return Question(
+        prompt=prompt,
+        root=body[:root_bytes] or None,
+        block_size=head["block_size"],
+        max_tokens=head["max_tokens"],
+    )
 
 
 def answer_frame(answer: Answer) -> bytes:

@@ -1,7 +1,8 @@
 """Processes that render, encode and name prompts, so that the router's event loop never does.
 
-Owns who works for whom: one call at a time in each process, a deadline for each call, a new process for one that hangs
-or dies. What a process is and does is in tokenizer_process.py; the small work of detokenising is done in place.
+Owns which prompt goes to which process: lanes for short and long texts, turns of clients, a deadline for each call, and
+a loaded spare in the place of a process that hangs or dies. What a process is and does is in tokenizer_process.py; the
+small work of detokenising is done in place.
 
 A thread would not do: one busy pure-Python thread lifts the event loop's lag to 5 ms.
 """
@@ -9,6 +10,8 @@ A thread would not do: one busy pure-Python thread lifts the event loop's lag to
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,9 +24,11 @@ from blockyard.router.prompts import (
     ChatPrompt,
     PromptError,
     PromptInput,
+    PromptTooLong,
     TextPrompt,
     TokenPrompt,
 )
+from blockyard.router.tenants import TenantQueues, Ticket
 from blockyard.router.tokenizer_process import Prepared, ProcessDied, TokenizerProcess, TokenizingError
 
 if TYPE_CHECKING:
@@ -35,6 +40,7 @@ __all__ = [
     "Prepared",
     "PromptError",
     "PromptInput",
+    "PromptTooLong",
     "TextPrompt",
     "TokenPrompt",
     "TokenizerService",
@@ -44,6 +50,17 @@ __all__ = [
 
 DEFAULT_TIMEOUT_SECONDS = 5.0
 DEFAULT_START_TIMEOUT_SECONDS = 60.0
+LONG_TEXT_CHARACTERS = 64 * 1024
+"""A text above it takes more than some 30 ms and goes to the slow lane."""
+LONG_TIMEOUT_FACTOR = 4
+"""The slow lane's deadline beside the fast lane's: its process has a low priority."""
+SLOW_NICENESS = 10
+SPARE_DELAY_SECONDS = 10.0
+"""From the start of the service to the start of its spare process, so that the spare slows no start down."""
+MAX_START_DEATHS = 3
+"""Processes that may die one after another while they load, before a call fails."""
+QUANTUM_CHARACTERS = 4096
+"""What a client's turn adds to what it may have tokenised."""
 
 
 class TokenizingTimeout(TokenizingError):
@@ -53,9 +70,13 @@ class TokenizingTimeout(TokenizingError):
 class TokenizerService:
     """`async with TokenizerService(path) as service`: prompts to token ids and names, token ids to text.
 
-    Each process runs one call at a time, and calls begin in order of arrival. A deadline counts from the call's turn,
-    so a queue delays but fails nothing; whoever waits sets a deadline of his own by cancelling. A cancelled call runs
-    on to its deadline, and the next one of its process starts after it.
+    Each process runs one call at a time. Clients that wait take turns by the length of their texts, and the calls of
+    one client begin in order of arrival. A deadline counts from the call's turn, so a queue delays but fails nothing;
+    whoever waits sets a deadline of his own by cancelling. A cancelled call runs on to its deadline, and the next one
+    of its process starts after it.
+
+    Texts above LONG_TEXT_CHARACTERS have one process of low priority to themselves, which begins with the first of
+    them. So they never keep short ones waiting.
     """
 
     def __init__(
@@ -65,13 +86,18 @@ class TokenizerService:
         num_processes: int = 1,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         start_timeout_seconds: float = DEFAULT_START_TIMEOUT_SECONDS,
+        spare_delay_seconds: float = SPARE_DELAY_SECONDS,
     ) -> None:
         self._path = str(path)
-        self._seats = [
-            _Seat(self._path, timeout_seconds=timeout_seconds, start_timeout_seconds=start_timeout_seconds)
-            for _ in range(num_processes)
-        ]
-        self._idle: asyncio.Queue[_Seat] = asyncio.Queue()
+        self._spare = _Spare(self._path, delay_seconds=spare_delay_seconds)
+        patience = _Patience(call_seconds=timeout_seconds, start_seconds=start_timeout_seconds)
+        long_patience = _Patience(
+            call_seconds=LONG_TIMEOUT_FACTOR * timeout_seconds, start_seconds=start_timeout_seconds
+        )
+        self._seats = [_Seat(self._spare, patience) for _ in range(num_processes)]
+        self._slow_seat = _Seat(self._spare, long_patience, niceness=SLOW_NICENESS)
+        self._fast_lane = _Lane([])
+        self._slow_lane = _Lane([self._slow_seat])
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def start(self) -> None:
@@ -80,14 +106,13 @@ class TokenizerService:
             seat.open()
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path)
         for seat in self._seats:
-            try:
-                await seat.ready()
-            except ProcessDied:
-                raise TokenizingError("the tokeniser process died while starting") from None
-            self._idle.put_nowait(seat)
+            await seat.ready()
+            self._fast_lane.give(seat)
+        self._spare.begin()
 
     async def close(self) -> None:
-        for seat in self._seats:
+        await self._spare.close()
+        for seat in (*self._seats, self._slow_seat):
             await seat.close()
 
     async def __aenter__(self) -> Self:
@@ -108,16 +133,40 @@ class TokenizerService:
         return self._tokenizer
 
     def pids(self) -> list[int]:
-        """Of the processes that live now."""
+        """The processes that tokenise short texts now."""
         return [seat.process.pid for seat in self._seats if seat.process is not None]
 
-    async def prepare(self, prompt: PromptInput, *, root: bytes | None, block_size: int) -> Prepared:
-        """Token ids and, with a root, block names. Raises PromptError or TokenizingError."""
-        seat = await self._idle.get()
+    @property
+    def slow_pid(self) -> int | None:
+        """The process that tokenises long texts; None before the first of them."""
+        return self._slow_seat.process.pid if self._slow_seat.process is not None else None
+
+    @property
+    def spare_pid(self) -> int | None:
+        """The process that will follow the next one to die, if it has been started."""
+        return self._spare.process.pid if self._spare.process is not None else None
+
+    async def prepare(
+        self,
+        prompt: PromptInput,
+        *,
+        root: bytes | None,
+        block_size: int,
+        client: str = "",
+        max_tokens: int | None = None,
+    ) -> Prepared:
+        """Token ids and, with a root, block names. Raises PromptError or TokenizingError.
+
+        Clients take turns by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
+        all of it is encoded; one that has few more may pass.
+        """
+        num_characters = _text_characters(prompt)
+        lane = self._slow_lane if num_characters > LONG_TEXT_CHARACTERS else self._fast_lane
+        seat = await lane.take(client, num_characters)
         try:
-            return await seat.prepare(prompt, root, block_size)
+            return await seat.prepare(prompt, root, block_size, max_tokens)
         finally:
-            self._idle.put_nowait(seat)
+            lane.give(seat)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, without special ones."""
@@ -125,6 +174,94 @@ class TokenizerService:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def _text_characters(prompt: PromptInput) -> int:
+    """What is to be encoded. Token ids are only packed, which takes next to nothing."""
+    match prompt:
+        case TextPrompt(text):
+            return len(text)
+        case ChatPrompt(messages):
+            return sum(len(message.content) for message in messages)
+        case TokenPrompt():
+            return 0
+
+
+class _Lane:
+    """Seats for calls of one kind, given to clients in turn."""
+
+    def __init__(self, seats: Sequence[_Seat]) -> None:
+        self._idle = list(seats)
+        self._waiting = TenantQueues(quantum_tokens=QUANTUM_CHARACTERS)
+        self._places: dict[int, asyncio.Future[_Seat]] = {}
+        """By number of ticket."""
+        self._numbers = itertools.count()
+
+    async def take(self, client: str, num_characters: int) -> _Seat:
+        """A seat; `give` it back."""
+        number = next(self._numbers)
+        ticket = Ticket(rank=number, number=number, tenant=client, cost_tokens=num_characters)
+        place: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
+        self._places[number] = place
+        self._waiting.add(ticket)
+        self._seat_waiting()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give(place.result())
+            else:
+                del self._places[number]
+                self._waiting.remove(ticket, had_turn=False)
+            raise
+
+    def give(self, seat: _Seat) -> None:
+        self._idle.append(seat)
+        self._seat_waiting()
+
+    def _seat_waiting(self) -> None:
+        while self._idle and (ticket := self._waiting.first()) is not None:
+            self._waiting.remove(ticket, had_turn=True)
+            self._places.pop(ticket.number).set_result(self._idle.pop())
+
+
+class _Spare:
+    """A process that loads the tokenizer before one is needed."""
+
+    def __init__(self, path: str, *, delay_seconds: float) -> None:
+        self._path = path
+        self._delay_seconds = delay_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self.process: TokenizerProcess | None = None
+
+    def begin(self) -> None:
+        """Starts the process after the delay, and another one whenever it was taken."""
+        self._timer = asyncio.get_running_loop().call_later(self._delay_seconds, self._start)
+
+    def take(self) -> TokenizerProcess:
+        """The spare if there is one, else a process that begins to load now."""
+        process, self.process = self.process, None
+        if process is None:
+            return TokenizerProcess(self._path)
+        self._start()
+        return process
+
+    def _start(self) -> None:
+        self.process = TokenizerProcess(self._path)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
+            await asyncio.to_thread(process.join)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Patience:
+    call_seconds: float
+    start_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,49 +274,64 @@ class _Call:
 class _Seat:
     """Where one process works, and after it the next. One caller at a time."""
 
-    def __init__(self, path: str, *, timeout_seconds: float, start_timeout_seconds: float) -> None:
-        self._path = path
-        self._timeout_seconds = timeout_seconds
-        self._start_timeout_seconds = start_timeout_seconds
+    def __init__(self, spare: _Spare, patience: _Patience, *, niceness: int = 0) -> None:
+        self._spare = spare
+        self._patience = patience
+        self._niceness = niceness
         self._last_call: _Call | None = None
+        self._is_closed = False
         self.process: TokenizerProcess | None = None
         """None before it is opened and after it is closed."""
 
     def open(self) -> None:
-        self.process = TokenizerProcess(self._path)
+        if self._is_closed:
+            raise TokenizingError("the tokeniser is closed")
+        self.process = self._spare.take()
+        if self._niceness:
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self.process.pid, self._niceness)
 
     async def close(self) -> None:
+        self._is_closed = True
         process, self.process = self.process, None
         if process is not None:
             process.end()
             await asyncio.to_thread(process.join)
 
-    async def prepare(self, prompt: PromptInput, root: bytes | None, block_size: int) -> Prepared:
+    async def prepare(
+        self, prompt: PromptInput, root: bytes | None, block_size: int, max_tokens: int | None
+    ) -> Prepared:
         await self._settle_last_call()
         for _ in range(2):
+            process = await self.ready()
+            deadline = asyncio.get_running_loop().time() + self._patience.call_seconds
+            future = process.prepare(prompt, root, block_size, max_tokens)
+            self._last_call = _Call(future=future, deadline=deadline)
             with suppress(ProcessDied):
-                process = await self.ready()
-                deadline = asyncio.get_running_loop().time() + self._timeout_seconds
-                future = process.prepare(prompt, root, block_size)
-                self._last_call = _Call(future=future, deadline=deadline)
                 return await self._outcome(self._last_call)
             self._replace()
         raise TokenizingError("the tokeniser process died twice on one prompt")
 
     async def ready(self) -> TokenizerProcess:
-        """The process, once it has loaded. Raises what kept it from that, ProcessDied."""
-        process = self.process
-        if process is None:
-            raise TokenizingError("the tokeniser is closed")
-        loaded = await process.connect()
-        await asyncio.wait({loaded}, timeout=self._start_timeout_seconds)
-        if not loaded.done():
+        """The process, once it has loaded. Raises what keeps a tokenizer from that, or TokenizingError."""
+        for _ in range(MAX_START_DEATHS):
+            if self.process is None:
+                self.open()
+            process = self.process
+            assert process is not None
+            loaded = await process.connect()
+            await asyncio.wait({loaded}, timeout=self._patience.start_seconds)
+            if not loaded.done():
+                self._replace()
+                raise TokenizingTimeout(
+                    f"the tokeniser process took over {self._patience.start_seconds:g} s to start"
+                )
+            # One that died while it was loaded and idle looks like one that is ready: its call will tell.
+            with suppress(ProcessDied):
+                loaded.result()
+                return process
             self._replace()
-            raise TokenizingTimeout(
-                f"the tokeniser process took over {self._start_timeout_seconds:g} s to start"
-            )
-        loaded.result()
-        return process
+        raise TokenizingError("the tokeniser process died while starting")
 
     async def _outcome(self, call: _Call) -> Prepared:
         remaining_seconds = call.deadline - asyncio.get_running_loop().time()
@@ -188,7 +340,7 @@ class _Seat:
         if call.future.done():
             return call.future.result()
         self._replace()
-        raise TokenizingTimeout(f"tokenising took over {self._timeout_seconds:g} s")
+        raise TokenizingTimeout(f"tokenising took over {self._patience.call_seconds:g} s")
 
     async def _settle_last_call(self) -> None:
         """Lets a call whose caller has gone run to its end: its time must not count against the next."""

@@ -18,6 +18,7 @@ from .rig import (
     reason_of,
     refused,
     request,
+    running_router,
     until,
     worker_of_model,
 )
@@ -43,6 +44,20 @@ async def test_a_bad_field_is_invalid_and_named(
         error = await refused(method(request(**fields)))
         assert (error.code(), fields_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
     assert worker.submits == []
+
+
+async def test_a_text_of_many_contexts_is_refused_before_all_is_encoded() -> None:
+    wide = worker_of_model("worker-wide", max_model_len=20_000)
+    async with running_router() as router, router.workers(wide):
+        for call in (
+            router.inference.Generate(request("a b " * 250_000)),
+            router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="a b " * 250_000)),
+        ):
+            error = await refused(call)
+            assert reason_of(error) == "CONTEXT_LENGTH_EXCEEDED"
+            assert "more than 131072 tokens" in (error.details() or "")
+        fits = await router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="a b " * 50_000))
+        assert len(fits.token_ids) > 20_000
 
 
 async def test_a_prompt_over_the_context_has_a_reason_of_its_own(router: Router, worker: FakeWorker) -> None:

@@ -4,7 +4,14 @@ import io
 
 import pytest
 from blockyard.proto.block_hash import NAME_BYTES, pack_tokens
-from blockyard.router.prompts import ChatMessage, ChatPrompt, PromptError, TextPrompt, TokenPrompt
+from blockyard.router.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    PromptError,
+    PromptTooLong,
+    TextPrompt,
+    TokenPrompt,
+)
 from blockyard.router.tokenizer_wire import (
     Answer,
     Frames,
@@ -27,9 +34,16 @@ PROMPTS = st.one_of(
     st.lists(st.integers(0, 2**31 - 1)).map(TokenPrompt),
 )
 ROOTS = st.none() | st.binary(min_size=NAME_BYTES, max_size=NAME_BYTES)
+QUESTIONS = st.builds(
+    Question,
+    prompt=PROMPTS,
+    root=ROOTS,
+    block_size=st.integers(1, 256),
+    max_tokens=st.none() | st.integers(1, 2**20),
+)
 
 
-@given(st.lists(st.builds(Question, prompt=PROMPTS, root=ROOTS, block_size=st.integers(1, 256)), max_size=3))
+@given(st.lists(QUESTIONS, max_size=3))
 def test_questions_arrive_as_they_were(questions: list[Question]) -> None:
     stream = io.BytesIO(b"".join(question_frame(question) for question in questions))
     arrived = []
@@ -52,6 +66,7 @@ def test_an_answer_arrives_whole_however_it_is_cut(token_ids: list[int], names: 
     ("error", "kind"),
     [
         (PromptError("of the client"), PromptError),
+        (PromptTooLong("of the client"), PromptTooLong),
         (TokenizingError("ours"), TokenizingError),
         (FileNotFoundError(2, "no file"), OSError),
         (ValueError("no tokenizer"), ValueError),

@@ -15,16 +15,21 @@ from blockyard.proto.block_hash import chain, unpack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.prompts import PromptEncoder
 from blockyard.router.tokenizing import (
+    LONG_TEXT_CHARACTERS,
+    QUANTUM_CHARACTERS,
+    SLOW_NICENESS,
     ChatMessage,
     ChatPrompt,
     Prepared,
     PromptError,
     PromptInput,
+    PromptTooLong,
     TextPrompt,
     TokenizerService,
     TokenizingError,
     TokenizingTimeout,
     TokenPrompt,
+    _Lane,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -287,6 +292,101 @@ async def test_with_two_processes_a_bomb_holds_nobody_up(bomb_checkpoint: Path) 
                 assert served.num_tokens == 4
         assert not bomb.done()
         bomb.cancel()
+
+
+async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
+    async with TokenizerService(bomb_checkpoint, timeout_seconds=30.0) as service:
+        assert service.slow_pid is None
+        long_bomb = ChatPrompt([ChatMessage("user", "bomb" + "x" * LONG_TEXT_CHARACTERS)])
+        bomb = asyncio.create_task(service.prepare(long_bomb, root=None, block_size=BLOCK_SIZE))
+        async with asyncio.timeout(10):
+            for _ in range(3):
+                served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+                assert served.num_tokens == 4
+        assert not bomb.done()
+        assert service.slow_pid is not None
+        assert os.getpriority(os.PRIO_PROCESS, service.slow_pid) == SLOW_NICENESS
+        assert os.getpriority(os.PRIO_PROCESS, child_pid(service)) == os.getpriority(os.PRIO_PROCESS, 0)
+        bomb.cancel()
+
+
+async def test_a_long_text_is_encoded_like_a_short_one(
+    service: TokenizerService, encoder: PromptEncoder
+) -> None:
+    prompt = chat("s", "word " * (LONG_TEXT_CHARACTERS // 4))
+    prepared = await service.prepare(prompt, root=None, block_size=BLOCK_SIZE)
+    assert unpack_tokens(prepared.token_ids) == encoder.encode(prompt)
+
+
+async def test_a_loaded_process_follows_one_that_dies() -> None:
+    async with TokenizerService(DEMO_CHECKPOINT, spare_delay_seconds=0.0) as service:
+        await asyncio.sleep(0.1)
+        first, spare = child_pid(service), service.spare_pid
+        assert spare not in (None, first)
+        os.kill(first, signal.SIGKILL)
+        await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+        assert child_pid(service) == spare
+        assert service.spare_pid not in (None, spare)
+
+
+async def test_a_process_that_dies_while_it_loads_fails_no_call(service: TokenizerService) -> None:
+    killed = child_pid(service)
+    os.kill(killed, signal.SIGKILL)
+    call = asyncio.create_task(service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE))
+    for _ in range(2):
+        killed = await _next_pid(service, killed)
+        os.kill(killed, signal.SIGKILL)
+    assert (await call).num_tokens > 0
+
+
+async def _next_pid(service: TokenizerService, last: int) -> int:
+    for _ in range(1000):
+        if child_pid(service) != last:
+            return child_pid(service)
+        await asyncio.sleep(0.01)
+    raise AssertionError("the process was not replaced")
+
+
+async def test_a_lane_is_given_to_clients_in_turn() -> None:
+    seat, order = object(), []
+    lane = _Lane([seat])  # type: ignore[list-item]
+    await lane.take("first", 1)
+
+    async def call(client: str, number: int) -> None:
+        await lane.take(client, 10 * QUANTUM_CHARACTERS)
+        order.append((client, number))
+        lane.give(seat)  # type: ignore[arg-type]
+
+    async with asyncio.TaskGroup() as group:
+        flood = [group.create_task(call("many", number)) for number in range(10)]
+        await asyncio.sleep(0)
+        for number in range(2):
+            group.create_task(call("few", number))
+        await asyncio.sleep(0)
+        flood[1].cancel()
+        await asyncio.sleep(0)
+        lane.give(seat)  # type: ignore[arg-type]
+    assert [number for client, number in order if client == "many"] == [0, *range(2, 10)]
+    assert [number for client, number in order if client == "few"] == [0, 1]
+    assert order.index(("few", 1)) <= 4
+
+
+def test_a_text_of_far_too_many_tokens_is_not_encoded_to_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoder, encoded = PromptEncoder(tokenizer), []
+    encode = encoder._encode
+
+    def counted(text: str, **options: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    encoder._encode = counted  # type: ignore[method-assign]
+    for prompt in (TextPrompt("a b " * 500_000), chat("s", "a b " * 500_000)):
+        encoded.clear()
+        with pytest.raises(PromptTooLong, match="more than 1000 tokens"):
+            encoder.encode(prompt, max_tokens=1000)
+        assert sum(encoded) < 100_000
+    fits = TextPrompt("a b " * 400)
+    assert encoder.encode(fits, max_tokens=1000) == encoder.encode(fits)
 
 
 async def test_an_answer_of_megabytes_comes_whole_and_in_order(service: TokenizerService) -> None:
