@@ -210,8 +210,7 @@ class _Lane:
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
                 self.give(place.result())
-            else:
-                del self._places[number]
+            elif self._places.pop(number, None) is not None:
                 self._waiting.remove(ticket, had_turn=False)
             raise
 
@@ -221,8 +220,11 @@ class _Lane:
 
     def _seat_waiting(self) -> None:
         while self._idle and (ticket := self._waiting.first()) is not None:
-            self._waiting.remove(ticket, had_turn=True)
-            self._places.pop(ticket.number).set_result(self._idle.pop())
+            place = self._places.pop(ticket.number)
+            # A cancelled caller learns of it only in the loop's next turn: until then its ticket waits here.
+            self._waiting.remove(ticket, had_turn=not place.cancelled())
+            if not place.cancelled():
+                place.set_result(self._idle.pop())
 
 
 class _Spare:

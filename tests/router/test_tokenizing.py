@@ -371,6 +371,26 @@ async def test_a_lane_is_given_to_clients_in_turn() -> None:
     assert order.index(("few", 1)) <= 4
 
 
+@pytest.mark.parametrize("cancels_first", [True, False])
+async def test_a_caller_cancelled_as_its_seat_is_given_keeps_no_seat(*, cancels_first: bool) -> None:
+    seat = object()
+    lane = _Lane([seat])  # type: ignore[list-item]
+    await lane.take("holder", 1)
+    waits = asyncio.create_task(lane.take("waits", 1))
+    await asyncio.sleep(0)
+    # Both in one turn of the event loop.
+    if cancels_first:
+        waits.cancel()
+        lane.give(seat)  # type: ignore[arg-type]
+    else:
+        lane.give(seat)  # type: ignore[arg-type]
+        waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    async with asyncio.timeout(1.0):
+        assert await lane.take("next", 1) is seat
+
+
 def test_a_text_of_far_too_many_tokens_is_not_encoded_to_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
     encoder, encoded = PromptEncoder(tokenizer), []
     encode = encoder._encode
