@@ -4,8 +4,8 @@
 
 1. the placement path in process: token ids -> names -> a real Redis -> a worker;
 2. one stream at a time through a real router process: what it adds to the first token and to each later one;
-3. many streams at once: tokens/s, and tokens/s for each core that the router takes; with sessions in plaintext, to tell
-   what TLS costs; with 2 and 4 processes on one port;
+3. many streams at once: tokens/s, and tokens/s for each core that the router takes; with sessions in plaintext, and by
+   an earlier commit where `--before` names a checkout, to tell what TLS costs; with 2 and 4 processes on one port;
 4. the same through sglang-router in front of equal HTTP workers, where `--sglang-python` names a Python that has it;
 5. a flame graph of our router under load, where `--py-spy` names that program.
 
@@ -32,7 +32,7 @@ from bench.router import flame, report
 from bench.router.figures import Results, Setting, figures_of
 from bench.router.placement import PlacementTimes, placement_bench, tokenizing_times
 from bench.router.plot import draw
-from bench.router.processes import Workers, cpu_clock, foreign_cores, running_workers
+from bench.router.processes import ROOT, Workers, cpu_clock, foreign_cores, running_workers
 from bench.router.systems import System, engine_session, http_worker, our_router, sglang_router
 from bench.router.trials import many_streams, one_stream
 
@@ -60,6 +60,8 @@ class Plan:
     tokens: int = 6
     """Of each of those."""
     streams: tuple[int, ...] = (64, MANY_STREAMS)
+    pairs: int = 5
+    """How often each system runs many streams."""
     seconds: float = 2.0
     """Of counting, once all streams run."""
     processes: tuple[int, ...] = (1, 2, 4)
@@ -68,6 +70,7 @@ class Plan:
 
 QUICK = Plan(
     repeats=1,
+    pairs=1,
     placements=50,
     tokenizings=5,
     requests=3,
@@ -119,11 +122,11 @@ async def start_router(bench: Bench, num_processes: int = 1) -> System:
     return await _start_router(bench, bench.workers, f"router-{num_processes}", num_processes)
 
 
-async def start_plaintext_router(bench: Bench, fingerprint: str) -> System:
+async def start_plaintext_router(bench: Bench, fingerprint: str, root: Path) -> System:
     workers = await bench.stack.enter_async_context(
-        running_workers("bench.router.workers", str(STEP_SECONDS), fingerprint)
+        running_workers("bench.router.workers", str(STEP_SECONDS), fingerprint, root=root)
     )
-    return await _start_router(bench, workers, "plaintext", 1)
+    return await _start_router(bench, workers, f"plaintext-{root.name}", 1)
 
 
 async def _start_router(bench: Bench, workers: Workers, name: str, num_processes: int) -> System:
@@ -157,8 +160,8 @@ async def measure_one_stream(bench: Bench, systems: Sequence[System]) -> None:
 async def measure_many_streams(bench: Bench, systems: Sequence[System]) -> None:
     for streams in bench.plan.streams:
         of_systems = bench.results.load.setdefault(streams, {system.name: [] for system in systems})
-        for _ in range(bench.plan.repeats):
-            for system in systems:
+        for repeat in range(bench.plan.pairs):
+            for system in systems[:: -1 if repeat % 2 else 1]:
                 of_systems[system.name].append(await many_streams(system, streams, bench.plan.seconds))
 
 
@@ -185,7 +188,7 @@ async def record_flame(bench: Bench, ours: System, py_spy: Path, picture: Path) 
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    plan = QUICK if arguments.quick else Plan()
+    plan = QUICK if arguments.quick else Plan(pairs=arguments.pairs)
     results = Results()
     stem = f"{date.today().isoformat()}-router"
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -208,10 +211,11 @@ async def run(arguments: argparse.Namespace) -> None:
             prompt_ids=load_tokenizer(MODEL).encode(prompt(0)),
         )
         ours = await start_router(bench)
-        plaintext = await start_plaintext_router(bench, fingerprint)
+        roots = (ROOT, *([arguments.before.resolve()] if arguments.before else []))
+        plaintext = [await start_plaintext_router(bench, fingerprint, root) for root in roots]
         peers = await start_peers(bench, arguments.sglang_python)
         await measure_one_stream(bench, (ours, engine_session(workers, bench.prompt_ids), *peers))
-        await measure_many_streams(bench, (ours, plaintext, *peers[:1]))
+        await measure_many_streams(bench, (ours, *plaintext, *peers[:1]))
         if arguments.py_spy is not None:
             await record_flame(bench, ours, arguments.py_spy, arguments.output / f"{stem}.svg")
         await measure_processes(bench, ours)
@@ -240,6 +244,8 @@ def main() -> None:
     )
     parser.add_argument("--sglang-python", type=Path, help="of an environment with sglang-router 0.3.2")
     parser.add_argument("--py-spy", type=Path, help="the program; needs the right to trace a child")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
+    parser.add_argument("--pairs", type=int, default=5, help="how often each system runs many streams")
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     asyncio.run(run(parser.parse_args()))

@@ -12,11 +12,13 @@ from bench.reporting import Floor, percentile
 from bench.router.flame import Shares
 from bench.router.load import Delays
 from bench.router.placement import PlacementTimes
-from bench.router.systems import HTTP, OURS, SESSION, SGLANG
+from bench.router.systems import BEFORE, HTTP, OURS, PLAINTEXT, SESSION, SGLANG
 from bench.router.trials import LoadTrial
 
 PLACEMENT_FLOOR_MS = 1.0
 STALL_FLOOR_MS = 5.0
+THROUGHPUT_FLOOR = 0.97
+"""What must be left of the throughput without TLS between router and workers."""
 TOP_FRAMES = 8
 Figures = dict[str, Any]
 
@@ -95,6 +97,9 @@ def figures_of(results: Results, setting: Setting) -> Figures:
             str(streams): {name: _load(trials) for name, trials in systems.items()}
             for streams, systems in results.load.items()
         },
+        "throughput_share": {
+            str(streams): throughput_shares(systems) for streams, systems in results.load.items()
+        },
         "router_processes": {str(number): _load(trials) for number, trials in results.processes.items()},
         "longest_stall_ms": {
             str(streams): _stalls(trials)
@@ -133,6 +138,32 @@ def _load(trials: Sequence[LoadTrial]) -> Figures:
     return ways | {name: middle(getattr(trial, name) for trial in trials) for name in names}
 
 
+def throughput_shares(systems: Mapping[str, Sequence[LoadTrial]]) -> Figures:
+    """Ours divided by ours without TLS, repeat by repeat: in tokens/s, and in tokens/s a core."""
+    return {
+        other: {
+            name: _shares_of(
+                [
+                    getattr(mine, name) / getattr(its, name)
+                    for mine, its in zip(systems[OURS], systems[other], strict=True)
+                ]
+            )
+            for name in ("tokens_per_second", "tokens_per_cpu_second")
+        }
+        for other in (PLAINTEXT, BEFORE)
+        if other in systems
+    }
+
+
+def _shares_of(ratios: Sequence[float]) -> Figures:
+    low, high = percentile(ratios, 0.25), percentile(ratios, 0.75)
+    return {
+        "median": round(median(ratios), 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "pairs": len(ratios),
+    }
+
+
 def _stalls(trials: Sequence[LoadTrial]) -> Figures:
     return {
         phase: {
@@ -156,6 +187,7 @@ def _ours(shares: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+THROUGHPUTS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens/s a core of the router"}
 STALL_PHASES = {
     "streaming": "streams",
     "burst": "requests coming in one moment",
@@ -168,6 +200,11 @@ def floors_of(figures: Figures) -> list[Floor]:
     floors = [
         Floor(name="placement path, median ms", value=whole["p50"], floor=PLACEMENT_FLOOR_MS, better="lower"),
     ]
+    for streams, others in figures["throughput_share"].items():
+        for other, shares in others.items():
+            for what, row in shares.items():
+                name = f"{THROUGHPUTS[what]} of that of {other}, {streams} streams, median of the pairs"
+                floors.append(Floor(name=name, value=row["median"], floor=THROUGHPUT_FLOOR, better="higher"))
     for streams, stalls in figures["longest_stall_ms"].items():
         for phase, of_what in STALL_PHASES.items():
             name = f"longest pause by the event loop's own computing, {streams} {of_what}, median of the repeats, ms"

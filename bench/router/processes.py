@@ -27,10 +27,13 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 class Workers:
     """A process of scripted workers."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ports: Sequence[int], secret: str = "") -> None:
-        """With a secret they serve over TLS, without one in plaintext."""
+    def __init__(
+        self, process: asyncio.subprocess.Process, ports: Sequence[int], secret: str = "", root: Path = ROOT
+    ) -> None:
+        """With a secret they serve over TLS, without one in plaintext. `root` holds their code, and their router's."""
         self._process = process
         self.secret = secret
+        self.root = root
         self.addresses = tuple(f"127.0.0.1:{port}" for port in ports)
 
     async def take_stamps(self) -> dict[int, dict[str, Any]]:
@@ -41,17 +44,30 @@ class Workers:
 
 
 @asynccontextmanager
-async def running_workers(module: str, *arguments: str, secret: str = "") -> AsyncIterator[Workers]:
+async def running_workers(
+    module: str, *arguments: str, secret: str = "", root: Path = ROOT
+) -> AsyncIterator[Workers]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
-        cwd=ROOT,
-        env={**os.environ, SECRET_VARIABLE: secret},
+        cwd=root,
+        env={**code_of(root), SECRET_VARIABLE: secret},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_ANSWER_BYTES,
     )
     async with _ended(process):
-        yield Workers(process, await _answer(process), secret)
+        yield Workers(process, await _answer(process), secret, root)
+
+
+def code_of(root: Path) -> dict[str, str]:
+    """An environment in which `blockyard` is the package of that checkout, not the installed one."""
+    if root == ROOT:
+        return dict(os.environ)
+    package = root / ".typing" / "blockyard"
+    if not package.exists():
+        package.parent.mkdir(exist_ok=True)
+        package.symlink_to("..", target_is_directory=True)
+    return {**os.environ, "PYTHONPATH": str(package.parent)}
 
 
 async def _answer(process: asyncio.subprocess.Process) -> Any:
@@ -65,12 +81,16 @@ async def _answer(process: asyncio.subprocess.Process) -> Any:
 
 @asynccontextmanager
 async def running_server(
-    command: Sequence[str], log: Path, is_ready: Callable[[], Awaitable[bool]], env: Mapping[str, str]
+    command: Sequence[str],
+    log: Path,
+    is_ready: Callable[[], Awaitable[bool]],
+    env: Mapping[str, str],
+    root: Path = ROOT,
 ) -> AsyncIterator[int]:
     """Its pid, once it is ready. Raises RuntimeError with the end of its log where it does not come up."""
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env={**os.environ, **env}, stdout=file, stderr=file
+            *command, cwd=root, env={**code_of(root), **env}, stdout=file, stderr=file
         )
     async with _ended(process):
         deadline = time.monotonic() + START_SECONDS

@@ -16,6 +16,7 @@ def text_of(figures: Figures, setting: Setting) -> str:
         _placement_text,
         _one_stream_text,
         _streams_text,
+        _tls_text,
         _differences_text,
         _processes_text,
         _stalls_text,
@@ -122,6 +123,28 @@ def _streams_text(figures: Figures, setting: Setting) -> str:
         f"| streams | router | {LOAD_HEAD}",
         rows,
     )
+
+
+def _tls_text(figures: Figures, setting: Setting) -> str:
+    rows = [
+        f"| {streams} | {other} | {_share_cells(row['tokens_per_second'])} "
+        f"| {_share_cells(row['tokens_per_cpu_second'])} |"
+        for streams, others in figures["throughput_share"].items()
+        for other, row in others.items()
+    ]
+    return _section(
+        "What TLS between router and workers costs",
+        "Ours with mutual TLS, divided by ours without it, pair by pair: the systems take turns, in the other order "
+        "each second time. A share of tokens/s says what clients lose; a share of tokens/s a core says what the "
+        "router computes more.",
+        "| streams | compared with | tokens/s, median | quartiles | tokens/s a core, median | quartiles |",
+        rows,
+    )
+
+
+def _share_cells(row: Figures) -> str:
+    low, high = row["quartiles"]
+    return f"{row['median']:.3f} | {low:.3f}-{high:.3f}"
 
 
 def _differences_text(figures: Figures, setting: Setting) -> str:

@@ -19,11 +19,13 @@ from blockyard.router.__main__ import REDIS_URL_VARIABLE
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.router.load import Ask, http_client, router_client, session_client
-from bench.router.processes import SECRET_VARIABLE, Workers, free_port, running_server
+from bench.router.processes import ROOT, SECRET_VARIABLE, Workers, free_port, running_server
 
 OURS, SESSION = "Blockyard", "engine session, direct"
 PLAINTEXT = "Blockyard, sessions in plaintext"
 """Ours without the cluster secret, to tell what TLS between router and workers costs."""
+BEFORE = "Blockyard of an earlier commit"
+"""Router and workers of another checkout, without a cluster secret."""
 SGLANG, HTTP = "sglang-router", "HTTP worker, direct"
 CHECK_SECONDS = 1.0
 POLL_SECONDS = 0.02
@@ -111,6 +113,7 @@ async def our_router(
                     log if number == 0 else log.with_suffix(f".{number}.log"),
                     is_ready,
                     {REDIS_URL_VARIABLE: redis_url, SECRET_VARIABLE: workers.secret},
+                    workers.root,
                 )
             )
             for number in range(num_processes)
@@ -127,6 +130,8 @@ async def our_router(
 def _name(workers: Workers, num_processes: int) -> str:
     if num_processes > 1:
         return f"{OURS}, {num_processes} processes"
+    if workers.root != ROOT:
+        return BEFORE
     return OURS if workers.secret else PLAINTEXT
 
 

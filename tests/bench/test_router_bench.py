@@ -13,15 +13,15 @@ from blockyard.proto.fingerprint import tokenizer_fingerprint
 
 from bench.reporting import percentile
 from bench.router.__main__ import MODEL, prompt
-from bench.router.figures import added, middle, spread
+from bench.router.figures import added, middle, spread, throughput_shares
 from bench.router.flame import entitled, shares
-from bench.router.load import Receipt, delays, num_tokens_in
+from bench.router.load import Delays, Receipt, delays, num_tokens_in
 from bench.router.pace import Running, Stamps
 from bench.router.peers import event
 from bench.router.placement import PlacementTimes, placement_bench
 from bench.router.processes import Workers, cpu_clock, running_workers
-from bench.router.systems import OURS, SESSION, engine_session, http_worker, our_router
-from bench.router.trials import many_streams, one_stream
+from bench.router.systems import BEFORE, OURS, PLAINTEXT, SESSION, engine_session, http_worker, our_router
+from bench.router.trials import LoadTrial, many_streams, one_stream
 
 STEP_SECONDS = 0.02
 MILLISECOND = 1_000_000
@@ -57,6 +57,27 @@ def test_what_a_router_adds_is_its_way_less_the_one_without_it() -> None:
     slower = {way: {"p50": 1.5, "p99": 4.0} for way in ("first", "later")}
     figures = added({OURS: slower, SESSION: ways})
     assert figures == {OURS: {"first_p50": 0.5, "first_p99": 2.0, "later_p50": 0.5, "later_p99": 2.0}}
+
+
+def load_trial(tokens_per_second: float, tokens_per_cpu_second: float) -> LoadTrial:
+    return LoadTrial(
+        ways=Delays(first=[1.0], later=[1.0]),
+        tokens_per_second=tokens_per_second,
+        tokens_per_cpu_second=tokens_per_cpu_second,
+        cores=1.0,
+        tokens_per_message=1.0,
+        foreign_cores=0.0,
+        stalls={},
+    )
+
+
+def test_what_tls_costs_is_told_by_pairs_of_one_moment() -> None:
+    """The machine halves its speed between the pairs, which takes nothing from the ratio."""
+    ours, plain = [load_trial(99, 90), load_trial(50, 45)], [load_trial(100, 100), load_trial(50, 50)]
+    shares = throughput_shares({OURS: ours, PLAINTEXT: plain})
+    assert shares[PLAINTEXT]["tokens_per_second"] == {"median": 0.995, "quartiles": [0.99, 1.0], "pairs": 2}
+    assert shares[PLAINTEXT]["tokens_per_cpu_second"]["median"] == 0.9
+    assert BEFORE not in shares
 
 
 def test_a_recursive_function_counts_once_in_a_stack() -> None:
