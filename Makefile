@@ -20,7 +20,7 @@ define run_tests
 	exit $$failed
 endef
 
-.PHONY: demo test test-all faults soak check format proto install clean gpu-check gpu-bench \
+.PHONY: demo test test-all faults soak check format proto lock sbom install clean gpu-check gpu-bench \
 	gpu-bench-kernels gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
 
@@ -48,6 +48,8 @@ check: install .typing/blockyard
 	MYPYPATH=.typing $(BIN)/mypy
 	$(BIN)/python -m proto.generate --check
 	$(BIN)/python -m blockyard.deploy.api_reference --check
+	$(BIN)/python -m supply_chain.sbom --check
+	$(BIN)/python -m supply_chain.advisories
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -56,6 +58,15 @@ format: install
 proto: install
 	$(BIN)/python -m proto.generate
 	$(BIN)/python -m blockyard.deploy.api_reference
+
+# What `make install` and the images install: resolved anew from plain PyPI; needs the network.
+lock: install
+	$(BIN)/python -m supply_chain.lock
+	$(BIN)/python -m supply_chain.sbom
+
+# Every package and bundled program of it, in CycloneDX: supply_chain/sbom.cdx.json.
+sbom: install
+	$(BIN)/python -m supply_chain.sbom
 
 gpu-check: .typing/blockyard
 	PYTHONPATH=.typing $(PYTHON) -m pytest -rs tests/kernels \
@@ -100,11 +111,11 @@ gpu-bench-engine-mixed: .typing/blockyard
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml requirements.lock
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch, ray, grpc and the rest into $(VENV): some minutes, once; pip's own words are in $(VENV)/install.log"
 	@$(BIN)/python -P deploy/quietly.py $(VENV)/install.log \
-		$(PIP) install --progress-bar off -c constraints.txt -e '.[dev]'
+		$(PIP) install --progress-bar off -c requirements.lock -e '.[dev]'
 	@touch $@
 
 # For tools that do not follow setuptools' package-dir: the same tree under its import name.

@@ -47,7 +47,7 @@ def test_the_image_is_made_of_every_package_and_of_what_the_build_reads() -> Non
         PurePosixPath(folder).parts[0] for folder in PROJECT["tool"]["setuptools"]["package-dir"].values()
     }
     needed = packages | {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "pyproject.toml"}
-    assert copied == needed | {"constraints.txt"}
+    assert copied == needed | {"requirements.lock"}
     assert all((ROOT / source).exists() for source in copied)
     let_in = {
         line[1:]
@@ -60,14 +60,14 @@ def test_the_image_is_made_of_every_package_and_of_what_the_build_reads() -> Non
 def test_everything_that_pip_installs_is_pinned() -> None:
     pinned = {
         line.partition("==")[0]
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        for line in (ROOT / "requirements.lock").read_text().splitlines()
         if "==" in line
     }
     installs = [command for command in values("RUN") if "pip install" in command]
     assert len(installs) == 2
     for command in installs:
         words = shlex.split(command)
-        assert words[words.index("--constraint") + 1] == "/build/constraints.txt"
+        assert words[words.index("--constraint") + 1] == "/build/requirements.lock"
         what = words[-1]
         assert what in pinned or what == "/build"
 
