@@ -1,4 +1,4 @@
-"""Makes requirements.lock, and proves that the pinned set installs from plain PyPI, without this machine's pip settings.
+"""Makes requirements.lock, and proves that the pinned set installs from plain PyPI, with this machine's settings off.
 
     python -m supply_chain.lock            # resolves anew and writes requirements.lock
     python -m supply_chain.lock --check    # proves; writes nothing
@@ -24,7 +24,7 @@ PROJECT, CONSTRAINTS, LOCK = ROOT / "pyproject.toml", ROOT / "constraints.txt", 
 PYTHONS = ("3.11", "3.12", "3.13")
 LOCKED_PYTHON = PYTHONS[0]
 PLATFORM = "x86_64-manylinux_2_28"
-RESOLVE_SECONDS = 240.0
+RESOLVE_SECONDS = 120.0
 HEAD = """\
 # Every package with its version, by `make lock`: what plain PyPI gives for pyproject.toml and constraints.txt.
 # torch chooses triton and the CUDA packages.

