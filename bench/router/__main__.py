@@ -188,7 +188,7 @@ async def record_flame(bench: Bench, ours: System, py_spy: Path, picture: Path) 
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    plan = QUICK if arguments.quick else Plan(pairs=arguments.pairs)
+    plan = QUICK if arguments.quick else Plan(pairs=arguments.pairs, processes=arguments.processes)
     results = Results()
     stem = f"{date.today().isoformat()}-router"
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -246,6 +246,12 @@ def main() -> None:
     parser.add_argument("--py-spy", type=Path, help="the program; needs the right to trace a child")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
     parser.add_argument("--pairs", type=int, default=5, help="how often each system runs many streams")
+    parser.add_argument(
+        "--processes",
+        type=lambda text: tuple(int(number) for number in text.split(",") if number),
+        default=Plan().processes,
+        help="numbers of router processes on one port, as 1,2,4; empty for none",
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     asyncio.run(run(parser.parse_args()))
