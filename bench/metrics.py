@@ -10,9 +10,8 @@ from collections.abc import Callable
 from blockyard.deploy.options import model_path
 from blockyard.proto.metric_table import METRICS
 from blockyard.proto.metrics import Histogram, by_name
-from blockyard.proto.text import load_tokenizer
+from blockyard.proto.text import TextOutput, load_tokenizer
 from blockyard.router.metrics import RequestMeter, RouterMetrics
-from blockyard.router.output import TextOutput
 from blockyard.router.requests import RequestRecord
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as LibraryHistogram
@@ -42,7 +41,7 @@ async def main() -> None:
     library = LibraryHistogram("gap", "gap", buckets=METRIC.buckets, registry=CollectorRegistry())
     for name, work in {
         "a piece's metrics": lambda: meter.piece(0, 1),
-        "a piece's text": lambda: text.push([300], is_last=False, hides_last=False),
+        "a piece's text": lambda: text.push([300], is_last=False),
         "a value in our histogram": lambda: ours.observe(0.02),
         "a value in prometheus_client's": lambda: library.observe(0.02),
     }.items():

@@ -1,14 +1,15 @@
 """From tokens to text, piece by piece: one rule for what the router streams and the offline engine returns.
 
-Owns loading a tokenizer, incremental decoding that never splits a character, and stop strings that may span
-pieces. Does not own prompts (see router/prompts.py) nor which tokens end an output (the engine knows those).
+Owns loading a tokenizer, incremental decoding that never splits a character, stop strings that may span pieces, and
+what of an output's tokens is shown. Does not own prompts (see router/prompts.py) nor which tokens end an output (the
+engine knows those).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -213,3 +214,73 @@ class StopChecker:
         for scan in self._scans:
             scan.start -= min(scan.start, num_chars)
         return text, matched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The text that some tokens gave, safe to show, and those of the tokens that count."""
+
+    text: str
+    token_ids: list[int]
+    stop: str | None = None
+    """The stop string that ends the output here: no token after these belongs to it."""
+
+
+class TextOutput:
+    """The text of one output as it grows.
+
+    Stop strings are looked for in the text that follows the first `min_tokens` tokens. They and stop tokens are shown
+    where `include_stop` says so. Raises ValueError for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop: Sequence[str],
+        min_tokens: int,
+        stop_token_ids: Set[int] = frozenset(),
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._checker = StopChecker(stop)
+        self._has_stop_strings = bool(stop)
+        self._min_tokens = min_tokens
+        self._stop_token_ids = stop_token_ids
+        self._include_stop = include_stop
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], *, is_last: bool, stop_token: int | None = None) -> Piece:
+        """`stop_token` is the last of `token_ids` where that one ended the output. After a last piece, or one with a
+        stop string, no more may come."""
+        shown = token_ids[:-1] if self._hides(stop_token) else token_ids
+        piece = self._push(token_ids, shown, is_last=is_last)
+        if piece.stop is None or not self._include_stop:
+            return piece
+        return Piece(text=piece.text + piece.stop, token_ids=piece.token_ids, stop=piece.stop)
+
+    def _hides(self, stop_token: int | None) -> bool:
+        """A stop token has no text, unless it is asked for; an end-of-sequence token never has."""
+        return stop_token is not None and not (self._include_stop and stop_token in self._stop_token_ids)
+
+    def _push(self, token_ids: Sequence[int], shown: Sequence[int], *, is_last: bool) -> Piece:
+        text: list[str] = []
+        # Token by token only where a stop string may cut between them.
+        for run in [[token] for token in shown] if self._has_stop_strings else [shown]:
+            self._num_tokens += len(run)
+            delta, stop = self._check(self._detokenizer.push(run))
+            text.append(delta)
+            if stop is not None:
+                return Piece(text="".join(text), token_ids=list(token_ids[: len(text)]), stop=stop)
+        if not is_last:
+            return Piece(text="".join(text), token_ids=list(token_ids))
+        for delta, stop in (self._check(self._detokenizer.finish()), self._checker.finish()):
+            text.append(delta)
+            if stop is not None:
+                return Piece(text="".join(text), token_ids=list(token_ids), stop=stop)
+        return Piece(text="".join(text), token_ids=list(token_ids))
+
+    def _check(self, delta: str) -> tuple[str, str | None]:
+        if self._num_tokens <= self._min_tokens:
+            return delta, None
+        return self._checker.push(delta)

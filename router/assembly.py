@@ -1,13 +1,15 @@
 """From the tokens of a request's outputs to their deltas: text, log-probabilities, and how each output ended.
 
-Owns the figures of a Finish. Does not own when text is safe to show (output.py) nor where tokens come from (relay.py).
+Owns the figures of a Finish. Does not own when text is safe to show (proto/text.py) nor where tokens come from
+(relay.py).
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from blockyard.proto.text import Piece, TextOutput
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.output import Delta, Piece, TextOutput
+from blockyard.router.output import Delta
 from blockyard.router.outputs import EngineFinish, TokenChunk
 from blockyard.router.requests import RequestRecord
 from blockyard.router.sampling import SamplingRequest
@@ -52,6 +54,7 @@ class _OutputAssembly:
             tokenizer,
             stop=sampling.stop,
             min_tokens=sampling.min_tokens,
+            stop_token_ids=sampling.stop_token_ids,
             include_stop=sampling.include_stop_in_output,
         )
         self._num_tokens = 0
@@ -61,9 +64,8 @@ class _OutputAssembly:
     def delta(self, chunk: TokenChunk) -> Delta:
         if self._first_token_at is None:
             self._first_token_at = self._clock()
-        piece = self._text.push(
-            chunk.token_ids, is_last=chunk.finish is not None, hides_last=self._hides_last(chunk.finish)
-        )
+        stop_token = None if chunk.finish is None else chunk.finish.stop_token
+        piece = self._text.push(chunk.token_ids, is_last=chunk.finish is not None, stop_token=stop_token)
         # A stop string may have cut tokens off.
         logprobs = list(chunk.logprobs[: len(piece.token_ids)])
         self._num_tokens += len(piece.token_ids)
@@ -77,13 +79,6 @@ class _OutputAssembly:
             logprobs=[] if self._sampling.logprobs is None else logprobs,
             prompt_logprobs=chunk.prompt_logprobs,
         )
-
-    def _hides_last(self, finish: EngineFinish | None) -> bool:
-        """A stop token has no text, unless the client has asked for it; an end-of-sequence token never has."""
-        if finish is None or finish.stop_token is None:
-            return False
-        is_asked_for = finish.stop_token in self._sampling.stop_token_ids
-        return not (is_asked_for and self._sampling.include_stop_in_output)
 
     def _finish(self, chunk: TokenChunk, piece: Piece) -> inference_pb2.Finish | None:
         if piece.stop is None and chunk.finish is None:

@@ -1,23 +1,17 @@
-"""From tokens to what the client reads: text without split characters, cut exactly at a stop string, bounded.
+"""What a client has not read yet: bounded, because it is merged to one piece for each output.
 
-`TextOutput` is pure. `Outbox` holds what one client has not read yet, merged to one piece for each output, so that
-the engine never waits for a reader and a busy router writes fewer, larger messages; `deliver` writes them out and
-cuts off who takes nothing.
+So the engine never waits for a reader, and a busy router writes fewer, larger messages. `Outbox` holds the pieces;
+`deliver` writes them out and cuts off a client that takes nothing. Their text is made in proto/text.py.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from blockyard.proto.text import IncrementalDetokenizer, StopChecker
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import RouterError, SlowReader
 from blockyard.router.turn_share import TurnShare
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,67 +39,6 @@ class Delta:
         # They come once, with whichever piece is the first.
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish = later.finish
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What some tokens gave: the tokens that count, and text that is safe to show."""
-
-    text: str
-    token_ids: list[int]
-    stop: str | None = None
-    """The stop string that ends the output here: no token after these belongs to it."""
-
-
-class TextOutput:
-    """One output's text as it grows. Stop strings are looked for in what follows the first `min_tokens` tokens, and
-    shown where `include_stop` says so."""
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        stop: Sequence[str],
-        min_tokens: int,
-        include_stop: bool = False,
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._checker = StopChecker(stop)
-        self._has_stop_strings = bool(stop)
-        self._min_tokens = min_tokens
-        self._include_stop = include_stop
-        self._num_tokens = 0
-
-    def push(self, token_ids: Sequence[int], *, is_last: bool, hides_last: bool) -> Piece:
-        """`hides_last`: the last of `token_ids` has no text, because it is what stopped the output."""
-        piece = self._push(token_ids, is_last=is_last, hides_last=hides_last)
-        if piece.stop is None or not self._include_stop:
-            return piece
-        return Piece(text=piece.text + piece.stop, token_ids=piece.token_ids, stop=piece.stop)
-
-    def _push(self, token_ids: Sequence[int], *, is_last: bool, hides_last: bool) -> Piece:
-        shown = token_ids[:-1] if hides_last else token_ids
-        text: list[str] = []
-        # Token by token only where a stop string may cut between them.
-        for run in [[token] for token in shown] if self._has_stop_strings else [shown]:
-            self._num_tokens += len(run)
-            delta, stop = self._check(self._detokenizer.push(run))
-            text.append(delta)
-            if stop is not None:
-                taken = len(text) if self._has_stop_strings else len(token_ids)
-                return Piece(text="".join(text), token_ids=list(token_ids[:taken]), stop=stop)
-        if not is_last:
-            return Piece(text="".join(text), token_ids=list(token_ids))
-        for delta, stop in (self._check(self._detokenizer.finish()), self._checker.finish()):
-            text.append(delta)
-            if stop is not None:
-                return Piece(text="".join(text), token_ids=list(token_ids), stop=stop)
-        return Piece(text="".join(text), token_ids=list(token_ids))
-
-    def _check(self, delta: str) -> tuple[str, str | None]:
-        if self._num_tokens <= self._min_tokens:
-            return delta, None
-        return self._checker.push(delta)
 
 
 @dataclass(slots=True)

@@ -1,14 +1,10 @@
-"""What offline generation gives back, and how an output becomes text as its tokens come.
-
-Owns where a stop string or stop token cuts the text. The router has its own rule for streams (router/output.py), which
-must agree; both stand on proto/text.py.
-"""
+"""What offline generation gives back, gathered as its tokens come. Where a stop cuts the text is proto/text.py's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blockyard.proto.text import IncrementalDetokenizer, StopChecker
+from blockyard.proto.text import TextOutput
 from blockyard.worker.engine_types import SequenceOutput
 from blockyard.worker.sequence import FinishReason, SamplingParams, TokenLogprob
 
@@ -73,10 +69,13 @@ class GrowingOutput:
         include_stop: bool,
     ) -> None:
         """Raises ValueError for an empty stop string."""
-        self._sampling = sampling
-        self._include_stop = include_stop
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stops = StopChecker(stop)
+        self._output = TextOutput(
+            tokenizer,
+            stop=stop,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            include_stop=include_stop,
+        )
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -87,35 +86,18 @@ class GrowingOutput:
         """None while more may come. A stop string sets it before the engine knows."""
 
     def add(self, output: SequenceOutput) -> None:
-        """Takes what a step brought, at least one token."""
-        self._token_ids += output.token_ids
-        self._logprobs += output.logprobs
+        """Takes what a step brought, at least one token, while it is not finished."""
+        assert self.finish_reason is None
+        piece = self._output.push(
+            output.token_ids, is_last=output.finish_reason is not None, stop_token=output.stop_token
+        )
+        self._text.append(piece.text)
+        self._token_ids += piece.token_ids
+        self._logprobs += output.logprobs[: len(piece.token_ids)]
         self._cumulative_logprob, self._beam_score = output.cumulative_logprob, output.beam_score
         self.finish_reason, self._stop_reason = output.finish_reason, output.stop_token
-        delta = self._detokenizer.push(self._shown(output))
-        if output.finish_reason is not None:
-            delta += self._detokenizer.finish()
-        elif len(self._token_ids) <= self._sampling.min_tokens:
-            self._text.append(delta)
-            return
-        self._append(delta)
-
-    def _shown(self, output: SequenceOutput) -> tuple[int, ...]:
-        """A stop token has no text, unless asked for; an end-of-sequence token never has."""
-        if output.stop_token is None:
-            return output.token_ids
-        is_asked_for = self._include_stop and output.stop_token in self._sampling.stop_token_ids
-        return output.token_ids if is_asked_for else output.token_ids[:-1]
-
-    def _append(self, delta: str) -> None:
-        safe, stop = self._stops.push(delta)
-        self._text.append(safe)
-        if stop is None and self.finish_reason is not None:
-            safe, stop = self._stops.finish()
-            self._text.append(safe)
-        if stop is not None:
-            self._stop_reason, self.finish_reason = stop, FinishReason.STOP
-            self._text.append(stop if self._include_stop else "")
+        if piece.stop is not None:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, piece.stop
 
     def output(self) -> Output:
         """Once it has finished."""

@@ -132,11 +132,14 @@ class LLM:
         )
 
     def _take(self, answer: _Answer, output: SequenceOutput) -> None:
+        if answer.is_finished(output.index):
+            return  # computed before the engine heard of a stop string
         if output.has_no_choice:
             raise ValueError("what a prompt's output may be leaves it no token to go on with")
         if not output.token_ids:
             raise RuntimeError("the engine failed on this prompt; its log says why")
-        if answer.add(output) and output.finish_reason is None:
+        answer.add(output)
+        if answer.is_finished(output.index) and output.finish_reason is None:
             self._engine.cancel(output.request_id, output.index)
 
 
@@ -149,13 +152,14 @@ class _Answer:
         self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprob] = []
 
-    def add(self, output: SequenceOutput) -> bool:
-        """Whether its output is finished."""
-        growing = self._outputs[output.index]
-        growing.add(output)
+    def is_finished(self, index: int) -> bool:
+        """Whether one of its outputs is."""
+        return self._outputs[index].finish_reason is not None
+
+    def add(self, output: SequenceOutput) -> None:
+        self._outputs[output.index].add(output)
         self._cached_tokens = output.cached_tokens
         self._prompt_logprobs += output.prompt_logprobs
-        return growing.finish_reason is not None
 
     def completion(self) -> Completion:
         return Completion(

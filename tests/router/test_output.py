@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from blockyard.proto.text import TextOutput
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import SlowReader, WorkerLost, as_router_error
-from blockyard.router.output import Delta, Outbox, TextOutput, deliver
+from blockyard.router.output import Delta, Outbox, deliver
 from blockyard.router.turn_share import TurnShare
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,7 +87,7 @@ def test_the_text_ends_where_the_first_stop_string_begins(tokenizer: Any, data: 
     for size in sizes:
         run = tokens[position : position + size]
         position += size
-        piece = output.push(run, is_last=position >= len(tokens), hides_last=False)
+        piece = output.push(run, is_last=position >= len(tokens))
         text, taken = text + piece.text, taken + len(piece.token_ids)
         if piece.stop is not None or position >= len(tokens):
             break
@@ -168,7 +169,7 @@ def test_a_stop_string_is_shown_only_where_it_is_asked_for(
     text = ""
     for start in range(0, len(tokens), size):
         run = tokens[start : start + size]
-        piece = output.push(run, is_last=start + size >= len(tokens), hides_last=False)
+        piece = output.push(run, is_last=start + size >= len(tokens))
         text += piece.text
         if piece.stop is not None:
             break
@@ -178,6 +179,6 @@ def test_a_stop_string_is_shown_only_where_it_is_asked_for(
 def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tokenizer: Any) -> None:
     tokens = tokenizer.encode("stop then stop again", add_special_tokens=False)
     output = TextOutput(tokenizer, stop=["stop"], min_tokens=len(tokens) // 2)
-    piece = output.push(tokens, is_last=True, hides_last=False)
+    piece = output.push(tokens, is_last=True)
     assert piece.stop == "stop"
     assert piece.text.startswith("stop then")

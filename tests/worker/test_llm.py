@@ -90,6 +90,37 @@ def test_several_outputs_stop_each_for_itself(llm: LLM) -> None:
     assert cut[0].outputs[1].stop_reason == stop
 
 
+def answers(llm: LLM, stop: str, *, is_shown: bool) -> list[tuple[object, ...]]:
+    prompts = ["def add(a, b):\n", "import os\n", "class Queue:\n", "x = [", "for i in"]
+    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=20, n=2)
+    found = llm.generate(prompts, sampling, stop=[stop], include_stop_in_output=is_shown)
+    return [(o.text, o.token_ids, o.finish_reason, o.stop_reason) for answer in found for o in answer.outputs]
+
+
+def test_overlapping_steps_show_nothing_behind_a_stop_string() -> None:
+    """Where an output forks beside others that decode, a step brings these two tokens each."""
+    settings = {"device": "cpu", "kv_cache_memory": 2**24, "max_model_len": 256, "max_num_seqs": 4}
+    alone = LLM(str(DEMO), overlap_steps="off", **settings)
+    overlapping = LLM(str(DEMO), overlap_steps="on", **settings)
+    for stop in ("\n", "(", " ", "e", "s", "):", ".", "in", "self", "t"):
+        for is_shown in (False, True):
+            expected = answers(alone, stop, is_shown=is_shown)
+            assert answers(overlapping, stop, is_shown=is_shown) == expected, (stop, is_shown)
+
+
+def test_a_stop_string_within_min_tokens_stops_nothing(llm: LLM) -> None:
+    """As in the router: the text of the first `min_tokens` tokens is not looked at, be it all there is."""
+    prompt = "def add(a, b):\n"
+    sampling = replace(GREEDY, max_tokens=8, min_tokens=8)
+    whole = llm.generate(prompt, sampling, ignore_eos=True)[0]
+    last = llm.tokenizer.decode(whole.token_ids[-1:])
+    answer = llm.generate(prompt, sampling, stop=[last], ignore_eos=True)[0]
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (whole.text, FinishReason.LENGTH, None)
+    shorter = replace(sampling, min_tokens=7)
+    stopped = llm.generate(prompt, shorter, stop=[last], ignore_eos=True)[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, last)
+
+
 def test_beams_come_with_scores_and_prompts_with_logprobs(llm: LLM) -> None:
     search = SamplingParams(temperature=0.0, max_tokens=10, beam_width=4, n=2)
     best, second = llm.generate("def add(a, b):\n", search)[0].outputs
