@@ -2,20 +2,24 @@
 
 Everybody else gets the tokens of a step in which nothing went wrong. Rows that depend on one another stay together:
 those of one request, and those that read a block which another of the same step fills. Where requests raise one after
-the other and none succeeds, it is not them, and the whole step has failed.
+the other and none succeeds, it is not them, and the whole step has failed. Nobody is to blame for a block that host
+memory has lost: the step is run without the rows that read it.
 
 Every token before a row's must be committed to its sequence: a part of a step replaces what the runner remembers of
 the step before it.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
+from blockyard.worker.host_blocks import HostBlockCorrupted
 from blockyard.worker.runner import Runner
 from blockyard.worker.sequence import (
     FAILED_TOKEN,
+    LOST_TOKEN,
     BlockId,
+    HostSlot,
     RequestId,
     RowExtras,
     ScheduledRow,
@@ -50,15 +54,45 @@ def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId],
 def in_halves(
     runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool], failure: Exception
 ) -> StepTokens:
-    """Of a step that has raised `failure`: FAILED_TOKEN for rows that are to blame. `is_being_filled` tells of a block
-    whether this step fills it. Raises NothingSucceeds."""
+    """Runs a step again that has raised `failure`: FAILED_TOKEN for rows that are to blame, LOST_TOKEN for those that
+    read a corrupted block of host memory. `is_being_filled` tells of a block whether this step fills it. Raises
+    NothingSucceeds."""
+    if isinstance(failure, HostBlockCorrupted):
+        return _without(failure.slots, runner, plan, is_being_filled)
     logger.error("step %d failed with %d rows", plan.step, len(plan.rows), exc_info=failure)
     halves = _Halves(runner, plan)
-    if plan.rows:
-        halves.split(together(plan.rows, is_being_filled))
+    try:
+        if plan.rows:
+            halves.split(together(plan.rows, is_being_filled))
+    except HostBlockCorrupted as found:
+        return _without(found.slots, runner, plan, is_being_filled)
     if not halves.succeeded:
         raise NothingSucceeds(max(1, halves.num_blamed))
     return StepTokens(tokens=halves.tokens, extras=halves.extras)
+
+
+def _without(
+    slots: Set[HostSlot], runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]
+) -> StepTokens:
+    """What the step yields without what lies in these host slots, and without the rows that need it."""
+    lost = {block for slot, block in plan.from_host if slot in slots}
+    assert lost, "the step reads none of the slots"
+    logger.error("step %d: host slots %s are corrupted and dropped", plan.step, sorted(slots))
+    groups = together(plan.rows, is_being_filled)
+    reads_lost = [
+        any(lost.intersection(plan.rows[i].sequence.block_table) for i in group) for group in groups
+    ]
+    kept = sorted(
+        index for group, reads in zip(groups, reads_lost, strict=True) if not reads for index in group
+    )
+    from_host = tuple(pair for pair in plan.from_host if pair[0] not in slots)
+    rest = replace(plan, rows=tuple(plan.rows[index] for index in kept), from_host=from_host)
+    part = execute(runner, rest, is_being_filled) if rest.has_work else StepTokens(tokens=[])
+    tokens = [LOST_TOKEN] * len(plan.rows)
+    for place, index in enumerate(kept):
+        tokens[index] = part.tokens[place]
+    extras = {kept[place]: extra for place, extra in part.extras.items()}
+    return StepTokens(tokens=tokens, extras=extras, lost_slots=part.lost_slots | slots)
 
 
 def together(rows: Iterable[ScheduledRow], is_being_filled: Callable[[BlockId], bool]) -> list[Group]:
@@ -107,6 +141,8 @@ class _Halves:
         rows = tuple(self._plan.rows[index] for index in indices)
         try:
             part = self._runner.execute(replace(self._plan, rows=rows))
+        except HostBlockCorrupted:
+            raise  # before any part has succeeded: each begins with what host memory holds
         except Exception:
             return False  # why was logged when the whole step raised
         for place, index in enumerate(indices):

@@ -71,9 +71,9 @@ class BlockTables:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _offload(self, block: BlockId, name: BlockName) -> None:
+    def _offload(self, block: BlockId, name: BlockName, parent: BlockName | None) -> None:
         assert self.host_cache is not None
-        slot = self.host_cache.store(name, self.pool.owner(block))
+        slot = self.host_cache.store(name, self.pool.owner(block), parent=parent)
         if slot is not None:
             self._moves.to_host[slot] = block
 

@@ -18,7 +18,7 @@ K kv heads, P tokens a block, D head size.
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -37,7 +37,11 @@ Pair = TypeVar("Pair")
 
 
 class HostBlockCorrupted(RuntimeError):
-    """A block in host memory is not what was saved there."""
+    """Blocks in host memory are not what was saved there."""
+
+    def __init__(self, slots: Iterable[HostSlot]) -> None:
+        self.slots = frozenset(slots)
+        super().__init__(f"host slots {sorted(self.slots)} do not hold what was saved there")
 
 
 class HostBlocks:
@@ -79,13 +83,13 @@ class HostBlocks:
     def load(self, pairs: Sequence[tuple[HostSlot, BlockId]]) -> None:
         """Copy host slots to blocks. Blocks are distinct, every slot has been saved.
 
-        Raises HostBlockCorrupted, having moved nothing, if a slot's content is not what was saved.
+        Raises HostBlockCorrupted, having moved nothing, if the content of any slot is not what was saved.
         """
         if self._checksums is not None:
             self._synchronise()
-            for slot, _ in pairs:
-                if self._checksum(slot) != self._checksums[slot]:
-                    raise HostBlockCorrupted(f"host slot {slot} does not hold what was saved there")
+            checksums = self._checksums
+            if corrupted := [slot for slot, _ in pairs if self._checksum(slot) != checksums[slot]]:
+                raise HostBlockCorrupted(corrupted)
         for piece in self._pieces(sorted(pairs)):
             for first, slots_S in self._runs([slot for slot, _ in piece]):
                 self._staging_GL2KPD[first : first + len(slots_S)].copy_(slots_S, non_blocking=True)

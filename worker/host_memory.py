@@ -5,8 +5,8 @@ again; `HostCache` holds named blocks in order of their last use. Pure: says whi
 bytes is the runner's (StepPlan.to_host, from_host).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from blockyard.worker.sequence import NOBODY, BlockName, HostSlot, TenantId
@@ -61,6 +61,7 @@ class HostCache:
         self._anywhere = anywhere
         self._free = [HostSlot(first_slot + slot) for slot in reversed(range(num_slots))]
         self._slots: dict[BlockName, HostSlot] = {}
+        self._parents: dict[BlockName, BlockName | None] = {}
         self._accounts: dict[BlockName, Account[BlockName]] = {}
         self._shares = TenantShares[BlockName]()
         """What no step is reading is offered."""
@@ -74,7 +75,9 @@ class HostCache:
         account = self._accounts.get(name)
         return None if account is None else account.tenant
 
-    def store(self, name: BlockName, tenant: TenantId = NOBODY) -> HostSlot | None:
+    def store(
+        self, name: BlockName, tenant: TenantId = NOBODY, *, parent: BlockName | None = None
+    ) -> HostSlot | None:
         """Where a block that the GPU is about to lose goes; None where it is here already, or nothing can go."""
         if name in self._slots:
             self._touch(name)
@@ -82,6 +85,7 @@ class HostCache:
         if not self._free and not self._evict():
             return None
         slot = self._slots[name] = self._free.pop()
+        self._parents[name] = parent
         self._accounts[name] = self._shares.hold(tenant)
         self._touch(name)
         self._anywhere.add(name)
@@ -103,7 +107,7 @@ class HostCache:
         return True
 
     def _free_slot(self, name: BlockName) -> None:
-        del self._accounts[name]
+        del self._accounts[name], self._parents[name]
         self._free.append(self._slots.pop(name))
         self._anywhere.remove(name)
 
@@ -134,17 +138,42 @@ class HostCache:
 
     def clear(self) -> None:
         """After a failed step nobody knows what was written."""
-        for name, account in tuple(self._accounts.items()):
-            account.offered.pop(name, None)
-            self._shares.drop(account)
-            self._free_slot(name)
+        for name in tuple(self._slots):
+            self._drop(name)
+
+    def drop(self, slots: Set[HostSlot]) -> None:
+        """Forgets the names in these slots and all that builds on them, a child before its parent. No step reads them.
+        O(slots)."""
+        lost = {name for name, slot in self._slots.items() if slot in slots}
+        for name in reversed(self._with_descendants(lost) if lost else ()):
+            self._drop(name)
+
+    def _with_descendants(self, names: Set[BlockName]) -> list[BlockName]:
+        """A parent before its children."""
+        children: dict[BlockName | None, list[BlockName]] = {}
+        for name, parent in self._parents.items():
+            children.setdefault(parent, []).append(name)
+        found: dict[BlockName, None] = {}
+        following = deque(name for name in names if self._parents[name] not in names)
+        while following:
+            name = following.popleft()
+            found.pop(name, None)  # one of the names builds on another: it moves behind it
+            found[name] = None
+            following.extend(children.get(name, ()))
+        return list(found)
+
+    def _drop(self, name: BlockName) -> None:
+        account = self._accounts[name]
+        account.offered.pop(name, None)
+        self._shares.drop(account)
+        self._free_slot(name)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where slots are lost or held twice. O(slots)."""
         held = [*self._free, *self._slots.values()]
         assert len(held) == len(set(held)) == self.num_slots
         self._shares.check_invariants()
-        assert self._accounts.keys() == self._slots.keys()
+        assert self._accounts.keys() == self._parents.keys() == self._slots.keys()
         for name, account in self._accounts.items():
             assert (name in account.offered) is (name not in self._reading)
         assert Counter(account.tenant for account in self._accounts.values()) == self._shares.num_held()

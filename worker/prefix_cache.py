@@ -48,14 +48,15 @@ class Lineage(NamedTuple):
 class PrefixCache:
     """Names over a pool, whose evictions it follows.
 
-    `on_lost` is called with a block and its name when the pool is about to reuse the last copy of a published name.
+    `on_lost` is called with a block, its name and its parent's when the pool is about to reuse the last copy of a
+    published name.
     """
 
     def __init__(self, pool: BlockPool, *, anywhere: AnywhereNames | None = None) -> None:
         """`anywhere` hears of published names too, where host memory is a second place for them."""
         self._pool = pool
         self._anywhere = anywhere
-        self.on_lost: Callable[[BlockId, BlockName], None] | None = None
+        self.on_lost: Callable[[BlockId, BlockName, BlockName | None], None] | None = None
         pool.on_evict = self._forget
         self._blocks: dict[BlockName, BlockId] = {}
         """The longest named block of each name."""
@@ -177,7 +178,8 @@ class PrefixCache:
 
     def _forget(self, block: BlockId) -> None:
         name = self._names.pop(block)
-        del self._parents[block], self._named_at[block]
+        parent = self._parents.pop(block)
+        del self._named_at[block]
         is_told = block not in self._untold
         if not is_told:
             self._untold.remove(block)
@@ -188,7 +190,7 @@ class PrefixCache:
         elif not is_published_beside:
             self._num_published -= 1
             if self.on_lost is not None:
-                self.on_lost(block, name)
+                self.on_lost(block, name, parent)
             if self._anywhere is not None:
                 self._anywhere.remove(name)
             if is_told:

@@ -8,7 +8,6 @@ K kv heads, P tokens a block, D head size, C block copies.
 """
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, Self, runtime_checkable
@@ -33,6 +32,8 @@ from blockyard.worker.prompt_scoring import SCORED_AT_ONCE
 from blockyard.worker.sampler import Sampler
 from blockyard.worker.sequence import (
     FAILED_TOKEN,
+    BlockId,
+    HostSlot,
     ScheduledRow,
     SequenceId,
     StepPlan,
@@ -42,6 +43,7 @@ from blockyard.worker.sequence import (
 from blockyard.worker.started_step import Chunks, StartedStep
 from blockyard.worker.step_graphs import DecodeGraphs, GraphSizes
 from blockyard.worker.step_inputs import InputRows, StepInputs
+from blockyard.worker.step_moves import StepMoves
 from blockyard.worker.transfers import upload
 from blockyard.worker.trial_rows import largest_rows, warm_up_row
 
@@ -74,7 +76,8 @@ class Runner(Protocol):
         logits were not finite or no token was possible.
 
         A row's input may be the token that the step before sampled, although it is not committed yet. A step that
-        raised may be executed again, whole or in parts; its blocks move once.
+        raised may be executed again, whole or in parts; its blocks move once. Raises HostBlockCorrupted before
+        it has moved anything from host memory, where a block there is not what was saved.
         """
         ...
 
@@ -154,8 +157,7 @@ class TorchRunner:
         self.replays_graphs = True
         """Where they were captured. May change between steps."""
         self._newest = NewestTokens.none()
-        self._moved_steps = deque[int](maxlen=2)
-        """The last whose blocks were all moved: one in flight may be executed again."""
+        self._moves = StepMoves(save=self._save_blocks, load=self._load_blocks, copy=self._copy_blocks)
 
     def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
         """Instead of those there are, whose blocks are gone. Before any graph is captured."""
@@ -230,7 +232,7 @@ class TorchRunner:
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> PendingStep:
         self._forget(plan.ended)
-        self._move_blocks(plan)
+        self._moves.make(plan)
         sampling = [row for row in plan.rows if row.samples]
         masks = self._masks_for(sampling)
         if masks is not None:
@@ -299,23 +301,20 @@ class TorchRunner:
         if self.grammar_masks is not None:
             self.grammar_masks.forget(ended)
 
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """In the plan's order: a block that goes to the host may be filled again in the same step."""
-        if plan.step in self._moved_steps or not (plan.to_host or plan.from_host or plan.copies):
-            return
-        if plan.to_host or plan.from_host:
-            assert self.host_blocks is not None, (
-                "the plan moves blocks to or from a host pool that is not there"
-            )
-            if plan.to_host:
-                self.host_blocks.save(plan.to_host)
-            if plan.from_host:
-                self.host_blocks.load(plan.from_host)
-        if plan.copies:
-            layers_L11 = (np.arange(len(self.kv_pools)) * len(self.kv_pools[0]))[:, None, None]
-            src_dst_C2 = (layers_L11 + np.array(plan.copies, dtype=np.int64)).reshape(-1, 2)
-            self.backend.copy_blocks(self._blocks_N2KPD, upload(src_dst_C2, self.device))
-        self._moved_steps.append(plan.step)
+    def _save_blocks(self, pairs: Sequence[tuple[BlockId, HostSlot]]) -> None:
+        self._host_pool().save(pairs)
+
+    def _load_blocks(self, pairs: Sequence[tuple[HostSlot, BlockId]]) -> None:
+        self._host_pool().load(pairs)
+
+    def _host_pool(self) -> HostBlocks:
+        assert self.host_blocks is not None, "the plan moves blocks to or from a host pool that is not there"
+        return self.host_blocks
+
+    def _copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        layers_L11 = (np.arange(len(self.kv_pools)) * len(self.kv_pools[0]))[:, None, None]
+        src_dst_C2 = (layers_L11 + np.array(pairs, dtype=np.int64)).reshape(-1, 2)
+        self.backend.copy_blocks(self._blocks_N2KPD, upload(src_dst_C2, self.device))
 
     def _masks_for(self, sampling: Sequence[ScheduledRow]) -> GrammarMasks | None:
         is_needed = any(row.sequence.grammar is not None for row in sampling)

@@ -18,7 +18,7 @@ A request with several outputs runs as one sequence until its first token, and t
 search decides (beams.py). Owns the queues and the counters of sequences. No tensors, clocks or I/O.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,8 @@ from blockyard.worker.preemption import PreemptionMode, Rates, Victim, choose_vi
 from blockyard.worker.prefix_cache import PrefixCache
 from blockyard.worker.queues import Queues
 from blockyard.worker.sequence import (
+    LOST_TOKEN,
+    HostSlot,
     RequestId,
     RowExtras,
     ScheduledRow,
@@ -353,12 +355,26 @@ class Scheduler:
     # Committing
 
     def commit(self, plan: StepPlan, step: StepTokens) -> list[Update]:
-        """Takes what a step sampled. Every plan that has work is to be committed, or failed, in order."""
+        """Takes what a step sampled. Every plan that has work is to be committed, or failed, in order. Rows that lost
+        a block wait again, and compute it."""
         self._end_step(plan)
         updates: list[Update] = []
         for index, (row, token) in enumerate(zip(plan.rows, step.tokens, strict=True)):
-            updates += self._outcome.commit(row, token, step.extras.get(index, _NO_EXTRAS))
+            if token != LOST_TOKEN:
+                updates += self._outcome.commit(row, token, step.extras.get(index, _NO_EXTRAS))
+        if step.lost_slots:
+            rows = zip(plan.rows, step.tokens, strict=True)
+            self._lose(step.lost_slots, [row for row, token in rows if token == LOST_TOKEN])
         return updates
+
+    def _lose(self, slots: Set[HostSlot], rows: Collection[ScheduledRow]) -> None:
+        """Drops what lies in slots of host memory; the rows needed it."""
+        if self.host_cache is not None:
+            self.host_cache.drop(slots)
+        for row in rows:
+            if not row.sequence.num_generated and not row.sequence.num_preemptions:
+                row.sequence.cached_tokens = None  # counted anew at its next admission
+        self._take_back(rows)
 
     def fail(self, plan: StepPlan) -> list[Update]:
         """Ends every sequence of a step that raised. Nothing that it computed is found again; where it moved blocks to
@@ -374,11 +390,15 @@ class Scheduler:
         self._queues.tell_ended_again(plan.ended)
         if not moved:
             self._distrust_host_memory(plan)
-        for row in plan.rows:
+        self._take_back(plan.rows)
+
+    def _take_back(self, rows: Collection[ScheduledRow]) -> None:
+        """Lets the sequences of rows that do not count wait again, and all of a search with its beams."""
+        for row in rows:
             row.sequence.num_in_flight -= 1
             if row.sequence.is_over:
                 self._queues.release_if_idle(row.sequence)
-        for row in plan.rows:
+        for row in rows:
             group = row.sequence.group
             for sequence in (row.sequence,) if group is None else tuple(group.live):
                 if sequence.state is SequenceState.RUNNING:

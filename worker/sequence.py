@@ -31,6 +31,8 @@ FAILED_TOKEN = -2
 """What a row yields whose logits were not finite."""
 NO_CHOICE = -3
 """What a row yields whose request leaves no token to choose."""
+LOST_TOKEN = -4
+"""What a row yields that was not computed, because a block that it reads was lost: to be computed again without it."""
 MAX_TEMPERATURE = 1e4
 """Flatter than any use has for it, and far from where float32 overflows."""
 MAX_PENALTY = 2.0
@@ -315,6 +317,8 @@ class StepTokens:
     """What a step has sampled."""
 
     tokens: list[int]
-    """One a row: NO_TOKEN where it sampled none, FAILED_TOKEN or NO_CHOICE where it could not."""
+    """One a row: NO_TOKEN where it sampled none, FAILED_TOKEN, NO_CHOICE or LOST_TOKEN where it could not."""
     extras: dict[int, RowExtras] = field(default_factory=dict)
     """By index of the row; most rows have none."""
+    lost_slots: frozenset[HostSlot] = frozenset()
+    """What lies in them is not what was saved there."""

@@ -7,12 +7,14 @@ checks; who chooses among them (a seed, or hypothesis) does not matter to it.
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from itertools import accumulate, count
 from typing import Any
 
 from blockyard.worker.beams import num_candidates
+from blockyard.worker.blame import NothingSucceeds, in_halves
+from blockyard.worker.host_blocks import HostBlockCorrupted
 from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduler import CapacityError, Scheduler
 from blockyard.worker.sequence import (
@@ -29,6 +31,7 @@ from blockyard.worker.sequence import (
     StepPlan,
     StepTokens,
 )
+from blockyard.worker.step_moves import StepMoves
 
 from .scheduling import make_scheduler, make_sequence
 
@@ -55,6 +58,10 @@ def candidates_after(digest: int, width: int) -> tuple[tuple[int, float], ...]:
     return tuple(((digest + 7 * n) % 50 + 1, -0.3 - 0.1 * n - digest % 97 / 500) for n in range(width))
 
 
+class TransientFailure(RuntimeError):
+    """It raises once."""
+
+
 class Device:
     """KV memory, host memory, and a model that is a function of the prefix. Runs a step when it is planned, as a
     device that is one step ahead does: its newest tokens are known here before the scheduler hears of them."""
@@ -66,9 +73,30 @@ class Device:
         self._host = [[GARBAGE] * size for _ in range(config.swap_blocks + config.host_cache_blocks)]
         self._unheard: dict[SequenceId, int] = {}
         self.moved = Counter[str]()
+        self._moves = StepMoves(
+            save=self._moving("out", self._save),
+            load=self._moving("in", self._load),
+            copy=self._moving("copies", self._copy),
+        )
+        self.breaks_in: str | None = None
+        """The next move of this kind raises half-way, or the step once its moves are made ("after")."""
+        self.num_broken = 0
+        self.corrupted: set[HostSlot] = set()
+        self.found_corrupted: set[HostSlot] = set()
+        """Of these, what a load has found."""
+        self.num_found_corrupted = 0
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def execute(self, plan: StepPlan) -> StepTokens:
+        """As a `Runner`."""
+        return self.run(plan)
 
     def run(self, plan: StepPlan, *, failing_rows: frozenset[int] = frozenset()) -> StepTokens:
-        self._move(plan)
+        self._check_copies(plan)
+        self._moves.make(plan)
+        self._break("after")
         known = {row.sequence.sequence_id: digests(self._tokens(row)) for row in plan.rows}
         for row in plan.rows:
             for position in range(row.start, row.end):
@@ -105,18 +133,51 @@ class Device:
     def host_slot(self, slot: HostSlot) -> list[int]:
         return self._host[slot]
 
-    def _move(self, plan: StepPlan) -> None:
+    def corrupt(self, slot: HostSlot) -> None:
+        """Its content changes while nobody looks."""
+        self._host[slot] = [GARBAGE] * self._size
+        self.corrupted.add(slot)
+
+    def _break(self, kind: str) -> None:
+        if self.breaks_in == kind:
+            self.breaks_in = None
+            self.num_broken += 1
+            raise TransientFailure(kind)
+
+    def _moving(self, kind: str, move: Callable[[Items[Any]], None]) -> Callable[[Items[Any]], None]:
+        def make(pairs: Items[Any]) -> None:
+            if self.breaks_in == kind:
+                move(pairs[: (len(pairs) + 1) // 2])
+            self._break(kind)
+            move(pairs)
+            self.moved[kind] += len(pairs)
+
+        return make
+
+    def _save(self, pairs: Items[tuple[BlockId, HostSlot]]) -> None:
+        for block, slot in pairs:
+            self._host[slot] = list(self._kv[block])
+            self.corrupted.discard(slot)
+            self.found_corrupted.discard(slot)
+
+    def _load(self, pairs: Items[tuple[HostSlot, BlockId]]) -> None:
+        if corrupted := self.corrupted.intersection(slot for slot, _ in pairs):
+            assert not corrupted & self.found_corrupted, "what was found corrupted is read again"
+            self.found_corrupted |= corrupted
+            self.num_found_corrupted += 1
+            raise HostBlockCorrupted(corrupted)
+        for slot, block in pairs:
+            self._kv[block] = list(self._host[slot])
+
+    def _copy(self, pairs: Items[tuple[BlockId, BlockId]]) -> None:
+        for source, destination in pairs:
+            self._kv[destination] = list(self._kv[source])
+
+    @staticmethod
+    def _check_copies(plan: StepPlan) -> None:
         destinations = [destination for _, destination in plan.copies]
         assert len(set(destinations)) == len(destinations)
         assert not {source for source, _ in plan.copies} & set(destinations)
-        for block, slot in plan.to_host:
-            self._host[slot] = list(self._kv[block])
-        for slot, block in plan.from_host:
-            self._kv[block] = list(self._host[slot])
-        for source, destination in plan.copies:
-            self._kv[destination] = list(self._kv[source])
-        for kind, moves in (("out", plan.to_host), ("in", plan.from_host), ("copies", plan.copies)):
-            self.moved[kind] += len(moves)
 
     def _tokens(self, row: ScheduledRow) -> list[int]:
         known = list(row.sequence.tokens[: row.end])
@@ -183,8 +244,36 @@ class Storm:
         while len(self._in_flight) > self.pipelined:
             self.commit()
         plan = self.scheduler.plan()
-        if plan.has_work:
+        if not plan.has_work:
+            return
+        try:
             self._in_flight.append((plan, self.device.run(plan, failing_rows=failing_rows)))
+        except (TransientFailure, HostBlockCorrupted) as failure:
+            self._run_again(plan, failure)
+
+    def _run_again(self, plan: StepPlan, failure: Exception) -> None:
+        """As Steps does: once the steps before it are committed, and before another is planned."""
+        while self._in_flight:
+            self.commit()
+        try:
+            tokens = in_halves(self.device, plan, self.scheduler.cache.is_unconfirmed, failure)
+        except NothingSucceeds:
+            self._take(self.scheduler.fail(plan))
+        else:
+            self._in_flight.append((plan, tokens))
+            self.commit()
+
+    def break_next(self, kind: str) -> None:
+        """The next step that moves blocks so raises once in the middle of it."""
+        self.device.breaks_in = kind
+
+    def corrupt(self, number: int) -> None:
+        """One slot of host memory in use."""
+        host, swapped = self.scheduler.host_cache, [s.swapped for s in self.scheduler.waiting if s.swapped]
+        slots = [slot for blocks in swapped for slot in blocks.slots]
+        slots += list(host._slots.values()) if host is not None else []
+        if slots:
+            self.device.corrupt(slots[number % len(slots)])
 
     def commit(self) -> None:
         if self._in_flight:
@@ -271,6 +360,11 @@ class Storm:
         for block, name in names.items():
             assert name is not None
             assert tuple(self.device.block(block)) == self._content[name], "a name is of other content"
+        for name, slot in host._slots.items() if host is not None else ():
+            held = tuple(self.device.host_slot(slot))
+            assert held == self._content[name] or slot in self.device.corrupted, (
+                "other content in host memory"
+            )
         self._anywhere.difference_update(changes.anywhere_removed)
         self._anywhere.update(changes.anywhere_stored)
         in_host = set(host._slots) if host is not None else set()
@@ -284,7 +378,7 @@ class Storm:
 
     def _check_nothing_is_held(self) -> None:
         scheduler = self.scheduler
-        assert not scheduler.has_work
+        assert not scheduler.has_work, "it still has work"
         assert not scheduler._moves
         assert scheduler.pool.num_used == 0
         assert not scheduler.tables.copies_held()
@@ -292,8 +386,6 @@ class Storm:
         assert all(sequence.is_over for sequence in self.sequences.values())
         if scheduler.host_cache is not None:
             assert not scheduler.host_cache._reading
-            for name, slot in scheduler.host_cache._slots.items():
-                assert tuple(self.device.host_slot(slot)) == self._content[name]
 
     def _check_tokens(self) -> None:
         """Everyone has what it gets alone; who was cut short, the beginning of it."""

@@ -1,5 +1,6 @@
 """A step that raises for some of its requests: those end, and all others get the tokens of an undisturbed run."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import (
     BlockId,
     BlockName,
+    HostSlot,
     RequestId,
     SamplingParams,
     ScheduledRow,
@@ -69,6 +71,7 @@ def make_engine(
     host_blocks: int = 0,
     swap_blocks: int = 0,
     overlap: bool = False,
+    budget: int = 2048,
 ) -> tuple[Engine, MarkerRaises]:
     runner = runner_class.create(
         shared_checkpoint("LlamaForCausalLM"),
@@ -84,6 +87,7 @@ def make_engine(
     config = SchedulerConfig(
         max_model_len=min(256, num_blocks * BLOCK_SIZE),
         max_num_seqs=32,
+        max_num_batched_tokens=budget,
         block_size=BLOCK_SIZE,
         host_cache_blocks=host_blocks,
         swap_blocks=swap_blocks,
@@ -198,6 +202,55 @@ def test_a_step_in_parts_is_the_same_step(overlap: bool) -> None:
     assert results[0] == results[1]
     assert not results[0][1]
     assert min(swaps) > 0
+
+
+class LoadsRaise(MarkerRaises):
+    """Loads from host memory raise once, after they have moved their blocks, where the step also saves some."""
+
+    raises = True
+    num_loads = num_raised = 0
+
+    def start(self, plan: StepPlan) -> PendingStep:
+        self.saves = bool(plan.to_host)
+        return super().start(plan)
+
+    def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
+        super().allocate_pools(num_blocks, num_host_slots)
+        assert self.host_blocks is not None
+        load = self.host_blocks.load
+
+        def raising(pairs: Sequence[tuple[HostSlot, BlockId]]) -> None:
+            load(pairs)
+            self.num_loads += self.saves
+            if self.raises and self.saves and self.num_loads % 2:
+                self.num_raised += 1
+                raise RuntimeError("once")
+
+        self.host_blocks.load = raising  # type: ignore[method-assign]
+
+
+class LoadsNeverRaise(LoadsRaise):
+    raises = False
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_raises_after_its_loads_saves_nothing_anew_in_the_place_of_what_was_evicted(
+    overlap: bool,
+) -> None:
+    """The block that went to the host holds by then what came from there."""
+    results = []
+    chance = random.Random(5)
+    prompts = [[20 + number] * 16 * (2 + number % 2) + [60 + number] * 5 for number in range(9)]
+    order = [chance.choice(prompts) for _ in range(150)]
+    for runner_class in (LoadsNeverRaise, LoadsRaise):
+        engine, runner = make_engine(runner_class, num_blocks=12, host_blocks=12, overlap=overlap, budget=64)
+        submitted = [engine.submit(request(prompt, temperature=0.0, max_tokens=4)) for prompt in order]
+        tokens, failed = run(engine)
+        results.append({key: tokens[key] for key in submitted if key not in failed})
+    assert isinstance(runner, LoadsRaise)
+    assert runner.num_raised > 3
+    assert len(results[1]) > len(order) // 2
+    assert {key: results[0][key] for key in results[1]} == results[1]
 
 
 def test_who_reads_what_the_poison_computes_in_that_step_ends_with_it() -> None:

@@ -305,25 +305,29 @@ def test_a_request_that_leaves_itself_no_token_is_told_so_and_harms_nobody() -> 
     assert ended[other].finish_reason is FinishReason.LENGTH
 
 
-@step_by_step
-def test_a_changed_host_block_is_found_and_never_served() -> None:
+def test_a_changed_host_block_is_computed_again_and_fails_nobody() -> None:
+    checkpoint = shared_checkpoint("LlamaForCausalLM")
     engine = make_engine(
-        shared_checkpoint("LlamaForCausalLM"),
-        num_blocks=12,
+        checkpoint,
+        num_blocks=16,
         deterministic=False,
         verify_host_memory=True,
         host_cache_gib=0.01,
         max_model_len=12 * BLOCK_SIZE,
     )
-    for seed in range(3):
+    for seed in range(4):
         submit(engine, prompt_of(100, seed=seed), 1)
         run(engine)
-    runner = engine.runner
+    runner, host_cache = engine.runner, engine.scheduler.host_cache
     assert isinstance(runner, TorchRunner)
     assert runner.host_blocks is not None
-    for chunk in runner.host_blocks._chunks_SL2KPD:
-        chunk[..., 0] += 1.0
-    submit(engine, prompt_of(100), 8)
-    assert [output.state for output in engine.step().outputs] == [SequenceState.FAILED]
-    again = submit(engine, prompt_of(100), 8)
-    assert_greedy(shared_checkpoint("LlamaForCausalLM"), prompt_of(100), run(engine)[again][0])
+    assert host_cache is not None
+    names = [BlockName(name) for name in chain(ROOT, prompt_of(100), BLOCK_SIZE)]
+    names = names[: len(host_cache.match(names))]
+    assert len(names) >= 3, "host memory has what was asked for first"
+    runner.host_blocks._place(host_cache._slots[names[1]])[..., 0] += 1.0
+    beside, hit = submit(engine, prompt_of(40, seed=1), 12), submit(engine, prompt_of(100), 8)
+    outputs = run(engine)
+    assert_greedy(checkpoint, prompt_of(40, seed=1), outputs[beside][0])
+    assert_greedy(checkpoint, prompt_of(100), outputs[hit][0])
+    assert outputs[hit][1] == BLOCK_SIZE, "what lies before the changed block is still there"

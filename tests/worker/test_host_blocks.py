@@ -94,8 +94,9 @@ def test_a_corrupted_slot_is_found_before_any_block_changes(kv_pools: list[torch
     host.save(save_pairs({0: 0, 1: 1, 2: 2}))
     before = [pool.clone() for pool in kv_pools]
     host._place(HostSlot(1)).view(torch.uint8)[2, 1, 2, 15, 3] ^= 1
-    with pytest.raises(HostBlockCorrupted, match="host slot 1"):
+    with pytest.raises(HostBlockCorrupted, match=r"host slots \[1\]") as caught:
         host.load(load_pairs({0: 8, 1: 9}))
+    assert caught.value.slots == {1}
     for pool, original in zip(kv_pools, before, strict=True):
         assert_same_bytes(pool, original)
     host.load(load_pairs({0: 8, 2: 9}))

@@ -1,19 +1,22 @@
 """No order of submits, cancels, forks, preemptions, evictions and failures breaks an invariant or changes a token."""
 
 import random
+from collections.abc import Set
 from typing import Any
 
 import pytest
+from blockyard.worker.host_memory import HostCache
 from blockyard.worker.preemption import Victim
-from blockyard.worker.sequence import SequenceState
+from blockyard.worker.sequence import HostSlot, SequenceState, StepPlan
+from blockyard.worker.step_moves import StepMoves
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from .storm import Storm, random_request
 
-ACTIONS = 2500
-"""In each of four weathers."""
+ACTIONS = 3000
+"""In each of five weathers."""
 WEATHERS: dict[str, dict[str, Any]] = {
     "recompute, a step at a time": {"num_blocks": 12, "pipelined": False, "preemption": "recompute"},
     "swap, a step ahead": {"num_blocks": 11, "pipelined": True, "preemption": "swap", "swap_blocks": 24},
@@ -35,6 +38,15 @@ WEATHERS: dict[str, dict[str, Any]] = {
         "spared_blocks": 4,
         "max_preemptions": 1,
     },
+    "prefixes that come back from host memory": {
+        "num_blocks": 24,
+        "pipelined": True,
+        "preemption": "swap",
+        "swap_blocks": 40,
+        "host_cache_blocks": 60,
+        "block_size": 8,
+        "max_num_batched_tokens": 64,
+    },
 }
 
 
@@ -52,7 +64,11 @@ def blow(storm: Storm, chance: random.Random) -> None:
         storm.fail()
     elif kind < 0.275:
         storm.take_back(moved=kind < 0.274)
-    elif kind < 0.29:
+    elif kind < 0.285 and storm.scheduler.config.host_cache_blocks + storm.scheduler.config.swap_blocks:
+        storm.break_next(chance.choice(["out", "in", "in", "copies", "after"]))
+    elif kind < 0.295:
+        storm.corrupt(chance.randrange(1000))
+    elif kind < 0.31:
         storm.measure(
             chance.choice([0.0, 50.0]), chance.choice([0.0, 1.0, 1000.0]), chance.choice([None, 16])
         )
@@ -63,16 +79,26 @@ def blow(storm: Storm, chance: random.Random) -> None:
         storm.commit()
 
 
-@pytest.mark.parametrize("weather", WEATHERS)
-def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: str) -> None:
+def weathered(weather: str, *, trouble: float = 0.0) -> tuple[Storm, int]:
+    """A storm that is over, and how many waited at most. `trouble`: how often host memory fails beside all else."""
     chance = random.Random(weather)
     storm = Storm(**({"max_num_seqs": 8, "max_model_len": 160} | WEATHERS[weather]))
-    scheduler, most_waiting = storm.scheduler, 0
+    most_waiting = 0
     for _ in range(ACTIONS):
+        if trouble and chance.random() < trouble:
+            storm.break_next(chance.choice(["in", "after"]))
+            storm.corrupt(chance.randrange(1000))
         blow(storm, chance)
         storm.check()
-        most_waiting = max(most_waiting, len(scheduler.waiting))
+        most_waiting = max(most_waiting, len(storm.scheduler.waiting))
     storm.finish()
+    return storm, most_waiting
+
+
+@pytest.mark.parametrize("weather", WEATHERS)
+def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: str) -> None:
+    storm, most_waiting = weathered(weather)
+    scheduler = storm.scheduler
     # A storm in which nothing of it happened would prove nothing.
     assert most_waiting >= 5
     assert scheduler.num_preemptions > 10
@@ -81,6 +107,52 @@ def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: st
     assert (scheduler.num_swaps > 0) == (scheduler.config.swap_blocks > 0)
     assert scheduler.host_cache is None or scheduler.host_cache.num_evictions > 10
     assert len(storm.beams) > 5
+    has_host_memory = scheduler.config.swap_blocks + scheduler.config.host_cache_blocks > 0
+    assert (storm.device.num_broken > 2) == has_host_memory
+    assert storm.device.num_found_corrupted > 0 or scheduler.config.host_cache_blocks < 60
+
+
+def _made_from_the_first_again(moves: StepMoves, plan: StepPlan) -> None:
+    """Unless all were made."""
+    if moves._num_made.get(plan.step) != 3:
+        moves._num_made.pop(plan.step, None)
+    right(moves, plan)
+
+
+def _made_with_each_part(moves: StepMoves, plan: StepPlan) -> None:
+    moves._num_made.pop(plan.step, None)
+    right(moves, plan)
+
+
+right = StepMoves.make
+
+
+def _forgets_the_slot_alone(host_cache: HostCache, slots: Set[HostSlot]) -> None:
+    """And not what builds on it."""
+    for name in [name for name, slot in host_cache._slots.items() if slot in slots]:
+        host_cache._drop(name)
+
+
+def _keeps_what_is_lost(host_cache: HostCache, slots: Set[HostSlot]) -> None:
+    """Nothing is dropped."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken", "seen_as"),
+    [
+        (StepMoves, "make", _made_from_the_first_again, "not its own|other content"),
+        (StepMoves, "make", _made_with_each_part, "not its own|other content"),
+        (HostCache, "drop", _keeps_what_is_lost, "read again"),
+        (HostCache, "drop", _forgets_the_slot_alone, "a gap"),
+    ],
+)
+def test_a_storm_sees_moves_made_twice_and_lost_blocks_kept(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, broken: Any, seen_as: str
+) -> None:
+    """Mutants of what a step that is run again owes to host memory."""
+    monkeypatch.setattr(owner, method, broken)
+    with pytest.raises(AssertionError, match=seen_as):
+        weathered("prefixes that come back from host memory", trouble=0.1)
 
 
 class StormMachine(RuleBasedStateMachine):
@@ -124,6 +196,14 @@ class StormMachine(RuleBasedStateMachine):
     @rule(moved=st.booleans())
     def take_back(self, moved: bool) -> None:
         self.storm.take_back(moved=moved)
+
+    @rule(kind=st.sampled_from(["out", "in", "copies", "after"]))
+    def break_next(self, kind: str) -> None:
+        self.storm.break_next(kind)
+
+    @rule(number=st.integers(0, 50))
+    def corrupt(self, number: int) -> None:
+        self.storm.corrupt(number)
 
     @rule(
         prefill=st.sampled_from([0.0, 50.0]),
