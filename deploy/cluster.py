@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from blockyard.deploy import nodes, on_ray, preflight, ray_head, state
+from blockyard.deploy import nodes, on_ray, preflight, ray_head, redis_given, state
 from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.dashboard.page_token import draw_page_token
 from blockyard.deploy.interruption import raise_if_asked, undisturbed
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
+from blockyard.deploy.redis_server import RedisProcess, private_server_told, start_private_redis
 from blockyard.deploy.security import redis_user
 from blockyard.deploy.serving import (
     Progress,
@@ -49,6 +49,8 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
     already or a model that the engine cannot run."""
     left = refuse_if_up(options.cluster)
     preflight.check(options)
+    for warning in redis_given.check(options):
+        report(Progress(stage="looking at Redis", warning=warning))
     if options.address is not None:
         ray_head.check_listening(options.address)
     if left is not None:
@@ -158,6 +160,8 @@ def _start_redis(cluster: ClusterState, options: UpOptions, report: Report) -> C
     server = start_private_redis(
         Path(cluster.directory) / "redis", password=secrets.token_hex(16), users=(worker, router)
     )
+    if (version := redis_given.look(server.url).version) is not None and version.told:
+        report(Progress(stage="starting Redis", warning=private_server_told(version)))
     process = identify(server.pid)
     assert process is not None
     redis = RedisState(process=process, port=server.port, log_path=str(server.log_path))

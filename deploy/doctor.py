@@ -13,15 +13,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import redis
-from blockyard.deploy import nodes, on_ray, state
+from blockyard.deploy import nodes, on_ray, redis_given, state
 from blockyard.deploy.findings import Finding, Verdict
-from blockyard.deploy.redis_server import RedisStartError, configured_redis_url, find_redis_server
+from blockyard.deploy.redis_server import (
+    RedisStartError,
+    configured_redis_url,
+    find_redis_server,
+    private_server_told,
+)
+from blockyard.deploy.redis_versions import OLDEST, version_of_program
 
 PACKAGES = ("torch", "triton", "transformers", "ray", "grpcio", "protobuf", "redis", "numpy")
 OPTIONAL_PACKAGES = frozenset({"triton"})
-OLDEST_REDIS = (6, 2)
-REDIS_SECONDS = 2.0
 DASHBOARD_PORT = 8265
 NEEDED_MEMORY_BYTES = 2 * 2**30
 NEEDED_MEMORY_SHARE = 0.1
@@ -148,23 +151,29 @@ def _dashboard_port() -> Finding:
 
 def _redis(url: str | None) -> Finding:
     if url is None:
-        try:
-            return Finding(
-                verdict="ok", subject="redis-server", detail=f"private, from {find_redis_server()}"
-            )
-        except RedisStartError as error:
-            return Finding(verdict="fail", subject="redis-server", detail=str(error))
+        return _private_redis()
+    looked = redis_given.look(url)
+    if looked.problem:
+        return Finding(verdict="fail", subject="redis", detail=f"the configured Redis: {looked.problem}")
+    if (version := looked.version) is None:
+        return Finding(verdict="warn", subject="redis", detail="it does not say which version it is")
+    if version.version < OLDEST:
+        return Finding(verdict="fail", subject="redis", detail=f"{version} (needs 6.2)")
+    return Finding(
+        verdict="warn" if version.told else "ok", subject="redis", detail=version.told or str(version)
+    )
+
+
+def _private_redis() -> Finding:
     try:
-        with redis.Redis.from_url(
-            url, socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS
-        ) as client:
-            version = str(client.info("server")["redis_version"])
-    except (redis.RedisError, OSError, ValueError) as error:
-        # The URL may hold a password, and some errors quote it.
-        detail = f"the configured Redis does not answer: {type(error).__name__}"
-        return Finding(verdict="fail", subject="redis", detail=detail)
-    old = tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS
-    return Finding(verdict="fail" if old else "ok", subject="redis", detail=f"{version} (needs 6.2)")
+        found = find_redis_server()
+    except RedisStartError as error:
+        return Finding(verdict="fail", subject="redis-server", detail=str(error))
+    version = version_of_program(found)
+    if told := private_server_told(version):
+        return Finding(verdict="warn", subject="redis-server", detail=f"{told} (now: {found})")
+    detail = f"private, {version or 'of a version that it does not say'}, from {found}"
+    return Finding(verdict="ok", subject="redis-server", detail=detail)
 
 
 def _model(model: str) -> Iterator[Finding]:

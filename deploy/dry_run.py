@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from blockyard.deploy import doctor, effective, nodes, on_ray, preflight, views
+from blockyard.deploy import doctor, effective, nodes, on_ray, preflight, redis_given, views
 from blockyard.deploy.cluster import refuse_if_up
 from blockyard.deploy.findings import Finding, exit_code
 from blockyard.deploy.settings import masked
@@ -57,7 +57,7 @@ class Plan:
 
 def examine(options: UpOptions) -> Plan:
     """Raises nothing that is wrong with the cluster to be: that is in the findings."""
-    findings = [*doctor.examine(None, options.redis_url), *_refusals(options)]
+    findings = [*_looks(options), *_refusals(options)]
     node_cpus, num_gpus, other_hosts = _hardware(options, findings)
     shape = _shape(options, node_cpus, num_gpus, findings)
     has_private_redis = options.given_redis_url is None
@@ -77,6 +77,18 @@ def examine(options: UpOptions) -> Plan:
         redis=_redis(options, has_private_redis),
         findings=tuple(findings),
     )
+
+
+def _looks(options: UpOptions) -> Iterator[Finding]:
+    """Doctor's, but of a Redis that is given what `up` says, which starts without one that does not answer."""
+    for finding in doctor.examine(None, options.redis_url):
+        if finding.subject != "redis":
+            yield finding
+    try:
+        for warning in redis_given.check(options):
+            yield Finding(verdict="warn", subject="redis", detail=warning)
+    except ValueError as error:
+        yield _failure("redis", str(error))
 
 
 def plan_view(plan: Plan, settings: Iterable[effective.Effective]) -> RenderableType:

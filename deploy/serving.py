@@ -29,6 +29,8 @@ class Progress:
     done: int = 0
     total: int | None = None
     """None: it cannot be counted."""
+    warning: str = ""
+    """What the operator should know, and what keeps nothing from going on."""
 
 
 Report = Callable[[Progress], None]

@@ -16,6 +16,8 @@ from blockyard.deploy.options import (
     placement_options,
     served_name,
 )
+from blockyard.deploy.redis_given import checked_redis_url
+from blockyard.deploy.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.security import security, security_options
 from blockyard.deploy.settings import Command, setting, wrong_values_are_usage
 from blockyard.deploy.shared_port import MAX_PORT
@@ -23,6 +25,7 @@ from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
 
+ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
 _PORT = click.IntRange(0, MAX_PORT)
 _OF_THE_CLUSTER = (
     setting(
@@ -105,15 +108,17 @@ _OF_THE_INDEX = (
     setting(
         "redis",
         "--redis-url",
-        envvar="BLOCKYARD_REDIS_URL",
+        envvar=REDIS_URL_VARIABLE,
         is_secret=True,
-        help="Default: a private Redis is started.",
+        callback=checked_redis_url(REDIS_URL_VARIABLE),
+        help="Default: a private Redis is started. With a password: only by the variable.",
     ),
     setting(
         "redis",
         "--router-redis-url",
-        envvar="BLOCKYARD_ROUTER_REDIS_URL",
+        envvar=ROUTER_REDIS_URL_VARIABLE,
         is_secret=True,
+        callback=checked_redis_url(ROUTER_REDIS_URL_VARIABLE),
         help="The same Redis as a user that only reads, for routers (SECURITY.md). Default: --redis-url.",
     ),
 )

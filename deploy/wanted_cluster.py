@@ -13,6 +13,7 @@ from blockyard.deploy.redis_server import configured_redis_url
 from blockyard.deploy.security import SecurityOptions
 from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.proto.logs import LogConfig
+from blockyard.proto.redis_prefix_index import check_url
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig
@@ -68,6 +69,9 @@ class UpOptions:
             raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
         if self.address is not None:
             host_and_port(self.address)
+        for url in (self.given_redis_url, self.router_redis_url):
+            if url is not None:
+                check_url(url)
         for first_port in (self.router_port, self.http_port or 0):
             last_port = first_port + self.num_routers - 1
             if self.separate_ports and first_port and last_port > MAX_PORT:

@@ -1,7 +1,11 @@
 """What each role may do in Redis, as rules of an ACL (Redis >= 6.2): routers read the index, workers write their part.
 
-Both may load scripts, which Redis lets do no more than their caller may. Neither may see another key or configure the
-server. Owns the rules; the scripts that need them are in index_scripts.py and index_walks.py.
+Owns the rules; the scripts that need them are in index_scripts.py and index_walks.py. Each command here is sent or
+called from a script, and each that is sent is here: tests/security/test_redis_roles.py tries every command there is.
+
+Routers, which read what clients send, may not load scripts. Workers may: a Redis that was restarted has none, and
+nobody with more rights than a worker is there to load them again. A script may do no more than its caller, but the
+interpreter has had defects (CVE-2025-49844), and a script made for it could use them.
 """
 
 from typing import Literal
@@ -10,26 +14,20 @@ from blockyard.proto.index_schema import key_prefix
 
 Role = Literal["router", "worker"]
 
-_READS = (
-    *("hget", "hgetall", "hlen", "hmget", "zrangebyscore", "zscore"),
-    # How large the index is, for operators.
-    *("memory|usage", "zcard", "zcount"),
-)
-_WRITES = (
-    "del",
-    "exists",
-    "hdel",
-    "hset",
-    "hsetnx",
-    "sadd",
-    "smembers",
-    "spop",
-    "type",
-    "zadd",
-    "zrange",
-    "zrem",
-)
-_CALLS = ("evalsha", "script|load", "time", "hello", "ping")
+COMMANDS: dict[Role, tuple[str, ...]] = {
+    "router": (
+        # PING asks whether it is there at all, before anything starts. HELLO and AUTH are open to everybody.
+        *("ping", "evalsha", "time"),
+        *("hget", "hgetall", "hlen", "hmget", "zrangebyscore"),
+        # How large the index is, for operators.
+        *("memory|usage", "zcard", "zcount"),
+    ),
+    "worker": (
+        *("ping", "evalsha", "script|load", "time"),
+        *("del", "exists", "hdel", "hget", "hgetall", "hmget", "hset", "hsetnx", "sadd", "smembers", "spop"),
+        *("type", "zadd", "zrange", "zrangebyscore", "zrem", "zscore"),
+    ),
+}
 
 
 def user_name(role: Role) -> str:
@@ -38,9 +36,5 @@ def user_name(role: Role) -> str:
 
 def acl_rules(role: Role, cluster: str) -> str:
     """All that a user of this role needs, and no more, for `ACL SETUSER NAME on #SHA256 RULES`."""
-    # A worker looks whether Redis keeps buckets compact. Setting it is for whoever runs Redis.
-    more = (*_WRITES, "config|get") if role == "worker" else ()
-    commands = (*_CALLS, *_READS, *more)
-    return " ".join(
-        ("resetkeys", f"~{key_prefix(cluster)}*", "resetchannels", "-@all", *(f"+{c}" for c in commands))
-    )
+    commands = (f"+{command}" for command in COMMANDS[role])
+    return " ".join(("resetkeys", f"~{key_prefix(cluster)}*", "resetchannels", "-@all", *commands))

@@ -5,11 +5,14 @@ PrefixIndexError. Does not own the layout (index_schema.py), retries, time-outs 
 to renew: the publisher and the router decide those.
 """
 
-import logging
+import hashlib
 import re
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from blockyard.proto import index_schema, index_scripts, index_walks
 from blockyard.proto.prefix_index import (
@@ -35,8 +38,6 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-logger = logging.getLogger(__name__)
-
 MAX_RECORD_CHARACTERS = 256
 MAX_FIELD_BYTES = 4 * MAX_RECORD_CHARACTERS
 MAX_IDENTITY_BYTES = 2 * MAX_FIELD_BYTES
@@ -44,16 +45,35 @@ MAX_LISTED = 4096
 """Records in a directory, and holders of a block in a look-up. What is beyond is left out: whoever writes more is not a
 cluster of ours, and may not make a router read megabytes."""
 MAX_BLOCK_SIZE_DIGITS = 9
+MAX_ERROR_CHARACTERS = 300
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
-_COMPACT_BUCKETS = {
-    "entries": index_schema.MAX_BUCKET_ENTRIES,
-    "value": index_schema.MAX_BUCKET_VALUE_BYTES,
-}
+_DATABASE = re.compile(r"(/[0-9]*)?")
+_SCRIPTS = (
+    *(index_scripts.REGISTER, index_scripts.APPLY, index_scripts.RENEW, index_scripts.RETIRE),
+    *(index_scripts.LOOKUP, index_scripts.DIRECTORY, index_walks.PURGE, index_walks.INFO),
+)
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError, which quotes nothing of it, for what is no URL of a Redis."""
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme in ("redis", "rediss", "unix") and bool(
+            parts.hostname or parts.scheme == "unix"
+        )
+        Redis.from_url(url).connection_pool.make_connection()
+    except (ValueError, TypeError):
+        is_known = False
+    if not is_known or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
+        raise ValueError(
+            "this is no Redis URL, such as redis://USER:PASSWORD@HOST:6379/0 or rediss://HOST"
+        ) from None
 
 
 def connect(url: str, *, timeout_seconds: float) -> Redis:
     """A client that answers or fails within the time-out. redis-py's own retries would hang for over
-    10 s on a stopped server, so there are none: whoever calls knows better when to come back."""
+    10 s on a stopped server, so there are none: whoever calls knows better when to come back. Raises ValueError."""
+    check_url(url)
     client: Redis = Redis.from_url(
         url,
         socket_timeout=timeout_seconds,
@@ -65,29 +85,27 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
 
 
 class RedisPrefixIndex:
-    """PrefixIndex in Redis. Several may share one client; the caller closes the client."""
+    """PrefixIndex in Redis. Several may share one client; the caller closes the client.
 
-    def __init__(self, client: Redis, cluster: str, *, max_berths: int = MAX_BERTHS) -> None:
+    A reader may not load scripts: where Redis has lost them it finds nothing, until a worker, which notices it at the
+    next renewal of its lease, has loaded all of them again."""
+
+    def __init__(
+        self, client: Redis, cluster: str, *, max_berths: int = MAX_BERTHS, is_reader: bool = False
+    ) -> None:
         self._client = client
         self._prefix = index_schema.key_prefix(cluster)
         self._max_berths = max_berths
-        self._register = client.register_script(index_scripts.REGISTER)
-        self._apply = client.register_script(index_scripts.APPLY)
-        self._renew = client.register_script(index_scripts.RENEW)
-        self._retire = client.register_script(index_scripts.RETIRE)
-        self._lookup = client.register_script(index_scripts.LOOKUP)
-        self._directory = client.register_script(index_scripts.DIRECTORY)
-        self._purge = client.register_script(index_walks.PURGE)
-        self._info = client.register_script(index_walks.INFO)
-        self._has_warned = False
+        self._is_reader = is_reader
 
     async def register(
         self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
     ) -> Berth:
-        await self._keep_buckets_compact()
+        # The readers' too, which may be of another version than what is there.
+        await self._load_scripts()
         epoch = secrets.randbits(63)
-        number, anywhere = await self._call(
-            self._register,
+        reply = await self._call(
+            index_scripts.REGISTER,
             epoch,
             _milliseconds(lease_seconds),
             self._max_berths,
@@ -100,6 +118,8 @@ class RedisPrefixIndex:
             index_schema.ANYWHERE_SUFFIX,
             record.proof,
         )
+        with _of_our_scripts():
+            number, anywhere = _counts(reply, 2)
         if number == 0:
             raise PrefixIndexError(
                 ErrorKind.BERTHS_EXHAUSTED,
@@ -112,8 +132,9 @@ class RedisPrefixIndex:
         names = (batch.removed, batch.anywhere_removed, batch.anywhere_added, batch.added)
         packed = map(index_schema.pack_names, names)
         numbers = (berth.number, berth.anywhere or 0)
-        reply = await self._call(self._apply, *numbers, berth.epoch, batch.sequence, *packed)
-        return ApplyResult(reply.decode())
+        reply = await self._call(index_scripts.APPLY, *numbers, berth.epoch, batch.sequence, *packed)
+        with _of_our_scripts():
+            return ApplyResult(reply.decode())
 
     async def renew(
         self,
@@ -124,7 +145,7 @@ class RedisPrefixIndex:
         check: SpotCheck | None = None,
     ) -> RenewResult:
         reply = await self._call(
-            self._renew,
+            index_scripts.RENEW,
             berth.number,
             berth.epoch,
             _milliseconds(lease_seconds),
@@ -132,39 +153,43 @@ class RedisPrefixIndex:
             berth.anywhere or 0,
             *(_check_arguments(check) if check is not None else ()),
         )
-        return RenewResult(reply.decode())
+        with _of_our_scripts():
+            return RenewResult(reply.decode())
 
     async def retire(self, berth: Berth) -> None:
-        await self._call(self._retire, berth.number, berth.epoch, berth.anywhere or 0)
+        await self._call(index_scripts.RETIRE, berth.number, berth.epoch, berth.anywhere or 0)
 
     async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
         if not names:
             return []
         packed = index_schema.pack_names(names)
         bounds = index_schema.MAX_BUCKET_ENTRIES, MAX_LISTED, MAX_IDENTITY_BYTES
-        reply = await self._call(self._lookup, packed, *bounds)
-        return _parse_holders(reply)
+        reply = await self._call(index_scripts.LOOKUP, packed, *bounds, nothing=())
+        with _of_our_scripts():
+            return _parse_holders(reply, most=len(names))
 
     async def directory(self) -> list[WorkerRecord]:
-        reply = await self._call(self._directory, MAX_LISTED, MAX_FIELD_BYTES)
-        return [record for fields in reply if (record := _parse_record(fields)) is not None]
+        reply = await self._call(index_scripts.DIRECTORY, MAX_LISTED, MAX_FIELD_BYTES, nothing=())
+        with _of_our_scripts():
+            return [record for fields in reply if (record := _parse_record(fields)) is not None]
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
-        active, cursor, changed, freed = await self._call(
-            self._purge, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
+        reply = await self._call(
+            index_walks.PURGE, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
         )
-        return PurgeProgress(
-            active=bool(active),
-            next_bucket=cursor,
-            changed_entries=changed,
-            freed=tuple(int(number) for number in freed),
-        )
+        with _of_our_scripts():
+            active, cursor, changed = _counts(reply[:3], 3)
+            freed = tuple(int(number) for number in reply[3])
+        return PurgeProgress(active=bool(active), next_bucket=cursor, changed_entries=changed, freed=freed)
 
     async def info(self) -> IndexInfo:
         names = sampled_names = sampled_bytes = live = dead = 0
         for first in range(0, index_schema.NUM_BUCKETS, index_schema.INFO_SLICE_BUCKETS):
             stop = min(first + index_schema.INFO_SLICE_BUCKETS, index_schema.NUM_BUCKETS)
-            counts = await self._call(self._info, first, stop, index_schema.INFO_SAMPLE_EVERY)
+            sample = index_schema.INFO_SAMPLE_EVERY
+            reply = await self._call(index_walks.INFO, first, stop, sample, nothing=(0, 0, 0, 0, 0))
+            with _of_our_scripts():
+                counts = _counts(reply, 5)
             names += counts[0]
             sampled_names += counts[1]
             sampled_bytes += counts[2]
@@ -172,30 +197,66 @@ class RedisPrefixIndex:
         bytes_a_name = sampled_bytes / sampled_names if sampled_names else 0.0
         return IndexInfo(names=names, bytes=round(bytes_a_name * names), live_berths=live, dead_berths=dead)
 
-    async def _call(self, script: Any, *arguments: str | int | bytes) -> Any:
-        try:
-            return await script(keys=[self._prefix], args=arguments)
-        except (exceptions.RedisError, OSError, TimeoutError) as error:
-            raise PrefixIndexError(error_kind(error), str(error)) from error
+    async def _call(self, script: str, *arguments: str | int | bytes, nothing: Any = None) -> Any:
+        """`nothing` is what a reader is answered where Redis has no scripts."""
+        evalsha: Any = self._client.evalsha
+        sent = _digest(script), 1, self._prefix, *arguments
+        with _failures_told():
+            try:
+                return await evalsha(*sent)
+            except exceptions.NoScriptError:
+                if self._is_reader:
+                    return nothing
+            await self._load_scripts()
+            return await evalsha(*sent)
 
-    async def _keep_buckets_compact(self) -> None:
-        """Raises Redis's bounds for compact hashes if they are lower. They are lost when Redis restarts, so
-        each registration looks again. A managed Redis may refuse: the index works and takes more memory."""
-        try:
-            for what, wanted in _COMPACT_BUCKETS.items():
-                # The old name is the one that every version understands.
-                name = f"hash-max-ziplist-{what}"
-                current = await cast(Awaitable[dict[Any, Any]], self._client.config_get(name))
-                if int(next(iter(current.values()), 0)) < wanted:
-                    await cast(Awaitable[Any], self._client.config_set(name, wanted))
-        except exceptions.ResponseError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "Redis keeps its own bounds for compact hashes, the index takes more memory: %s", error
-                )
-        except (exceptions.RedisError, OSError, TimeoutError) as error:
-            raise PrefixIndexError(error_kind(error), str(error)) from error
+    async def _load_scripts(self) -> None:
+        """All, in one round trip: a reader's too."""
+        with _failures_told():
+            async with self._client.pipeline(transaction=False) as pipe:
+                for script in _SCRIPTS:
+                    pipe.script_load(script)
+                await pipe.execute()
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Raises PrefixIndexError for whatever a server, which may be no Redis or in other hands, does to its client."""
+    try:
+        yield
+    except PrefixIndexError:
+        raise
+    except Exception as error:
+        raise PrefixIndexError(error_kind(error), _shown(error)) from error
+
+
+@contextmanager
+def _of_our_scripts() -> Iterator[None]:
+    """An answer is taken apart inside. Raises PrefixIndexError for one that none of our scripts gives."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        text = "Redis answers what none of our scripts does"
+        raise PrefixIndexError(ErrorKind.REPLY, text) from error
+
+
+def _counts(reply: Any, wanted: int) -> tuple[int, ...]:
+    counts = tuple(reply)
+    if len(counts) != wanted or not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        raise ValueError(wanted)
+    return counts
+
+
+def _shown(error: Exception) -> str:
+    """The server has chosen the text."""
+    text = str(error)[:MAX_ERROR_CHARACTERS]
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+@cache
+def _digest(script: str) -> str:
+    """By which Redis knows a script that was loaded."""
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
 _NO_RIGHT = "The user executing the script can't"
@@ -245,12 +306,12 @@ def _check_arguments(check: SpotCheck) -> list[str | bytes]:
     ]
 
 
-def _parse_holders(reply: Sequence[object]) -> list[Holder]:
-    """Without what is not of our making."""
+def _parse_holders(reply: Sequence[object], *, most: int) -> list[Holder]:
+    """Without what is not of our making. Nobody holds more than the `most` that were asked for."""
     on_gpu: Depths = {}
     anywhere: Depths = {}
     for identity, depth in zip(reply[::2], reply[1::2], strict=True):
-        if not isinstance(identity, bytes) or not isinstance(depth, int):
+        if not isinstance(identity, bytes) or not isinstance(depth, int) or not 0 < depth <= most:
             continue
         text = identity.decode(errors="replace")
         depths = anywhere if text.endswith(index_schema.ANYWHERE_SUFFIX) else on_gpu
@@ -266,7 +327,7 @@ def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
     if any(fact is None for fact in facts):
         return None
     worker_id, incarnation, address, fingerprint, block_size = (
-        cast(bytes, fact).decode(errors="replace") for fact in facts
+        cast(bytes, fact)[: MAX_FIELD_BYTES + 1].decode(errors="replace") for fact in facts
     )
     texts = (worker_id, incarnation, address, fingerprint)
     if not all(text.isprintable() and len(text) <= MAX_RECORD_CHARACTERS for text in texts):
@@ -281,5 +342,5 @@ def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
         address=address,
         fingerprint=fingerprint,
         block_size=int(block_size),
-        proof=(proof or b"").decode(errors="replace"),
+        proof=(proof or b"")[:MAX_RECORD_CHARACTERS].decode(errors="replace"),
     )

@@ -90,4 +90,4 @@ def _index(config: RouterConfig, stack: AsyncExitStack) -> PrefixIndex | None:
         return None
     client = connect(config.redis_url, timeout_seconds=DIRECTORY_SECONDS)
     stack.push_async_callback(client.aclose)
-    return RedisPrefixIndex(client, config.cluster)
+    return RedisPrefixIndex(client, config.cluster, is_reader=True)

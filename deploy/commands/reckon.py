@@ -11,6 +11,8 @@ from blockyard.deploy import doctor as doctors
 from blockyard.deploy import figures, figures_plots, findings, size, views
 from blockyard.deploy.commands.shown import console, show
 from blockyard.deploy.options import model_path, output_option, ray_address
+from blockyard.deploy.redis_given import checked_redis_url
+from blockyard.deploy.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.settings import checked_by
 from blockyard.worker.kv_size import KVCacheDtype
 
@@ -89,7 +91,10 @@ def figures_command(output: str, folder: Path | None) -> None:
 @click.command()
 @click.option("--model", callback=checked_by(model_path), help="Also check this model's folder.")
 @click.option(
-    "--redis-url", envvar="BLOCKYARD_REDIS_URL", help="Look at this Redis instead of a private one."
+    "--redis-url",
+    envvar=REDIS_URL_VARIABLE,
+    callback=checked_redis_url(REDIS_URL_VARIABLE),
+    help="Look at this Redis instead of a private one. With a password: only by the variable.",
 )
 @click.option(
     "--address",

@@ -1,6 +1,7 @@
 """deploy/kuberay: each manifest against its schema, and against the code and the other manifests that it must fit."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import ray
 import yaml
 from blockyard.deploy.cli import main
+from blockyard.deploy.redis_versions import version_of_reply
 from blockyard.deploy.size import parse_bytes
 from blockyard.proto.index_acl import acl_rules
 from ray._common.utils import load_class
@@ -182,6 +184,15 @@ def test_what_redis_lets_each_user_do_is_what_the_code_says() -> None:
     assert f"user blockyard-router on #$router {acl_rules('router', 'default')}\n" in users
     assert f"user blockyard-worker on #$worker {acl_rules('worker', 'default')}\n" in users
     assert "user default off" in users
+
+
+def test_no_manifest_runs_a_redis_with_known_holes() -> None:
+    images = re.findall(r"image: *(redis|valkey/valkey):(\S+)", (KUBERAY / "redis.yaml").read_text("utf-8"))
+    assert len(images) == 4
+    for product, version in images:
+        pinned = version_of_reply({"server": product.partition("/")[0], "version": version})
+        assert pinned is not None
+        assert pinned.told == ""
 
 
 def up_commands() -> list[list[str]]:

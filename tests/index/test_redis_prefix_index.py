@@ -1,6 +1,5 @@
 """What only the real Redis can show: garbage, refusals, errors, memory and latency."""
 
-import logging
 import random
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from blockyard.proto.prefix_index import (
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from redis.asyncio import Redis
 
+from ..redis_servers import each_server  # noqa: TID252
 from .harness import RedisHarness, chain, free_of, purge_all, record
 
 BLOCKS_A_CHAIN = 450
@@ -203,28 +203,9 @@ async def test_buckets_stay_compact_at_two_hundred_holders(redis_harness: RedisH
     assert len(await redis_harness.index.lookup(chain(1))) == 200
 
 
-async def test_a_refused_config_set_is_warned_of_once_and_the_index_works(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    process = start_private_redis(tmp_path)
-    try:
-        async with connect(process.url, timeout_seconds=2) as client:
-            await client.acl_setuser("tenant", enabled=True, nopass=True, keys="*", categories=["+@all"],
-                                     commands=["-config"])  # fmt: skip
-            url = process.url.replace("redis://", "redis://tenant:any@")
-            async with connect(url, timeout_seconds=2) as tenant:
-                with caplog.at_level(logging.WARNING):
-                    index = RedisPrefixIndex(tenant, "refused")
-                    await fill(index, "a", list(chain(3)))
-                    await fill(index, "b", list(chain(3)))
-                assert len(await index.lookup(chain(3))) == 2
-    finally:
-        process.stop()
-    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
-
-
-async def test_each_refusal_of_redis_has_its_own_kind(tmp_path: Path) -> None:
-    process = start_private_redis(tmp_path, password="correct horse")
+@pytest.mark.parametrize("executable", each_server())
+async def test_each_refusal_of_redis_has_its_own_kind(executable: Path, tmp_path: Path) -> None:
+    process = start_private_redis(tmp_path, password="correct horse", executable=executable)
     try:
         async with connect(process.url, timeout_seconds=2) as client:
             index = RedisPrefixIndex(client, "kinds")

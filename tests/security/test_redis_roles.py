@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from blockyard.deploy.redis_server import RedisProcess, start_private_redis
 from blockyard.deploy.security import redis_user
 from blockyard.proto.block_hash import NAME_BYTES
-from blockyard.proto.index_schema import key_prefix
+from blockyard.proto.index_acl import COMMANDS, Role
+from blockyard.proto.index_schema import bucket_of, key_prefix
 from blockyard.proto.prefix_index import (
     ApplyResult,
     Batch,
@@ -19,15 +22,21 @@ from blockyard.proto.prefix_index import (
     Incarnation,
     PrefixIndexError,
     RenewResult,
+    SpotCheck,
     WorkerId,
     WorkerRecord,
 )
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.router.client import AsyncClient
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
+from ..redis_servers import each_server  # noqa: TID252
 from .rig import SIMULATED, processes, until, until_ready
 
 CLUSTER = "default"
+ADMINS_PASSWORD = "of-the-admin"
+ROLES: tuple[Role, ...] = ("router", "worker")
 RECORD = WorkerRecord(
     worker_id=WorkerId("w0"),
     incarnation=Incarnation("1"),
@@ -36,40 +45,61 @@ RECORD = WorkerRecord(
     block_size=16,
 )
 NAMES = tuple(sha256(bytes([position])).digest()[:NAME_BYTES] for position in range(40))
+OTHER_NAMES = tuple(sha256(bytes([position])).digest()[:NAME_BYTES] for position in range(40, 50))
+NUM_HOLDERS = 60
+DONE_OTHERWISE = {"hsetnx"}
+"""Commands that save another: a script that is refused one does its work with two."""
 
 
 class Server:
     """A private Redis as `up` starts it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, executable: Path) -> None:
         self.worker, self.router = redis_user("worker", CLUSTER), redis_user("router", CLUSTER)
         self.process: RedisProcess = start_private_redis(
-            folder, password="of-the-admin", users=(self.worker, self.router)
+            folder, password=ADMINS_PASSWORD, users=(self.worker, self.router), executable=executable
         )
         self.worker_url = self.process.url_of(self.worker)
         self.router_url = self.process.url_of(self.router)
 
+    def url_of(self, role: Role) -> str:
+        return self.worker_url if role == "worker" else self.router_url
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("redis"))
+
+@pytest.fixture(scope="module", params=each_server())
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("redis"), request.param)
     yield made
     made.process.stop()
 
 
+@pytest.fixture
+def flushed(server: Server) -> Server:
+    """Without keys, scripts and statistics."""
+    with redis.Redis.from_url(server.process.url) as admin:
+        admin.flushall()
+        admin.script_flush()
+        admin.config_resetstat()
+    return server
+
+
 @asynccontextmanager
-async def index_as(url: str, cluster: str = CLUSTER) -> AsyncIterator[RedisPrefixIndex]:
+async def index_as(
+    url: str, cluster: str = CLUSTER, *, is_reader: bool = False
+) -> AsyncIterator[RedisPrefixIndex]:
     client = connect(url, timeout_seconds=5.0)
     try:
-        yield RedisPrefixIndex(client, cluster)
+        yield RedisPrefixIndex(client, cluster, is_reader=is_reader)
     finally:
         await client.aclose()
 
 
-async def test_a_worker_writes_its_part_and_a_router_reads_it(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with index_as(server.worker_url) as worker, index_as(server.router_url) as router:
+async def test_a_worker_writes_its_part_and_a_router_reads_it(flushed: Server) -> None:
+    server = flushed
+    async with (
+        index_as(server.worker_url) as worker,
+        index_as(server.router_url, is_reader=True) as router,
+    ):
         berth = await worker.register(RECORD, lease_seconds=10.0, has_host_cache=True)
         batch = Batch(sequence=1, removed=(), added=NAMES, anywhere_removed=(), anywhere_added=NAMES)
         assert await worker.apply(berth, batch) is ApplyResult.OK
@@ -87,11 +117,13 @@ async def test_a_worker_writes_its_part_and_a_router_reads_it(
         assert not (await worker.register(RECORD, lease_seconds=0.01)).anywhere
         await asyncio.sleep(0.1)
         await worker.directory()
-    assert "Redis keeps its own bounds" not in caplog.text
 
 
 async def test_a_router_cannot_write_not_even_by_the_workers_scripts(server: Server) -> None:
-    async with index_as(server.worker_url) as worker, index_as(server.router_url) as router:
+    async with (
+        index_as(server.worker_url) as worker,
+        index_as(server.router_url, is_reader=True) as router,
+    ):
         berth = await worker.register(RECORD, lease_seconds=10.0)
         batch = Batch(sequence=1, removed=(), added=NAMES, anywhere_removed=(), anywhere_added=())
         for write in (
@@ -111,10 +143,17 @@ async def test_a_router_cannot_write_not_even_by_the_workers_scripts(server: Ser
 
         before = stored()
         key = f"{key_prefix(CLUSTER)}leases"
-        for command in (("ZADD", key, 1, "x"), ("DEL", key), ("EVAL", "return 1", 0), ("SET", key, 1)):
+        body = f"return redis.call('DEL', '{key}')"
+        for command in (
+            ("ZADD", key, 1, "x"),
+            ("DEL", key),
+            ("EVAL", "return 1", 0),
+            ("SET", key, 1),
+            ("SCRIPT", "LOAD", body),
+        ):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 reader.execute_command(*command)
-        writing = reader.execute_command("SCRIPT", "LOAD", f"return redis.call('DEL', '{key}')")
+        writing = admin.script_load(body)
         with pytest.raises(redis.RedisError, match=r"(?i)acl|perm|can't run"):
             reader.execute_command("EVALSHA", writing, 1, key)
         assert stored() == before
@@ -135,6 +174,7 @@ async def test_neither_sees_another_clusters_keys_nor_the_server(server: Server,
             ("SCAN", 0),
             ("FLUSHALL",),
             ("CONFIG", "SET", "dir", "/"),
+            ("CONFIG", "GET", "requirepass"),
             ("ACL", "LIST"),
             ("MONITOR",),
             ("SHUTDOWN",),
@@ -142,8 +182,245 @@ async def test_neither_sees_another_clusters_keys_nor_the_server(server: Server,
             ("DEBUG", "SLEEP", 0),
             ("REPLICAOF", "NO", "ONE"),
         ):
-            with pytest.raises(redis.exceptions.NoPermissionError):
+            # From 7 on DEBUG is refused to all, before anybody's rights are looked at.
+            with pytest.raises(redis.ResponseError, match=r"permission|enable-debug-command"):
                 user.execute_command(*command)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_user_may_call_what_is_on_its_list_and_no_other_command_of_the_server(
+    role: Role, server: Server
+) -> None:
+    """Each command of the server is sent, and where the server can say beforehand it is asked as well."""
+    with redis.Redis.from_url(server.process.url) as admin:
+        commands = commands_of(admin)
+        by_dry_run = {command for command in commands if is_permitted_by_dry_run(admin, role, command)}
+    sent = {command for command in commands if is_permitted(server.url_of(role), command)}
+    assert len(commands) > 250
+    assert "config|get" in {command.name for command in commands}
+    assert {command.name for command in sent if not command.is_open_to_all} == set(COMMANDS[role])
+    assert by_dry_run in (set(), sent)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_without_any_one_command_of_its_list_a_user_cannot_do_its_part(
+    role: Role, flushed: Server
+) -> None:
+    async def do_its_part() -> None:
+        if role == "router":
+            await be_a_router(flushed.router_url)
+        else:
+            await be_a_worker(flushed.worker_url, flushed.process.url)
+
+    await many_holders(flushed.process.url)
+    await do_its_part()
+    with redis.Redis.from_url(flushed.process.url) as admin:
+        for command in COMMANDS[role]:
+            # Redis 6.2 takes a sub-command away with its command alone.
+            admin.execute_command("ACL", "SETUSER", f"blockyard-{role}", f"-{command.partition('|')[0]}")
+            if command in DONE_OTHERWISE:
+                assert admin.info("commandstats")[f"cmdstat_{command}"]["calls"]
+                await do_its_part()
+            else:
+                with pytest.raises((PrefixIndexError, redis.exceptions.NoPermissionError, AssertionError)):
+                    await do_its_part()
+            admin.execute_command("ACL", "SETUSER", f"blockyard-{role}", f"+{command}")
+        await do_its_part()
+
+
+async def be_a_worker(url: str, admins_url: str) -> None:
+    """Everything that one does in its life, with the rarer turns of each script."""
+    prefix = key_prefix(CLUSTER)
+    with redis.Redis.from_url(admins_url) as admin:
+        async with connect(url, timeout_seconds=5.0) as client:
+            assert await client.ping()
+            admin.flushall()
+            index = RedisPrefixIndex(client, CLUSTER)
+            admin.set(f"{prefix}names", "of another type")
+            berth = await index.register(RECORD, lease_seconds=10.0, has_host_cache=True)
+            admin.set(f"{prefix}b:{bucket_of(NAMES[0]):03x}", "of another type")
+            told = Batch(sequence=1, added=NAMES, anywhere_added=NAMES)
+            assert await index.apply(berth, told) is ApplyResult.OK
+            # As if the clock had been set back.
+            admin.hset(f"{prefix}state", "beat", str(2**50))
+            check = SpotCheck(record=RECORD, held=NAMES)
+            assert await index.renew(berth, lease_seconds=10.0, check=check) is RenewResult.OK
+            gone = Batch(sequence=2, removed=NAMES[20:], anywhere_removed=NAMES[20:])
+            assert await index.apply(berth, gone) is ApplyResult.OK
+            other = replace(RECORD, worker_id=WorkerId("w1"))
+            await index.retire(await index.register(other, lease_seconds=10.0))
+            await walk_over_all(index)
+            async with index_as(admins_url) as whole:
+                assert (await whole.info()).names == 20
+            assert (await index.register(other, lease_seconds=10.0)).number == 3, "a number that was freed"
+
+
+async def walk_over_all(index: RedisPrefixIndex) -> None:
+    """Twice: a walk that was under way knows nothing of who has gone since."""
+    for _ in range(2):
+        while (await index.purge(slice_buckets=512)).active:
+            pass
+
+
+async def be_a_router(url: str) -> None:
+    async with connect(url, timeout_seconds=5.0) as client:
+        assert await client.ping()
+        index = RedisPrefixIndex(client, CLUSTER, is_reader=True)
+        # Of many holders the identities are read all at once.
+        assert len(await index.lookup(NAMES)) == NUM_HOLDERS
+        assert [holder.worker_id for holder in await index.lookup(OTHER_NAMES)] == ["many-0"]
+        assert len(await index.directory()) == NUM_HOLDERS
+        size = await index.info()
+        assert (size.live_berths, size.dead_berths, size.bytes > 0) == (NUM_HOLDERS, 0, True)
+
+
+async def many_holders(url: str) -> None:
+    async with index_as(url) as index:
+        for number in range(NUM_HOLDERS):
+            record = replace(RECORD, worker_id=WorkerId(f"many-{number}"))
+            berth = await index.register(record, lease_seconds=600.0)
+            added = NAMES if number else NAMES + OTHER_NAMES
+            assert await index.apply(berth, Batch(sequence=1, added=added)) is ApplyResult.OK
+
+
+async def test_after_a_loss_of_all_scripts_a_worker_loads_them_and_routers_find_again(
+    flushed: Server,
+) -> None:
+    async with (
+        index_as(flushed.worker_url) as worker,
+        index_as(flushed.router_url, is_reader=True) as router,
+    ):
+        assert (await router.lookup(NAMES), await router.directory()) == ([], [])
+        assert (await router.info()).names == 0
+        berth = await worker.register(RECORD, lease_seconds=10.0)
+        assert await worker.apply(berth, Batch(sequence=1, added=NAMES)) is ApplyResult.OK
+        assert len(await router.lookup(NAMES)) == 1
+        with redis.Redis.from_url(flushed.process.url) as admin:
+            admin.script_flush()
+        assert await router.lookup(NAMES) == []
+        assert await worker.renew(berth, lease_seconds=10.0) is RenewResult.OK
+        assert len(await router.lookup(NAMES)) == 1
+        assert await router.directory() == [RECORD]
+        assert (await router.info()).names == len(NAMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Of the server; of one with sub-commands each is one."""
+
+    name: str
+    num_arguments: int
+    is_open_to_all: bool
+    """Whoever has not logged in may call it too, and no ACL takes it away."""
+
+
+def commands_of(admin: "redis.Redis") -> list[Command]:
+    found = []
+    for name, arity, flags, *more in raw(admin, "COMMAND"):
+        # Redis 6.2 has the same sub-commands, and does not list them.
+        subcommands = (
+            more[6] if len(more) > 6 else [[f"{text(name)}|{s}", -2, flags] for s in OLD.get(text(name), ())]
+        )
+        for called, least, its_flags, *_ in subcommands or [(name, arity, flags)]:
+            is_open = "no_auth" in {text(flag) for flag in its_flags}
+            words = text(called).split("|")
+            found.append(
+                Command(
+                    name=text(called),
+                    num_arguments=abs(least) - len(words),
+                    is_open_to_all=is_open,
+                )
+            )
+    return found
+
+
+OLD = {
+    "acl": (
+        "list",
+        "setuser",
+        "getuser",
+        "deluser",
+        "users",
+        "cat",
+        "genpass",
+        "whoami",
+        "log",
+        "load",
+        "save",
+    ),
+    "client": (
+        "list",
+        "kill",
+        "id",
+        "info",
+        "getname",
+        "setname",
+        "pause",
+        "unblock",
+        "tracking",
+        "no-evict",
+    ),
+    "cluster": ("info", "nodes", "slots", "keyslot", "reset", "failover"),
+    "command": ("count", "info", "getkeys"),
+    "config": ("get", "set", "rewrite", "resetstat"),
+    "debug": ("sleep", "object", "segfault", "reload"),
+    "latency": ("doctor", "history", "latest", "reset"),
+    "memory": ("usage", "stats", "doctor", "purge", "malloc-stats"),
+    "module": ("list", "load", "unload"),
+    "object": ("encoding", "freq", "idletime", "refcount"),
+    "pubsub": ("channels", "numpat", "numsub"),
+    "script": ("load", "exists", "flush", "kill", "debug"),
+    "slowlog": ("get", "len", "reset"),
+    "xgroup": ("create", "destroy", "setid", "delconsumer", "createconsumer"),
+    "xinfo": ("stream", "groups", "consumers"),
+}
+
+
+REFUSALS = (
+    # Of Redis 6.2, and of later ones.
+    *("has no permissions to run the", "no permissions to run"),
+    # To all, and before anybody's rights are looked at.
+    *("enable-debug-command", "enable-module-command"),
+)
+
+
+def raw(client: "redis.Redis", *command: str) -> Any:
+    """As the server says it: the library takes some answers apart."""
+    connection = client.connection_pool.get_connection()
+    try:
+        connection.send_command(*command)
+        return connection.read_response()
+    finally:
+        client.connection_pool.release(connection)
+
+
+def arguments_of(command: Command) -> list[str]:
+    key = f"{key_prefix(CLUSTER)}x"
+    return [*command.name.split("|"), *[key] * command.num_arguments]
+
+
+def is_permitted(url: str, command: Command) -> bool:
+    """By a connection of its own: some commands change it, or end it."""
+    with redis.Redis.from_url(url, socket_timeout=5.0, retry=Retry(NoBackoff(), 0)) as user:
+        try:
+            raw(user, *arguments_of(command))
+        except redis.RedisError as error:
+            return not any(refusal in str(error) for refusal in REFUSALS)
+    return True
+
+
+def is_permitted_by_dry_run(admin: "redis.Redis", role: Role, command: Command) -> bool:
+    try:
+        said = text(raw(admin, "ACL", "DRYRUN", f"blockyard-{role}", *arguments_of(command)))
+    except redis.ResponseError as error:
+        if "unknown subcommand" in str(error).lower():
+            return False
+        said = str(error)
+    return "no permissions to run" not in said
+
+
+def text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def test_nobody_comes_in_without_a_password(server: Server) -> None:

@@ -1,0 +1,118 @@
+"""A Redis that the operator names: what is wrong with its URL, with it, and with what is in it, before anything starts.
+
+Owns these checks, for `up`, its dry run and `doctor`. Does not own a private Redis (redis_server.py). A URL holds a
+password: no message here has more of it than `masked` leaves.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+import redis
+from blockyard.deploy.redis_versions import OLDEST, ServerVersion, version_of_reply
+from blockyard.deploy.settings import masked
+from blockyard.proto.prefix_index import ErrorKind, PrefixIndexError, WorkerRecord
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, check_url, connect
+from click.core import ParameterSource
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+if TYPE_CHECKING:
+    from blockyard.deploy.wanted_cluster import UpOptions
+
+LOOK_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a server said to whoever this URL logs in."""
+
+    version: ServerVersion | None = None
+    problem: str = ""
+    """Why it did not say PONG; empty if it did."""
+    is_refusal: bool = False
+    """It is there, and does not let this user in: waiting helps nothing."""
+
+
+def look(url: str) -> Look:
+    """Pings it, once. HELLO says the version to users who may not ask for it otherwise."""
+    no_retry = Retry(NoBackoff(), 0)
+    limits: dict[str, Any] = {"socket_timeout": LOOK_SECONDS, "socket_connect_timeout": LOOK_SECONDS}
+    try:
+        with redis.Redis.from_url(url, retry=no_retry, **limits) as client:
+            client.ping()
+            return Look(version=version_of_reply(client.execute_command("HELLO")))
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
+        return Look(problem="it refuses the user or the password", is_refusal=True)
+    except (redis.RedisError, OSError, ValueError) as error:
+        # Never the error's own text: it may quote the URL.
+        return Look(problem=f"it does not answer ({type(error).__name__})")
+
+
+def check(options: "UpOptions") -> list[str]:
+    """What to warn of. Raises ValueError for a Redis that no waiting makes fit, and for a name that is in use there."""
+    url = options.given_redis_url
+    if url is None:
+        return []
+    warnings: dict[str, None] = {}
+    for whose, own_url in (("workers", url), ("routers", options.router_redis_url or url)):
+        looked = look(own_url)
+        if looked.is_refusal:
+            raise ValueError(f"the {whose}' Redis, {masked(own_url)}: {looked.problem}")
+        if looked.problem:
+            text = f"the {whose}' Redis, {masked(own_url)}: {looked.problem}"
+            warnings[f"{text}. Until it does the cluster serves without a prefix index"] = None
+        elif (version := looked.version) is not None:
+            if version.version < OLDEST:
+                raise ValueError(
+                    f"the {whose}' Redis, {masked(own_url)}, is {version}: at least 6.2 is needed"
+                )
+            warnings |= {version.told: None} if version.told else {}
+    _refuse_name_in_use(url, options.cluster)
+    return list(warnings)
+
+
+def _refuse_name_in_use(url: str, cluster: str) -> None:
+    """A cluster that comes up has no worker yet: whoever stands under its name is of another, with another secret."""
+    try:
+        others = asyncio.run(_directory(url, cluster))
+    except PrefixIndexError as error:
+        if error.kind is ErrorKind.DENIED:
+            text = f"the workers' Redis, {masked(url)}, refuses what workers do: SECURITY.md has the rights"
+            raise ValueError(text) from None
+        return
+    if others:
+        raise ValueError(
+            f"{masked(url)} has a cluster called {cluster!r} already: its worker {others[0].worker_id} at "
+            f"{others[0].address} was heard of within seconds. Name this one otherwise (--cluster), or take that one "
+            "down; if it has just ended, try again in some seconds"
+        )
+
+
+async def _directory(url: str, cluster: str) -> list[WorkerRecord]:
+    async with connect(url, timeout_seconds=LOOK_SECONDS) as client:
+        return await RedisPrefixIndex(client, cluster).directory()
+
+
+def checked_redis_url(variable: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback for an option that `variable` gives too: a bad parameter for what is no Redis URL, and for a password
+    on the command line."""
+
+    def callback(context: click.Context, parameter: click.Parameter, url: Any) -> Any:
+        if url is None:
+            return None
+        try:
+            check_url(url)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+        source = context.get_parameter_source(parameter.name or "")
+        if source is ParameterSource.COMMANDLINE and masked(url) != url:
+            raise click.BadParameter(
+                "a password does not belong on the command line, where everybody on this machine can read it: set "
+                f"{variable} instead"
+            )
+        return url
+
+    return callback

@@ -1,0 +1,37 @@
+"""Each Redis and Valkey that is on this machine, for tests that run once on each.
+
+BLOCKYARD_REDIS_SERVERS names others, paths with a colon between them.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from blockyard.deploy.redis_server import find_redis_servers
+from blockyard.deploy.redis_versions import version_of_program
+
+SERVERS_VARIABLE = "BLOCKYARD_REDIS_SERVERS"
+LEAST = 2
+"""A test for each server is meant to find what differs."""
+
+
+def servers() -> list[Path]:
+    """Of several of one version the first."""
+    named = os.environ.get(SERVERS_VARIABLE)
+    found = [Path(path) for path in named.split(":")] if named else find_redis_servers()
+    return list({str(version_of_program(path)): path for path in reversed(found)}.values())[::-1]
+
+
+def each_server(*, are_all_quick: bool = True) -> list[object]:
+    """Parameters of a fixture: the servers, and a skipped one that says so where there is only one. Unless all are
+    quick, those between the oldest and the newest are left to `make test-all`."""
+    versions = {path: version_of_program(path) for path in servers()}
+    by_age = sorted(versions, key=lambda path: (known := versions[path]) and known.version or ())
+    found: list[object] = []
+    for path, version in versions.items():
+        is_quick = are_all_quick or path in (by_age[0], by_age[-1])
+        found.append(pytest.param(path, id=str(version), marks=() if is_quick else pytest.mark.slow))
+    if len(found) < LEAST:
+        reason = f"no other Redis or Valkey here: install one, or name it by {SERVERS_VARIABLE}"
+        found.append(pytest.param(None, id="another", marks=pytest.mark.skip(reason=reason)))
+    return found
