@@ -277,6 +277,11 @@ def error_kind(error: Exception) -> ErrorKind:
             return ErrorKind.DENIED
         case exceptions.BusyLoadingError():
             return ErrorKind.LOADING
+        # From 7 on a script is refused before it runs, which redis-py tells by these classes without the code's word.
+        case exceptions.OutOfMemoryError():
+            return ErrorKind.FULL
+        case exceptions.ReadOnlyError():
+            return ErrorKind.READ_ONLY
         case exceptions.ConnectionError() | OSError():
             return ErrorKind.CONNECTION
         case _ if "OOM " in text:

@@ -17,6 +17,7 @@ from typing import get_args
 from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
 from blockyard.proto.metric_table import ROUTER_METRICS
 from blockyard.proto.prometheus_export import MAX_PORT, metrics_endpoint
+from blockyard.proto.redis_prefix_index import check_url
 from blockyard.proto.tls_files import server_tls, session_tls
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
@@ -67,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="may be repeated")
     parser.add_argument(
         "--redis-url",
-        default=os.environ.get(REDIS_URL_VARIABLE),
-        help="the prefix index (default: BLOCKYARD_REDIS_URL); without it placement goes by load and hashing",
+        help="the prefix index (default: BLOCKYARD_REDIS_URL, for one with a password); without it placement goes by "
+        "load and hashing",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one and logs it")
@@ -144,6 +145,18 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
         raise StartError(str(error)) from None
 
 
+def _redis_url(given: str | None) -> str | None:
+    """What everybody on the machine can read may hold no password."""
+    if given is not None and ("@" in given or "password" in given.lower()):
+        raise ValueError(
+            f"--redis-url names a user or a password: set {REDIS_URL_VARIABLE} instead of an argument"
+        )
+    url = given or os.environ.get(REDIS_URL_VARIABLE)
+    if url is not None:
+        check_url(url)
+    return url
+
+
 def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
     # The kernel would take the port's last 16 bits, and of the others no one would ever be told.
     for option, port in (("--port", arguments.port), ("--http-port", arguments.http_port or 0)):
@@ -167,7 +180,7 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
             arguments.session_tls_cert, arguments.session_tls_key, arguments.session_tls_ca
         ),
         reuse_port=arguments.reuse_port,
-        redis_url=arguments.redis_url,
+        redis_url=_redis_url(arguments.redis_url),
         workers=tuple(arguments.worker),
         policy=arguments.policy,
         placement=parse_placement(arguments.placement),

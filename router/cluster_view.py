@@ -298,6 +298,22 @@ class ClusterView:
         ]
         return min(lives, key=self.silence_seconds, default=None)
 
+    def namesake(self, address: str, hello: session_pb2.Hello) -> str | None:
+        """Where another worker of this name is that has been heard just now; None if it is nowhere. One that has
+        ended, or hangs, does not keep its successor out."""
+        return next(
+            (
+                worker.address
+                for worker in self._workers.values()
+                if worker.address != address
+                and worker.worker_id == hello.worker_id
+                and worker.incarnation != hello.incarnation
+                and worker.link is LinkState.ACCEPTED
+                and self.silence_seconds(worker) < self._suspect_seconds
+            ),
+            None,
+        )
+
     def incarnations(self) -> dict[WorkerId, Incarnation]:
         """Of the workers that may get a request: whose index entries count."""
         return {worker.worker_id: worker.incarnation for worker in self.ready()}

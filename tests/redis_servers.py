@@ -26,7 +26,7 @@ def each_server(*, are_all_quick: bool = True) -> list[object]:
     """Parameters of a fixture: the servers, and a skipped one that says so where there is only one. Unless all are
     quick, those between the oldest and the newest are left to `make test-all`."""
     versions = {path: version_of_program(path) for path in servers()}
-    by_age = sorted(versions, key=lambda path: (known := versions[path]) and known.version or ())
+    by_age = sorted(versions, key=lambda path: ((known := versions[path]) and known.version) or ())
     found: list[object] = []
     for path, version in versions.items():
         is_quick = are_all_quick or path in (by_age[0], by_age[-1])

@@ -137,11 +137,14 @@ def test_doctor_fails_on_a_model_folder_without_a_model(tmp_path: Path) -> None:
     assert any(line.startswith("fail model") for line in result.stdout.splitlines())
 
 
-def test_doctor_fails_on_a_redis_that_does_not_answer_and_keeps_its_password() -> None:
+def test_doctor_fails_on_a_redis_that_does_not_answer_and_keeps_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    result = run("doctor", "--redis-url", f"redis://:{SECRET}@127.0.0.1:{port}/0")
+    monkeypatch.setenv("BLOCKYARD_REDIS_URL", f"redis://:{SECRET}@127.0.0.1:{port}/0")
+    result = run("doctor")
     assert result.exit_code == 1
     assert any(line.startswith("fail redis") for line in result.stdout.splitlines())
     assert SECRET not in result.output

@@ -126,6 +126,31 @@ async def test_the_list_says_who_is_there_and_why_not(router: Router) -> None:
         router.server.set_workers([worker.address])
 
 
+async def test_the_second_of_two_workers_of_one_name_is_refused_in_words_until_the_first_has_gone(
+    router: Router,
+) -> None:
+    second = worker_of_model("a", incarnation="another-life")
+    async with router.workers(worker_of_model("a")) as (first,), second:
+        router.server.set_workers([first.address, second.address])
+        await until(lambda: _has_two(router))
+        listed = (await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())).workers
+        (refused,) = (worker for worker in listed if worker.state == cluster_pb2.WORKER_STATE_REFUSED)
+        assert refused.address == second.address
+        assert f"another worker is called a already, at {first.address}" in refused.state_reason
+        await router.inference.Generate(request())
+        assert second.submits == []
+        await first.kill()
+        router.server.set_workers([second.address])
+        await until(lambda: _is_ready_alone(router, second.address), seconds=30)
+        await router.inference.Generate(request())
+        assert len(second.submits) == 1
+        router.server.set_workers([])
+
+
+async def _is_ready_alone(router: Router, address: str) -> bool:
+    return await router.states() == {address: cluster_pb2.WORKER_STATE_READY}
+
+
 async def _has_two(router: Router) -> bool:
     return sorted((await router.states()).values()) == [
         cluster_pb2.WORKER_STATE_READY,

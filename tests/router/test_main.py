@@ -61,6 +61,23 @@ async def test_sigterm_lets_a_running_stream_finish_and_exits_0() -> None:
                 await process.wait()
 
 
+@pytest.mark.parametrize(
+    "url", ["redis://:hunter2@h:1/0", "redis://u:hunter2@h", "redis://h?password=hunter2"]
+)
+def test_a_password_of_redis_comes_by_the_environment_and_not_by_an_argument(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StartError, match="set BLOCKYARD_REDIS_URL instead") as refused:
+        _config(_parser().parse_args(["--model", str(MODEL), "--redis-url", url]))
+    assert "hunter2" not in str(refused.value)
+    monkeypatch.setenv("BLOCKYARD_REDIS_URL", url)
+    assert _config(_parser().parse_args(["--model", str(MODEL)])).redis_url == url
+    monkeypatch.setenv("BLOCKYARD_REDIS_URL", "redis:/hunter2@h")
+    with pytest.raises(StartError, match="this is no Redis URL") as refused:
+        _config(_parser().parse_args(["--model", str(MODEL)]))
+    assert "hunter2" not in str(refused.value)
+
+
 async def run(*arguments: str | bytes) -> tuple[int | None, str]:
     """A router that is to end by itself: its exit code and log."""
     process = await asyncio.create_subprocess_exec(*ROUTER, *arguments, stderr=asyncio.subprocess.PIPE)

@@ -1,0 +1,201 @@
+"""A Redis that the operator names is looked at before anything starts, and what is wrong with it is said in words."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blockyard.deploy import redis_given, state
+from blockyard.deploy.cli import main
+from blockyard.deploy.redis_server import RedisProcess, private_server_told, start_private_redis
+from blockyard.deploy.redis_versions import ServerVersion, version_of_program, version_of_reply
+from blockyard.deploy.security import redis_user
+from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.proto.cluster_identity import record_proof
+from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.worker.config import EngineConfig
+from click.testing import CliRunner, Result
+
+from ..redis_servers import each_server  # noqa: TID252
+
+PASSWORD = "hunter2"
+MALFORMED = (
+    "localhost:6379",
+    f"redis:/u:{PASSWORD}@h:1/0",
+    f"redis://u:{PASSWORD}@h:port/0",
+    f"redis://u:{PASSWORD}@h:1/database",
+    f"http://u:{PASSWORD}@h:1/0",
+    f"redis://u:{PASSWORD}@h:1/0?nothing_of_this_name=1",
+    "redis://",
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(state.HOME_VARIABLE, str(tmp_path / "home"))
+    for variable in ("BLOCKYARD_REDIS_URL", "BLOCKYARD_ROUTER_REDIS_URL", "BLOCKYARD_CLUSTER"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module", params=each_server())
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisProcess]:
+    process = start_private_redis(
+        tmp_path_factory.mktemp("redis"), password=PASSWORD, executable=request.param, users=(WORKER, ROUTER)
+    )
+    yield process
+    process.stop()
+
+
+WORKER, ROUTER = redis_user("worker", "default"), redis_user("router", "default")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def options(url: str, router_url: str | None = None, cluster: str = "default") -> UpOptions:
+    return UpOptions(
+        engine=EngineConfig(model="demo"), redis_url=url, router_redis_url=router_url, cluster=cluster
+    )
+
+
+def dead_port() -> int:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port: int = closed.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("url", MALFORMED)
+@pytest.mark.parametrize("variable", ["BLOCKYARD_REDIS_URL", "BLOCKYARD_ROUTER_REDIS_URL"])
+def test_a_malformed_url_is_a_wrong_command_line_before_anything_starts(
+    url: str, variable: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, url)
+    result = run("up", "--model", "demo")
+    assert result.exit_code == 2, result.output
+    assert "no Redis URL" in result.output
+    assert PASSWORD not in result.output
+    assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("up", "--model", "demo", "--redis-url"), ("up", "--model", "demo", "--router-redis-url"),
+                  ("doctor", "--redis-url")]
+)  # fmt: skip
+def test_a_password_in_an_argument_is_refused_with_the_variable_to_set(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, f"redis://u:{PASSWORD}@127.0.0.1:1/0")
+    assert result.exit_code == 2
+    variable = "BLOCKYARD_ROUTER_REDIS_URL" if "--router-redis-url" in arguments else "BLOCKYARD_REDIS_URL"
+    assert variable in result.output
+    assert PASSWORD not in result.output
+
+
+def test_a_redis_that_does_not_answer_is_a_loud_warning_and_holds_nothing_up() -> None:
+    (told,) = redis_given.check(options(f"redis://u:{PASSWORD}@127.0.0.1:{dead_port()}/0"))[:1]
+    assert "it does not answer" in told
+    assert "serves without a prefix index" in told
+    assert PASSWORD not in told
+
+
+def test_users_of_their_own_are_looked_at_as_what_they_are(server: RedisProcess) -> None:
+    warnings = redis_given.check(options(server.url_of(WORKER), server.url_of(ROUTER)))
+    version = redis_given.look(server.url_of(ROUTER)).version
+    assert version is not None
+    assert warnings == ([version.told] if version.told else [])
+
+
+@pytest.mark.parametrize("whose", ["workers", "routers"])
+def test_a_login_that_is_refused_is_an_error_for_no_waiting_helps(whose: str, server: RedisProcess) -> None:
+    right, wrong = (
+        server.url_of(WORKER),
+        f"redis://blockyard-{whose[:-1]}:{PASSWORD}@127.0.0.1:{server.port}/0",
+    )
+    urls = (wrong, None) if whose == "workers" else (right, wrong)
+    with pytest.raises(
+        ValueError, match=f"the {whose}' Redis, .* refuses the user or the password"
+    ) as refused:
+        redis_given.check(options(*urls))
+    assert PASSWORD not in str(refused.value)
+
+
+def test_a_user_who_may_not_do_what_workers_do_is_refused(server: RedisProcess) -> None:
+    with pytest.raises(ValueError, match="refuses what workers do"):
+        redis_given.check(options(server.url_of(WORKER), cluster="another"))
+
+
+def test_a_second_cluster_of_one_name_on_one_redis_is_refused_in_words(server: RedisProcess) -> None:
+    facts = WorkerRecord(
+        worker_id=WorkerId("worker-7"),
+        incarnation=Incarnation("1"),
+        address="10.0.0.9:1",
+        fingerprint="ab" * 16,
+        block_size=16,
+        proof="",
+    )
+
+    async def register(cluster: str, lease_seconds: float) -> None:
+        async with connect(server.url, timeout_seconds=5.0) as client:
+            await client.flushall()
+            index = RedisPrefixIndex(client, cluster)
+            berth = await index.register(facts, lease_seconds=lease_seconds)
+            if not lease_seconds > 1:
+                await index.retire(berth)
+
+    assert record_proof(facts, secret="of-the-first", cluster="shared")
+    asyncio.run(register("shared", 600.0))
+    with pytest.raises(
+        ValueError, match=r"a cluster called 'shared' already: its worker worker-7 at 10\.0\.0\.9:1"
+    ):
+        redis_given.check(options(server.url, cluster="shared"))
+    redis_given.check(options(server.url, cluster="of-another-name"))
+    asyncio.run(register("shared", 0.5))
+    redis_given.check(options(server.url, cluster="shared"))
+
+
+@pytest.mark.parametrize(
+    ("product", "version", "has_hole"),
+    [
+        *[("redis", version, True) for version in ("6.2.19", "7.0.15", "7.2.10", "7.4.5", "8.0.3", "8.2.1")],
+        *[("valkey", version, True) for version in ("7.2.10", "8.0.5", "8.1.3")],
+        *[("redis", version, False) for version in ("6.2.20", "7.2.11", "7.4.6", "8.0.4", "8.2.2", "8.4.0")],
+        *[("valkey", version, False) for version in ("7.2.11", "8.0.6", "8.1.4", "9.0.0")],
+    ],
+)
+def test_a_version_below_the_mended_one_of_its_line_has_the_hole(
+    product: str, version: str, has_hole: bool
+) -> None:
+    server = version_of_reply({b"server": product.encode(), b"version": version.encode()})
+    assert server is not None
+    assert ("CVE-2025-49844" in server.told) is has_hole
+    assert not has_hole or "by its version" in server.told
+
+
+def test_what_is_no_redis_says_no_version() -> None:
+    for reply in (None, b"OK", [], {b"server": b"other", b"version": b"7.0.0"}, {b"server": b"redis"}):
+        assert version_of_reply(reply) is None
+    assert version_of_reply([b"server", b"valkey", b"version", b"9.1.2"]) == ServerVersion(
+        product="Valkey", version=(9, 1, 2)
+    )
+    assert version_of_program(Path("/bin/true")) is None
+    assert private_server_told(None) == ""
+
+
+def test_doctor_names_a_server_with_known_holes_and_says_by_what(
+    server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKYARD_REDIS_URL", server.url_of(ROUTER))
+    (line,) = (
+        line
+        for line in run("doctor").stdout.splitlines()
+        if line.split()[1:2] == ["redis"] and "8.1.0" not in line
+    )
+    version = redis_given.look(server.url).version
+    assert version is not None
+    assert line.startswith("warn" if version.told else "ok")
+    assert str(version) in line
