@@ -10,6 +10,13 @@ PRELUDE = """
 local prefix = KEYS[1]
 local leases, state = prefix .. 'leases', prefix .. 'state'
 
+-- What is no number to count with is none: `nan` raises where it indexes a table, and no comparison ends a loop of it.
+local any_number = tonumber
+local function tonumber(text)
+  local number = any_number(text)
+  if number and number == number and math.abs(number) < math.huge then return number end
+end
+
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)

