@@ -17,6 +17,7 @@ from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import (
     DeadlinePassed,
     InvalidRequest,
+    LastWorker,
     RequestAborted,
     RouterError,
     UnknownWorker,
@@ -47,7 +48,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DrainWorkerResponse:
         grace_seconds = _grace_seconds(request)
         link = self._link(request.worker_id)
-        self._audit("DrainWorker", f"{request.worker_id} grace_seconds={grace_seconds:g}")
+        if not request.force:
+            self._refuse_last(request.worker_id)
+        forced = " force" if request.force else ""
+        self._audit("DrainWorker", f"{request.worker_id} grace_seconds={grace_seconds:g}{forced}")
         left_seconds = context.time_remaining()
         timeout_seconds = grace_seconds + HAND_OVER_SECONDS
         if left_seconds is not None:
@@ -124,6 +128,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if link is None:
             raise UnknownWorker("worker_id: no worker of this id is known")
         return link
+
+    def _refuse_last(self, worker_id: str) -> None:
+        view = self._parts.fleet.view
+        worker = view.find(worker_id)
+        if (
+            worker is None
+            or worker.is_draining
+            or any(other.worker_id != worker_id for other in view.ready())
+        ):
+            return
+        raise LastWorker(
+            "no other worker takes requests: bring one up first, or drain this one with `force` (--force)"
+        )
 
     def _audit(self, method: str, about: str) -> None:
         """Names alone, which have passed their rule: nothing of a prompt, nothing that breaks a line."""

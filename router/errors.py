@@ -13,6 +13,7 @@
     │   └── UnknownWorker           NOT_FOUND             WORKER_NOT_FOUND
     ├── DuplicateRequest            ALREADY_EXISTS        REQUEST_ALREADY_RUNS
     ├── RequestTooLarge             FAILED_PRECONDITION   REQUEST_TOO_LARGE
+    ├── LastWorker                  FAILED_PRECONDITION   LAST_WORKER
     ├── Overloaded                  RESOURCE_EXHAUSTED    OVERLOADED (+ retry delay)
     ├── SlowReader                  RESOURCE_EXHAUSTED    SLOW_READER
     ├── DeadlinePassed              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED
@@ -137,6 +138,12 @@ class RequestTooLarge(RouterError):
     """Prompt and max_tokens can never fit a worker's pool or context."""
 
     reason = "REQUEST_TOO_LARGE"
+
+
+class LastWorker(RouterError):
+    """No other worker takes requests, and the drain was not forced."""
+
+    reason = "LAST_WORKER"
 
 
 class Overloaded(RouterError):

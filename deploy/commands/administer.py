@@ -17,16 +17,21 @@ from blockyard.deploy.security import connection_options
 @click.command()
 @click.argument("worker")
 @grace_option
+@click.option(
+    "--force", is_flag=True, help="Drain it even if no other worker takes requests: they wait then."
+)
 @cluster_option
 @router_option
 @connection_options
 @output_option
-def drain(worker: str, grace_seconds: float, cluster: str, routers: tuple[str, ...], output: str) -> None:
+def drain(
+    worker: str, grace_seconds: float, force: bool, cluster: str, routers: tuple[str, ...], output: str
+) -> None:
     """Let WORKER take nothing new, and wait until nothing runs there: what outlives the grace goes on elsewhere."""
     with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
-        if administration.ready_workers(client.list_workers()) == [worker]:
+        if force and administration.ready_workers(client.list_workers()) == [worker]:
             click.echo(administration.last_line(worker, which_cluster(cluster, routers)), err=True)
-        moved = client.drain_worker(worker, grace_seconds=grace_seconds)
+        moved = client.drain_worker(worker, grace_seconds=grace_seconds, force=force)
     show(output, {"worker": worker, "moved": moved}, administration.drained_line(worker, moved))
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from blockyard.proto.v1 import inference_pb2 as blockyard_dot_proto_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62lockyard/proto/v1/admin.proto\x12\x0c\x62lockyard.v1\x1a\"blockyard/proto/v1/inference.proto\"U\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05moved\x18\x01 \x01(\r\"(\n\x13ResumeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x16\n\x14ResumeWorkerResponse\"9\n\x11\x46lushCacheRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"I\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\x04\x12\x1b\n\x13\x66lushed_host_blocks\x18\x02 \x01(\x04\";\n\x13RebuildIndexRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"\'\n\x14RebuildIndexResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r2\xa3\x03\n\x0c\x41\x64minService\x12R\n\x0b\x44rainWorker\x12 .blockyard.v1.DrainWorkerRequest\x1a!.blockyard.v1.DrainWorkerResponse\x12U\n\x0cResumeWorker\x12!.blockyard.v1.ResumeWorkerRequest\x1a\".blockyard.v1.ResumeWorkerResponse\x12O\n\nFlushCache\x12\x1f.blockyard.v1.FlushCacheRequest\x1a .blockyard.v1.FlushCacheResponse\x12U\n\x0cRebuildIndex\x12!.blockyard.v1.RebuildIndexRequest\x1a\".blockyard.v1.RebuildIndexResponse\x12@\n\x05\x41\x62ort\x12\x1a.blockyard.v1.AbortRequest\x1a\x1b.blockyard.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62lockyard/proto/v1/admin.proto\x12\x0c\x62lockyard.v1\x1a\"blockyard/proto/v1/inference.proto\"d\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x42\x10\n\x0e_grace_seconds\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05moved\x18\x01 \x01(\r\"(\n\x13ResumeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x16\n\x14ResumeWorkerResponse\"9\n\x11\x46lushCacheRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"I\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\x04\x12\x1b\n\x13\x66lushed_host_blocks\x18\x02 \x01(\x04\";\n\x13RebuildIndexRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"\'\n\x14RebuildIndexResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r2\xa3\x03\n\x0c\x41\x64minService\x12R\n\x0b\x44rainWorker\x12 .blockyard.v1.DrainWorkerRequest\x1a!.blockyard.v1.DrainWorkerResponse\x12U\n\x0cResumeWorker\x12!.blockyard.v1.ResumeWorkerRequest\x1a\".blockyard.v1.ResumeWorkerResponse\x12O\n\nFlushCache\x12\x1f.blockyard.v1.FlushCacheRequest\x1a .blockyard.v1.FlushCacheResponse\x12U\n\x0cRebuildIndex\x12!.blockyard.v1.RebuildIndexRequest\x1a\".blockyard.v1.RebuildIndexResponse\x12@\n\x05\x41\x62ort\x12\x1a.blockyard.v1.AbortRequest\x1a\x1b.blockyard.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'blockyard.proto.v1.admin_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAINWORKERREQUEST']._serialized_start=84
-  _globals['_DRAINWORKERREQUEST']._serialized_end=169
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=171
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=207
-  _globals['_RESUMEWORKERREQUEST']._serialized_start=209
-  _globals['_RESUMEWORKERREQUEST']._serialized_end=249
-  _globals['_RESUMEWORKERRESPONSE']._serialized_start=251
-  _globals['_RESUMEWORKERRESPONSE']._serialized_end=273
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=275
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=332
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=334
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=407
-  _globals['_REBUILDINDEXREQUEST']._serialized_start=409
-  _globals['_REBUILDINDEXREQUEST']._serialized_end=468
-  _globals['_REBUILDINDEXRESPONSE']._serialized_start=470
-  _globals['_REBUILDINDEXRESPONSE']._serialized_end=509
-  _globals['_ADMINSERVICE']._serialized_start=512
-  _globals['_ADMINSERVICE']._serialized_end=931
+  _globals['_DRAINWORKERREQUEST']._serialized_end=184
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=186
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=222
+  _globals['_RESUMEWORKERREQUEST']._serialized_start=224
+  _globals['_RESUMEWORKERREQUEST']._serialized_end=264
+  _globals['_RESUMEWORKERRESPONSE']._serialized_start=266
+  _globals['_RESUMEWORKERRESPONSE']._serialized_end=288
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=290
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=347
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=349
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=422
+  _globals['_REBUILDINDEXREQUEST']._serialized_start=424
+  _globals['_REBUILDINDEXREQUEST']._serialized_end=483
+  _globals['_REBUILDINDEXRESPONSE']._serialized_start=485
+  _globals['_REBUILDINDEXRESPONSE']._serialized_end=524
+  _globals['_ADMINSERVICE']._serialized_start=527
+  _globals['_ADMINSERVICE']._serialized_end=946
 # @@protoc_insertion_point(module_scope)

@@ -6,12 +6,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ("worker_id", "grace_seconds")
+    __slots__ = ("worker_id", "grace_seconds", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     grace_seconds: float
-    def __init__(self, worker_id: _Optional[str] = ..., grace_seconds: _Optional[float] = ...) -> None: ...
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., grace_seconds: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
     __slots__ = ("moved",)

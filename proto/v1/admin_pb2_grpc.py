@@ -69,7 +69,8 @@ class AdminServiceServicer:
 
     def DrainWorker(self, request, context):
         """A worker takes nothing new from now on; what runs there has the grace to finish and then goes on elsewhere, with no
-        token lost. Returns once nothing runs there any more. NOT_FOUND for an unknown worker.
+        token lost. Returns once nothing runs there any more. NOT_FOUND for an unknown worker. FAILED_PRECONDITION
+        (LAST_WORKER) for the last worker that takes requests, unless the call has `force`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -195,13 +195,20 @@ class AsyncClient:
         return list((await self._unary(requests.list_requests())).requests)
 
     async def drain_worker(
-        self, worker_id: str, *, grace_seconds: float = 30.0, timeout_seconds: float | None = None
+        self,
+        worker_id: str,
+        *,
+        grace_seconds: float = 30.0,
+        force: bool = False,
+        timeout_seconds: float | None = None,
     ) -> int:
         """A worker takes nothing new from now on. Returns once nothing runs there: how many requests had not finished
         within the grace, and go on elsewhere. The drain goes on if this call ends before; resume_worker takes it back.
+
+        The last worker that takes requests is drained with `force` alone: InvalidRequestError (LAST_WORKER) otherwise.
         """
         wanted = grace_seconds + HAND_OVER_SECONDS if timeout_seconds is None else timeout_seconds
-        return (await self._unary(requests.drain_worker(worker_id, grace_seconds), wanted)).moved
+        return (await self._unary(requests.drain_worker(worker_id, grace_seconds, force=force), wanted)).moved
 
     async def resume_worker(self, worker_id: str) -> None:
         """Takes a drain back."""

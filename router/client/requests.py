@@ -145,8 +145,8 @@ def list_requests() -> Call[cluster_pb2.ListRequestsResponse]:
     return _cluster("ListRequests", cluster_pb2.ListRequestsRequest(), cluster_pb2.ListRequestsResponse)
 
 
-def drain_worker(worker_id: str, grace_seconds: float) -> Call[admin_pb2.DrainWorkerResponse]:
-    request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_seconds=grace_seconds)
+def drain_worker(worker_id: str, grace_seconds: float, *, force: bool) -> Call[admin_pb2.DrainWorkerResponse]:
+    request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_seconds=grace_seconds, force=force)
     return _admin("DrainWorker", request, admin_pb2.DrainWorkerResponse)
 
 

@@ -123,7 +123,7 @@ def test_all_that_is_wrong_with_a_question_is_told_at_once(cluster: Processes) -
 
 @pytest.mark.cluster
 def test_drain_and_resume_print_what_became_of_the_worker(cluster: Processes) -> None:
-    assert document(cluster, "drain", "worker-0") == {"worker": "worker-0", "moved": 0}
+    assert document(cluster, "drain", "worker-0", "--force") == {"worker": "worker-0", "moved": 0}
     assert document(cluster, "resume", "worker-0") == {"worker": "worker-0", "resumed": True}
 
 
@@ -142,7 +142,11 @@ def test_who_drains_the_last_worker_is_told_and_who_waits_for_one_is_told_what_e
     cluster: Processes,
 ) -> None:
     back = f"resume worker-0 --router {cluster.routers['router-0'].address}`"
-    drained = run(cluster, "router-0", "drain", "worker-0")
+    refused = run(cluster, "router-0", "drain", "worker-0")
+    assert refused.exit_code == 1
+    assert "no other worker takes requests" in refused.output
+    assert "--force" in refused.output
+    drained = run(cluster, "router-0", "drain", "worker-0", "--force")
     assert "no worker but worker-0 takes requests" in drained.stderr
     assert back in drained.stderr
     resumed = threading.Timer(2 * PATIENCE_SECONDS, run, (cluster, "router-0", "resume", "worker-0"))

@@ -146,7 +146,9 @@ async def test_a_workers_refusal_comes_in_words_of_ours(
 ) -> None:
     async with router.workers(worker_of_model("a")) as (a,):
         a.admin_failure = failure
-        error = await refused(admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a")))
+        error = await refused(
+            admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", force=True))
+        )
         assert (error.code(), reason_of(error)) == (code, reason)
         assert "own business" not in str(error.details())
 
@@ -154,7 +156,7 @@ async def test_a_workers_refusal_comes_in_words_of_ours(
 async def test_a_drain_lasts_as_long_as_its_client_waits_and_no_longer(router: Router) -> None:
     async with router.workers(worker_of_model("a")) as (a,):
         a.drain_ends = asyncio.Event()
-        call = admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a"), timeout=0.5)
+        call = admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", force=True), timeout=0.5)
         error = await refused(call)
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: a.cancelled_drains == 1)
@@ -162,7 +164,7 @@ async def test_a_drain_lasts_as_long_as_its_client_waits_and_no_longer(router: R
             "the worker was told, and says itself when it is over"
         )
         waiting = asyncio.ensure_future(
-            admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a"), timeout=30)
+            admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", force=True), timeout=30)
         )
         await until(lambda: len(a.admin_calls) == 2)
         a.drain_ends.set()
@@ -172,7 +174,7 @@ async def test_a_drain_lasts_as_long_as_its_client_waits_and_no_longer(router: R
 async def test_a_call_to_a_worker_that_is_lost_meanwhile_ends_with_its_connection(router: Router) -> None:
     async with router.workers(worker_of_model("a")) as (a,):
         a.drain_ends = asyncio.Event()
-        call = admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a"), timeout=30)
+        call = admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", force=True), timeout=30)
         waiting = asyncio.ensure_future(refused(call))
         await until(lambda: len(a.admin_calls) == 1)
         a.hang()
@@ -197,6 +199,21 @@ async def test_an_admin_aborts_whosever_request_it_is(router: Router) -> None:
             assert (error.code(), fields_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, ["request_id"])
 
 
+async def test_the_last_worker_that_takes_requests_is_drained_by_force_alone(router: Router) -> None:
+    first, last = (admin_pb2.DrainWorkerRequest(worker_id=name) for name in ("a", "b"))
+    async with router.workers(worker_of_model("a"), worker_of_model("b")) as (a, b):
+        await admin(router).DrainWorker(first)
+        await until(lambda: is_in(router, a.address, DRAINING))
+        await admin(router).DrainWorker(first)
+        error = await refused(admin(router).DrainWorker(last))
+        assert (error.code(), reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "LAST_WORKER")
+        assert "force" in str(error.details())
+        assert b.admin_calls == []
+        last.force = True
+        await admin(router).DrainWorker(last)
+        await until(lambda: is_in(router, b.address, DRAINING))
+
+
 async def is_known(router: Router, request_id: str) -> bool:
     return request_id in {known.request_id for known in await router.requests()}
 
@@ -207,7 +224,7 @@ async def test_each_call_that_changes_something_leaves_a_line_and_no_other(
     stub = admin(router)
     with caplog.at_level(logging.INFO, logger="blockyard.audit"):
         async with router.workers(worker_of_model("a")):
-            await stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", grace_seconds=1))
+            await stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", grace_seconds=1, force=True))
             await stub.ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id="a"))
             await stub.FlushCache(admin_pb2.FlushCacheRequest())
             await stub.RebuildIndex(admin_pb2.RebuildIndexRequest(worker_id="a"))
@@ -215,7 +232,7 @@ async def test_each_call_that_changes_something_leaves_a_line_and_no_other(
             await refused(stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a\nforged line")))
     lines = [record.getMessage() for record in caplog.records if record.name == "blockyard.audit"]
     assert lines == [
-        "DrainWorker a grace_seconds=1 by anonymous",
+        "DrainWorker a grace_seconds=1 force by anonymous",
         "ResumeWorker a by anonymous",
         "FlushCache all 1 workers by anonymous",
         "RebuildIndex a by anonymous",
@@ -226,7 +243,7 @@ async def test_each_call_that_changes_something_leaves_a_line_and_no_other(
 async def test_both_clients_make_every_call(router: Router) -> None:
     async with router.workers(worker_of_model("a")) as (a,):
         async with AsyncClient(router.address) as client:
-            assert await client.drain_worker("a", grace_seconds=0.5) == 3
+            assert await client.drain_worker("a", grace_seconds=0.5, force=True) == 3
             await client.resume_worker("a")
             assert (await client.flush_cache()).flushed_blocks == 10
             assert await client.rebuild_index("a") == 1
@@ -239,7 +256,7 @@ async def test_both_clients_make_every_call(router: Router) -> None:
 
 def calls_of_the_sync_client(address: str) -> tuple[int, int, int]:
     with Client(address) as client:
-        moved = client.drain_worker("a")
+        moved = client.drain_worker("a", force=True)
         client.resume_worker("a")
         flushed = client.flush_cache("a").flushed_blocks
         rebuilt = client.rebuild_index()
@@ -256,7 +273,7 @@ async def test_any_of_two_routers_can_be_asked_and_both_see_it() -> None:
     async with running_router() as one, running_router() as other, one.workers(worker_of_model("a")) as (a,):
         other.server.set_workers([a.address])
         await until(lambda: is_in(other, a.address, READY))
-        await admin(one).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a"))
+        await admin(one).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", force=True))
         await until(lambda: is_in(other, a.address, DRAINING))
         await admin(other).ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id="a"))
         await until(lambda: is_in(one, a.address, READY))

@@ -39,7 +39,7 @@ async def test_an_older_worker_says_that_it_knows_no_drain() -> None:
     older.dialect = as_old
     async with running_router() as router, router.workers(older):
         stub = AdminServiceStub(router.channel)  # type: ignore[no-untyped-call]
-        error = await refused(stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="older")))
+        error = await refused(stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="older", force=True)))
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.UNAVAILABLE, "WORKER_UNREACHABLE")
         assert error.details() == "the worker is too old for this call"
         assert await router.states() == {older.address: READY}
