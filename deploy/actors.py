@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
-from blockyard.deploy.places import ClusterSpec, OtherCodeError, Place, router_config
+from blockyard.deploy.liveness import HungError
+from blockyard.deploy.places import SUPERVISOR_NAME, ClusterSpec, OtherCodeError, Place, router_config
 from blockyard.router.actor import RouterActor
 from blockyard.worker.actor import WorkerActor
 from ray.exceptions import RayActorError, RayTaskError
@@ -32,7 +33,7 @@ def adopt_or_create(spec: ClusterSpec, place: Place) -> Any:
         router = router_config(spec.router, place)
         where = {spec.router_resource: 1.0} if spec.router_resource else {}
         made = ray.remote(RouterActor).options(**options, num_cpus=0, resources=where)
-        return made.remote(router, place.name)
+        return made.remote(router, place.name, SUPERVISOR_NAME)
     config = replace(spec.worker, worker_id=place.name)
     resources = {"num_cpus": spec.num_cpus_per_worker, "num_gpus": spec.num_gpus_per_worker}
     # Spread: a node that dies takes as few workers with it as can be.
@@ -57,7 +58,7 @@ async def all_of(*calls: Awaitable[object]) -> None:
 
 def reason(error: Exception) -> str:
     match error:
-        case OtherCodeError():
+        case OtherCodeError() | HungError():
             return str(error)
         case RayTaskError():
             return f"{type(error.cause).__name__}: {error.cause}"

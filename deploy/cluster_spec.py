@@ -68,5 +68,6 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         router=router,
         num_routers=options.num_routers,
         router_resource=options.router_resource,
+        hung_seconds=options.hung_seconds,
         code="" if options.address is None else code_version(),
     )

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockyard.deploy import ray_head
+from blockyard.deploy.places import SUPERVISOR_NAME
 from blockyard.deploy.state import ClusterState
 
 if TYPE_CHECKING:
     from blockyard.deploy.places import ClusterSpec, SupervisorReport
 
-SUPERVISOR_NAME = "supervisor"
 CALL_SECONDS = 15.0
 POLL_SECONDS = 0.2
 

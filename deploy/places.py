@@ -15,11 +15,15 @@ from blockyard.worker.config import WorkerConfig
 
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 10.0
+SUPERVISOR_NAME = "supervisor"
 PUSH_SECONDS = 2.0
 """Routers are told again this often, in case a call was lost."""
 JOINING_SECONDS = 0.1
 """This soon while routers reach one worker after the other; less and less often where one of them never reaches all,
 as with a worker that they refuse."""
+
+DEFAULT_HUNG_SECONDS = 20.0
+"""Far above any pause of a sound event loop, on a busy machine too."""
 
 Kind = Literal["worker", "router"]
 Phase = Literal["starting", "serving", "draining", "waiting", "stopped"]
@@ -40,6 +44,8 @@ class ClusterSpec:
     """A Ray resource: routers run only where there is some of it."""
     code: str = ""
     """The code that all must have; empty: whatever they have."""
+    hung_seconds: float = DEFAULT_HUNG_SECONDS
+    """A worker or router that serves and answers nothing for so long is killed and started again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +69,8 @@ class Place:
     """By the supervisor's monotonic clock."""
     num_starts: int = 0
     num_failures_in_a_row: int = 0
+    num_missed: int = 0
+    """The supervisor's looks in a row that it did not answer."""
     is_leaving: bool = False
     """It was told to stop: its end is no failure, and another is started at once."""
     is_retiring: bool = False
@@ -74,6 +82,11 @@ class Place:
     def was_taken_out(self) -> bool:
         """Somebody drained it, and not to start it afresh."""
         return self.phase == "draining" and not self.is_leaving
+
+    @property
+    def told_phase(self) -> str:
+        """For people: a process that is frozen serves nobody."""
+        return "not answering" if self.is_up and self.num_missed else self.phase
 
     @property
     def is_up(self) -> bool:

@@ -10,9 +10,11 @@ not started again by itself. One that retires because the cluster shrinks drains
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from blockyard.deploy.actors import (
 )
 from blockyard.deploy.dashboard.announcing import announcement_of, keep_announced, withdraw
 from blockyard.deploy.joining import Joining
+from blockyard.deploy.liveness import ADOPTED_SECONDS, Pulse
 from blockyard.deploy.places import (
     PUSH_SECONDS,
     ClusterSpec,
@@ -44,6 +47,7 @@ from blockyard.deploy.places import (
 from blockyard.deploy.wish import RayWishStore, Wish, WishStore
 from blockyard.proto.code_version import code_version
 from blockyard.proto.logs import configure_logging
+from blockyard.router.actor import StartedRouter
 from blockyard.worker.actor import StartedWorker
 
 logger = logging.getLogger(__name__)
@@ -65,6 +69,8 @@ class Supervisor:
         self._wish = self._store.load() or Wish(num_workers=spec.num_workers)
         self._places = places_of(spec, self._wish.num_workers)
         self._actors: dict[str, Any] = {}
+        self._pulses: dict[str, Pulse] = {}
+        """Of those that run or start."""
         self._changed = asyncio.Event()
         self._joining = Joining(places=self._places, actors=self._actors, changed=self._changed)
         self._wanted = {place.name: asyncio.Event() for place in self._places}
@@ -144,6 +150,7 @@ class Supervisor:
     def _find_what_was_before(self) -> None:
         """After a death of ours: those taken out stay out, and those that were leaving go on to leave."""
         living = self._living()
+        self._found = set(living)
         for place in self._workers():
             if place.name in self._wish.taken_out and place.name not in living:
                 place.phase = "stopped"
@@ -205,7 +212,7 @@ class Supervisor:
     async def _keep_all(self) -> None:
         async with asyncio.TaskGroup() as self._loops:
             self._loops.create_task(self._joining.keep_routers_informed())
-            self._loops.create_task(self._watch_drains())
+            self._loops.create_task(self._watch_all())
             self._loops.create_task(self._finish_scaling())
             self._loops.create_task(self._announce())
             for place in self._places:
@@ -228,7 +235,7 @@ class Supervisor:
             if place.is_retiring:
                 return
             was_taken_out = place.was_taken_out
-            place.phase, place.num_ready_workers = "waiting", 0
+            place.phase, place.num_ready_workers, place.num_missed = "waiting", 0, 0
             self._changed.set()
             # A call of ours may be what failed, while the actor lives: a new incarnation needs the name.
             if (actor := self._actors.pop(place.name, None)) is not None:
@@ -252,9 +259,28 @@ class Supervisor:
         return 1 if steady else place.num_failures_in_a_row + 1
 
     async def _run_once(self, place: Place) -> None:
-        """Adopts the actor of this name or makes it; raises RayError when it dies."""
+        """Adopts the actor of this name or makes it; raises RayError when it dies, HungError when it hangs."""
         actor = self._actors[place.name] = adopt_or_create(self._spec, place)
-        started = await answer(actor.start.remote(), START_SECONDS)
+        async with self._pulse(place, actor) as pulse:
+            if place.name in self._found:
+                self._found.discard(place.name)
+                pulse.patience_seconds = ADOPTED_SECONDS
+            self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))
+            pulse.patience_seconds = self._spec.hung_seconds
+            await pulse.unless_hung(actor.until_stopped.remote())
+
+    @contextlib.asynccontextmanager
+    async def _pulse(self, place: Place, actor: Any) -> AsyncIterator[Pulse]:
+        """Looked at by `_watch_all` while its place is in there."""
+        question = actor.is_draining if place.kind == "worker" else actor.ready_incarnations
+        pulse = self._pulses[place.name] = Pulse(question.remote)
+        try:
+            yield pulse
+        finally:
+            del self._pulses[place.name]
+            await pulse.stop()
+
+    def _has_started(self, place: Place, started: StartedWorker | StartedRouter) -> None:
         place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
         place.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
         place.http_address = "" if isinstance(started, StartedWorker) else started.http_address
@@ -264,25 +290,32 @@ class Supervisor:
         place.phase, place.serving_since = "serving", time.monotonic()
         logger.info("%s serves at %s", place.name, place.address)
         self._changed.set()
-        await actor.until_stopped.remote()
 
-    async def _watch_drains(self) -> None:
-        """A router may have passed on an operator's word: the worker itself knows."""
+    async def _watch_all(self) -> None:
+        """Who hangs, and which worker drains: a router may have passed on an operator's word."""
         while True:
             await asyncio.sleep(PUSH_SECONDS)
-            await all_of(*(self._look(place) for place in self._workers()))
+            await all_of(*(self._look(place, pulse) for place, pulse in self._looked_at()))
             taken_out = taken_out_of(self._workers(), self._wish.taken_out)
             if taken_out != self._wish.taken_out:
                 # If it fails now, the next look tries again.
                 await all_of(self._remember(taken_out=taken_out))
 
-    async def _look(self, worker: Place) -> None:
-        if not worker.is_up or worker.is_leaving:
+    def _looked_at(self) -> list[tuple[Place, Pulse]]:
+        """One that leaves has a deadline of its own."""
+        return [
+            (place, self._pulses[place.name])
+            for place in self._places
+            if place.name in self._pulses and not place.is_leaving
+        ]
+
+    async def _look(self, place: Place, pulse: Pulse) -> None:
+        answered = await pulse.look()
+        if self._pulses.get(place.name) is not pulse or place.is_leaving:
             return
-        actor = self._actors[worker.name]
-        is_draining = await answer(actor.is_draining.remote(), PUSH_SECONDS)
-        if worker.is_up and not worker.is_leaving and self._actors.get(worker.name) is actor:
-            worker.phase = "draining" if is_draining else "serving"
+        place.num_missed = pulse.num_missed
+        if place.kind == "worker" and place.is_up and answered is not None:
+            place.phase = "draining" if answered else "serving"
 
     def _actors_of(self, kind: Kind) -> list[Any]:
         return [

@@ -16,6 +16,7 @@ from blockyard.deploy.options import (
     placement_options,
     served_name,
 )
+from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.redis_given import checked_redis_url
 from blockyard.deploy.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.security import security, security_options
@@ -87,6 +88,14 @@ _OF_THE_CLUSTER = (
     ),
 )
 _OF_REQUESTS = (
+    setting(
+        "limits",
+        "--hung-seconds",
+        type=float,
+        default=DEFAULT_HUNG_SECONDS,
+        show_default=True,
+        help="A worker or router that answers its supervisor nothing for so long is killed and started again.",
+    ),
     setting(
         "limits",
         "--max-outputs",

@@ -33,7 +33,7 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
 }
 
 
-_PHASE_STYLES = {"serving": "green", "waiting": "red", "stopped": "red"}
+_PHASE_STYLES = {"serving": "green", "not answering": "red", "waiting": "red", "stopped": "red"}
 
 
 def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
@@ -148,7 +148,6 @@ def place_dict(place: "Place") -> dict[str, object]:
     fields = (
         "name",
         "kind",
-        "phase",
         "address",
         "http_address",
         "pid",
@@ -158,7 +157,7 @@ def place_dict(place: "Place") -> dict[str, object]:
         "num_starts",
         "error",
     )
-    return {name: getattr(place, name) for name in fields}
+    return {name: getattr(place, name) for name in fields} | {"phase": place.told_phase}
 
 
 def status_view(
@@ -180,7 +179,7 @@ def _places_table(places: Iterable["Place"], nodes: Sequence["RayNode"]) -> Tabl
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = _table("place", "phase", *node_heading, "address", "pid", "starts", "last error")
     for place in places:
-        phase = Text(place.phase, style=_PHASE_STYLES.get(place.phase, "yellow"))
+        phase = Text(place.told_phase, style=_PHASE_STYLES.get(place.told_phase, "yellow"))
         node = (names.get(place.node_id, "-"),) if node_heading else ()
         facts = (place.address, str(place.pid or "-"), str(place.num_starts))
         table.add_row(place.name, phase, *node, *facts, Text(place.error, style="red"))

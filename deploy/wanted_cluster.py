@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from blockyard.deploy import state
 from blockyard.deploy.limits import RouterLimits, WorkerLimits
+from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.ray_head import host_and_port
 from blockyard.deploy.redis_server import configured_redis_url
 from blockyard.deploy.security import SecurityOptions
@@ -58,6 +59,8 @@ class UpOptions:
     """Nodes take the package from here, whatever they have."""
     router_resource: str | None = None
     """A Ray resource: routers run only where there is some of it."""
+    hung_seconds: float = DEFAULT_HUNG_SECONDS
+    """A worker or router that answers its supervisor nothing for so long is killed and started again."""
     live_page_in_metrics_tab: bool = False
     """Of the Ray that is started here; in place of Ray's own charts."""
 
@@ -67,6 +70,8 @@ class UpOptions:
             raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
         if self.num_routers < 1:
             raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
+        if not self.hung_seconds > 0:
+            raise ValueError(f"hung_seconds must be above 0, not {self.hung_seconds:g}")
         if self.address is not None:
             host_and_port(self.address)
         for url in (self.given_redis_url, self.router_redis_url):

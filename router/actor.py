@@ -1,6 +1,7 @@
 """A router inside a Ray actor: the only file of router/ that knows Ray.
 
-Owns what Ray adds to a RouterServer: the node's address, its metrics each second, and a call that ends with the actor.
+Owns what Ray adds to a RouterServer: the node's address, its metrics each second, a call that ends with the actor, and
+the end of a supervisor that hangs.
 Clients speak gRPC to the router itself; nothing of a request passes through Ray.
 """
 
@@ -15,6 +16,7 @@ from blockyard.proto.logs import configure_logging
 from blockyard.proto.metric_table import ROUTER_METRICS
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.router.config import RouterConfig
+from blockyard.router.supervision import SupervisorWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class StartedRouter:
 class RouterActor:
     """Made an actor by the supervisor. Raises from `start` what the server raises."""
 
-    def __init__(self, config: RouterConfig, router_id: str) -> None:
+    def __init__(self, config: RouterConfig, router_id: str, supervisor: str) -> None:
+        """`supervisor` is the name of the actor that made this one."""
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         configure_logging(config.log, router_id=router_id)
         self._router_id = router_id
@@ -44,6 +47,8 @@ class RouterActor:
         self._server = RouterServer(replace(config, host=host), owns_process=True)
         self._starting: asyncio.Task[StartedRouter] | None = None
         self._reporting: asyncio.Task[None] | None = None
+        self._watch = SupervisorWatch(lambda: asyncio.to_thread(_end_supervisor, supervisor))
+        self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return self._router_id
@@ -56,6 +61,7 @@ class RouterActor:
 
     async def set_workers(self, addresses: Sequence[str]) -> int:
         """How many workers are ready here: those named before that have been reached."""
+        self._watch.told()
         self._server.set_workers(addresses)
         return self._server.num_ready_workers
 
@@ -71,6 +77,8 @@ class RouterActor:
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new requests and lets running ones finish; the caller ends the actor."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(grace_seconds)
         if self._reporting is not None:
             self._reporting.cancel()
@@ -80,6 +88,7 @@ class RouterActor:
         self._reporting = asyncio.create_task(
             keep_reporting(ROUTER_METRICS, ("router", self._router_id), lambda: self._server.readings)
         )
+        self._watching = asyncio.create_task(self._watch.run())
         return StartedRouter(
             address=address,
             http_address=self._server.http_address,
@@ -87,3 +96,8 @@ class RouterActor:
             node_id=ray.get_runtime_context().get_node_id(),
             code=code_version(),
         )
+
+
+def _end_supervisor(name: str) -> None:
+    """Kills its process, on whatever node it is; Ray starts it again."""
+    ray.kill(ray.get_actor(name), no_restart=False)

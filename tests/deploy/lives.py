@@ -41,6 +41,9 @@ class Worker:
 
     incarnation: str
     draining: bool = False
+    is_frozen: bool = False
+    """It lives and answers nothing."""
+    answers_after_seconds: float = 0.0
     stopped_with: list[float] = field(default_factory=list)
     may_stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then its drain goes on."""
@@ -52,6 +55,9 @@ class Worker:
         self.stop = Remote(self._stop)
 
     async def _is_draining(self) -> bool:
+        if self.is_frozen:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self.answers_after_seconds)
         return self.draining
 
     async def _stop(self, grace_seconds: float) -> None:
@@ -65,6 +71,8 @@ class Router:
 
     ready: Callable[[], tuple[str, ...]]
     told: list[list[str]] = field(default_factory=list)
+    is_frozen: bool = False
+    num_kills: int = 0
 
     def __post_init__(self) -> None:
         self.set_workers = Remote(self._set_workers)
@@ -75,6 +83,8 @@ class Router:
         return len(addresses)
 
     async def _ready_incarnations(self) -> tuple[str, ...]:
+        if self.is_frozen:
+            await asyncio.Event().wait()
         return self.ready()
 
 
@@ -111,6 +121,8 @@ class WithoutActors(Supervisor):
     def _kill(self, actor: Any) -> None:
         if isinstance(actor, Worker):
             actor.ended.set()
+        elif isinstance(actor, Router):
+            actor.num_kills, actor.is_frozen = actor.num_kills + 1, False
 
     async def _announce(self) -> None:
         """Nobody looks."""
@@ -128,6 +140,7 @@ class Lives(WithoutActors):
         self.lives: list[Worker] = []
         self.fails_to_start = False
         self.never_starts = False
+        self.loads_for_seconds = 0.0
         self.known: tuple[str, ...] | None = None
         """What the router says of whom it gives requests to; None: whoever lives."""
         self.router = Router(self._ready)
@@ -136,17 +149,22 @@ class Lives(WithoutActors):
     async def _run_once(self, place: Place) -> None:
         if place.kind == "router":
             self._actors[place.name] = self.router
-            place.phase, place.address = "serving", "router:1"
-            await asyncio.Event().wait()
+            async with self._pulse(place, self.router) as pulse:
+                place.phase, place.address = "serving", "router:1"
+                pulse.patience_seconds = self._spec.hung_seconds
+                await pulse.unless_hung(asyncio.Event().wait())
         if self.never_starts:
             await asyncio.Event().wait()
+        await asyncio.sleep(self.loads_for_seconds)
         if self.fails_to_start:
             raise RuntimeError("no such model")
         life = self._adopt_or_make(place.name)
         place.phase, place.address, place.incarnation = "serving", f"{place.name}:1", life.incarnation
         place.num_starts += 1
         self._changed.set()
-        await life.ended.wait()
+        async with self._pulse(place, life) as pulse:
+            pulse.patience_seconds = self._spec.hung_seconds
+            await pulse.unless_hung(life.ended.wait())
         raise RuntimeError("it ended")
 
     def _adopt_or_make(self, name: str) -> Worker:

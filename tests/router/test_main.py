@@ -202,7 +202,7 @@ async def test_a_router_whose_background_work_fails_exits_1() -> None:
 async def test_an_actor_whose_router_fails_says_so() -> None:
     from blockyard.router.actor import RouterActor
 
-    actor = RouterActor(config(), "router-0")
+    actor = RouterActor(config(), "router-0", "supervisor")
     waiting = asyncio.create_task(actor.until_stopped())
     await actor._server.start()
     assert not waiting.done()

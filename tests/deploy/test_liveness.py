@@ -1,0 +1,177 @@
+"""Who no longer answers the supervisor, in virtual time and without Ray."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+from blockyard.deploy.liveness import QUESTION_SECONDS, HungError, Pulse
+from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
+from blockyard.deploy.views import place_dict
+from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, SupervisorWatch
+
+from tests.simulation.virtual_time import Process, VirtualLoop
+
+from .lives import Lives
+
+TRUTH_SECONDS = 5.0
+"""For `status` to tell of a freeze."""
+
+
+def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @wraps(test)
+    def run() -> None:
+        loop = VirtualLoop()
+        try:
+            loop.run_until_complete(test())
+        finally:
+            loop.close()
+
+    return run
+
+
+@in_virtual_time
+async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> None:
+    supervisor = Lives()
+    await asyncio.sleep(10.0)
+    worker = await supervisor.place("worker")
+    supervisor.lives[0].is_frozen = True
+    await asyncio.sleep(TRUTH_SECONDS)
+    assert place_dict(worker)["phase"] == "not answering"
+    assert not supervisor.lives[0].ended.is_set()
+    await asyncio.sleep(DEFAULT_HUNG_SECONDS + QUESTION_SECONDS)
+    assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
+    assert (place_dict(worker)["phase"], worker.incarnation) == ("serving", "life-1")
+    assert "did not answer for 20 s" in worker.error
+    await supervisor.leave()
+
+
+@in_virtual_time
+async def test_a_frozen_router_is_told_and_replaced() -> None:
+    supervisor = Lives()
+    await asyncio.sleep(10.0)
+    router = await supervisor.place("router")
+    supervisor.router.is_frozen = True
+    await asyncio.sleep(TRUTH_SECONDS)
+    assert place_dict(router)["phase"] == "not answering"
+    await asyncio.sleep(DEFAULT_HUNG_SECONDS + QUESTION_SECONDS)
+    assert "did not answer for 20 s" in router.error
+    assert supervisor.router.num_kills == 1
+    assert place_dict(router)["phase"] == "serving"
+    await supervisor.leave()
+
+
+@in_virtual_time
+async def test_a_worker_whose_answers_are_slow_is_left_alone() -> None:
+    supervisor = Lives()
+    await asyncio.sleep(10.0)
+    supervisor.lives[0].answers_after_seconds = 0.75 * DEFAULT_HUNG_SECONDS
+    await asyncio.sleep(10 * DEFAULT_HUNG_SECONDS)
+    assert len(supervisor.lives) == 1
+    supervisor.lives[0].answers_after_seconds = 0.0
+    await asyncio.sleep(DEFAULT_HUNG_SECONDS)
+    assert place_dict(await supervisor.place("worker"))["phase"] == "serving"
+    await supervisor.leave()
+
+
+@in_virtual_time
+async def test_a_worker_that_starts_for_long_is_left_alone() -> None:
+    supervisor = Lives()
+    supervisor.loads_for_seconds = 10 * DEFAULT_HUNG_SECONDS
+    await asyncio.sleep(9 * DEFAULT_HUNG_SECONDS)
+    worker = await supervisor.place("worker")
+    assert (worker.phase, worker.error) == ("starting", "")
+    await asyncio.sleep(2 * DEFAULT_HUNG_SECONDS)
+    assert (worker.phase, len(supervisor.lives)) == ("serving", 1)
+    await supervisor.leave()
+
+
+@in_virtual_time
+async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    process = Process("supervisor", loop)
+    made: list[Lives] = []
+
+    async def supervise() -> None:
+        made.append(Lives())
+
+    process.start(supervise())
+    await asyncio.sleep(10.0)
+    process.freeze()
+    await asyncio.sleep(10 * DEFAULT_HUNG_SECONDS)
+    process.thaw()
+    await asyncio.sleep(2 * QUESTION_SECONDS)
+    (supervisor,) = made
+    worker = await supervisor.place("worker")
+    assert (len(supervisor.lives), supervisor.router.num_kills) == (1, 0)
+    assert (worker.phase, worker.error, worker.num_missed) == ("serving", "", 0)
+    await supervisor.leave()
+
+
+@in_virtual_time
+async def test_an_answer_ends_the_silence_and_silence_ends_what_is_waited_for() -> None:
+    answers = asyncio.Event()
+    pulse = Pulse(answers.wait, patience_seconds=3 * QUESTION_SECONDS)
+    waited = asyncio.ensure_future(pulse.unless_hung(asyncio.Event().wait()))
+    for _ in range(2):
+        assert await pulse.look() is None
+    assert pulse.num_missed == 2
+    answers.set()
+    assert await pulse.look() is True
+    assert pulse.num_missed == 0
+    answers.clear()
+    for _ in range(3):
+        assert not waited.done()
+        assert await pulse.look() is None
+    with pytest.raises(HungError):
+        await waited
+    await pulse.stop()
+
+
+@in_virtual_time
+async def test_a_router_ends_a_supervisor_that_is_silent_and_lets_the_next_one_start() -> None:
+    ends: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def end() -> None:
+        ends.append(loop.time() - begun)
+        raise ConnectionError("what fails is tried again")
+
+    watch, begun = SupervisorWatch(end), loop.time()
+    watching = asyncio.create_task(watch.run())
+    for _ in range(20):
+        await asyncio.sleep(4.0)
+        watch.told()
+    assert ends == []
+    begun = loop.time()
+    await asyncio.sleep(3.5 * PATIENCE_SECONDS)
+    assert ends == pytest.approx([PATIENCE_SECONDS, 3 * PATIENCE_SECONDS], abs=LOOK_SECONDS)
+    watch.told()
+    begun = loop.time()
+    await asyncio.sleep(1.5 * PATIENCE_SECONDS)
+    assert ends[2:] == pytest.approx([PATIENCE_SECONDS], abs=LOOK_SECONDS)
+    watching.cancel()
+
+
+@in_virtual_time
+async def test_a_router_that_was_frozen_itself_does_not_blame_the_supervisor() -> None:
+    ends: list[float] = []
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+
+    async def end() -> None:
+        ends.append(loop.time())
+
+    watch, process = SupervisorWatch(end), Process("router", loop)
+    watching = process.start(watch.run())
+    await asyncio.sleep(LOOK_SECONDS)
+    process.freeze()
+    await asyncio.sleep(10 * PATIENCE_SECONDS)
+    process.thaw()
+    await asyncio.sleep(2 * LOOK_SECONDS)
+    watch.told()
+    await asyncio.sleep(0.5 * PATIENCE_SECONDS)
+    assert ends == []
+    watching.cancel()
