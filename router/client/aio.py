@@ -237,7 +237,7 @@ class AsyncClient:
         """A stream's messages. Retried until the first one: later a retry would repeat them."""
         while True:
             address, begun = self._rotation.current, False
-            rpc = self._open(address, call, attempts.remaining_seconds())
+            rpc = self._open(address, call, attempts)
             try:
                 async for response in rpc:
                     begun = True
@@ -255,7 +255,7 @@ class AsyncClient:
         failures: list[BlockyardError] = []
         for address in self._config.addresses:
             try:
-                await self._send(address, call, self._config.timeout_seconds)
+                await self._send(address, call, Attempts(self._config, None))
                 return
             except grpc.aio.AioRpcError as error:
                 failures.append(self._failure(error, address))
@@ -266,7 +266,7 @@ class AsyncClient:
         while True:
             address = self._rotation.current
             try:
-                return await self._send(address, call, attempts.remaining_seconds())
+                return await self._send(address, call, attempts)
             except grpc.aio.AioRpcError as error:
                 failure = self._failure(error, address)
             await self._wait_after(failure, address, attempts)
@@ -281,22 +281,32 @@ class AsyncClient:
         return from_rpc(error, address, has_begun=has_begun, is_tls=self._connection.is_tls)
 
     def _open(
-        self, address: str, call: Call[Response], timeout_seconds: float
+        self, address: str, call: Call[Response], attempts: Attempts
     ) -> grpc.aio.UnaryStreamCall[Message, Response]:
         method = self._channel(address).unary_stream(
             call.path,
             request_serializer=requests.serialize,
             response_deserializer=call.response_type.FromString,
         )
-        return method(call.request, timeout=timeout_seconds, metadata=self._connection.metadata)
+        return method(
+            call.request,
+            timeout=attempts.remaining_seconds(),
+            metadata=self._connection.metadata,
+            wait_for_ready=attempts.waits_for_connection,
+        )
 
-    async def _send(self, address: str, call: Call[Response], timeout_seconds: float) -> Response:
+    async def _send(self, address: str, call: Call[Response], attempts: Attempts) -> Response:
         method = self._channel(address).unary_unary(
             call.path,
             request_serializer=requests.serialize,
             response_deserializer=call.response_type.FromString,
         )
-        return await method(call.request, timeout=timeout_seconds, metadata=self._connection.metadata)
+        return await method(
+            call.request,
+            timeout=attempts.remaining_seconds(),
+            metadata=self._connection.metadata,
+            wait_for_ready=attempts.waits_for_connection,
+        )
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

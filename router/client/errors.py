@@ -76,6 +76,9 @@ class OverloadedError(BlockyardError):
 class UnavailableError(BlockyardError):
     """No router, or no worker, answers."""
 
+    never_began = False
+    """A connection was made and nobody spoke on it, as with a frozen router: nothing of the call can have begun."""
+
 
 class TimedOutError(BlockyardError):
     """The call's deadline passed."""
@@ -126,6 +129,7 @@ def from_rpc(
         # No router said it. gRPC tells of sockets and of every address it tried, but not what became of the call.
         told = _connection_failure(address, error.details() or "", has_begun=has_begun, is_tls=is_tls)
         failure = UnavailableError(told, code=failure.code)
+        failure.never_began = not has_begun and _is_silent(error.details() or "")
     if failure.retry_delay_seconds is None:
         failure.retry_delay_seconds = _pushback_seconds(trailing.get(PUSHBACK_KEY))
     return failure
@@ -171,6 +175,11 @@ def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: 
         wants = "a client certificate, or another one" if is_tls else "TLS"
         return f"no router answers at {address}: the connection was closed, as by one that wants {wants}"
     return f"no router answers at {address}"
+
+
+def _is_silent(details: str) -> bool:
+    """gRPC's words for a connection that brought neither TLS's nor HTTP/2's greeting within CONNECT_SECONDS."""
+    return "before receiving SETTINGS frame" in details or "Endpoint closing" in details
 
 
 def _pushback_seconds(value: str | bytes | None) -> float | None:

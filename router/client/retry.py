@@ -4,6 +4,9 @@ Pure but for the clock and the random source it is given. The sync and async cli
 
 A call is retried as long as nothing of its answer came: on UNAVAILABLE, and on RESOURCE_EXHAUSTED where the
 server says when to come back (without that it may be a message that is too large for ever).
+
+Behind one address may be several routers, and a frozen one of them takes connections and says nothing. Such a
+connection is given up after CONNECT_SECONDS. Nothing can have begun on it, so another one is tried until the deadline.
 """
 
 import math
@@ -29,10 +32,21 @@ _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 HAND_OVER_SECONDS = 60.0
 """Of a drain, beyond its grace: the step under way has to end."""
 
+CONNECT_SECONDS = 2
+"""For TLS's and HTTP/2's greetings on a new connection; gRPC's own bound is 20 s."""
+KEEPALIVE_SECONDS = 10
+"""A router that froze in mid-call is noticed after twice that."""
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # gRPC's own 4 MiB holds neither a million token ids nor a large pool.
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     # A router that came back is found within 2 s; by default it may take 2 minutes.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),
+    # However long a first token takes.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
     # Each client is a connection of its own. Behind a port that routers share a connection is one of them: clients of
@@ -137,6 +151,8 @@ class Attempts:
             self._timeout_seconds = check_timeout(timeout_seconds)
         self._deadline = self._now() + self._timeout_seconds
         self._failures = 0
+        self._silence: UnavailableError | None = None
+        """What the last attempt met, where the next one is sent once somebody speaks on a new connection."""
 
     def remaining_seconds(self) -> float:
         """For the next attempt. Raises TimedOutError if nothing is left."""
@@ -149,6 +165,11 @@ class Attempts:
 
     def delay_after(self, error: BlockyardError) -> float:
         """Seconds to wait before the next attempt. Raises `error` where there should be none."""
+        if self._silence is not None and isinstance(error, TimedOutError):
+            raise self._silence
+        self._silence = self._silence_of(error)
+        if self._silence is not None:
+            return 0.0
         backoff_seconds = self._backoff_seconds(error)
         self._failures += 1
         if backoff_seconds is None or self._failures > self._config.retries:
@@ -156,6 +177,17 @@ class Attempts:
         if self._now() + backoff_seconds >= self._deadline:
             raise error
         return backoff_seconds
+
+    @property
+    def waits_for_connection(self) -> bool:
+        """Whether the next attempt is sent once there is a connection on which somebody speaks."""
+        return self._silence is not None
+
+    def _silence_of(self, error: BlockyardError) -> UnavailableError | None:
+        """None where there are other addresses: the next is as good a chance as another connection."""
+        if isinstance(error, UnavailableError) and error.never_began and len(self._config.addresses) == 1:
+            return error if self._config.retries else None
+        return None
 
     def _backoff_seconds(self, error: BlockyardError) -> float | None:
         longest = min(

@@ -234,7 +234,7 @@ class Client:
         """A stream's messages. Retried until the first one: later a retry would repeat them."""
         while True:
             address, begun = self._rotation.current, False
-            rpc = self._open(address, call, attempts.remaining_seconds())
+            rpc = self._open(address, call, attempts)
             try:
                 for response in rpc:
                     begun = True
@@ -252,7 +252,7 @@ class Client:
         failures: list[BlockyardError] = []
         for address in self._config.addresses:
             try:
-                self._send(address, call, self._config.timeout_seconds)
+                self._send(address, call, Attempts(self._config, None))
                 return
             except grpc.RpcError as error:
                 failures.append(self._failure(error, address))
@@ -263,7 +263,7 @@ class Client:
         while True:
             address = self._rotation.current
             try:
-                return self._send(address, call, attempts.remaining_seconds())
+                return self._send(address, call, attempts)
             except grpc.RpcError as error:
                 failure = self._failure(error, address)
             self._wait_after(failure, address, attempts)
@@ -275,20 +275,28 @@ class Client:
     def _failure(self, error: grpc.RpcError, address: str, *, has_begun: bool = False) -> BlockyardError:
         return from_rpc(error, address, has_begun=has_begun, is_tls=self._connection.is_tls)
 
-    def _open(
-        self, address: str, call: Call[Response], timeout_seconds: float
-    ) -> "grpc._CallIterator[Response]":
+    def _open(self, address: str, call: Call[Response], attempts: Attempts) -> "grpc._CallIterator[Response]":
         method = self._channels[address].unary_stream(
             call.path,
             request_serializer=requests.serialize,
             response_deserializer=call.response_type.FromString,
         )
-        return method(call.request, timeout=timeout_seconds, metadata=self._connection.metadata)
+        return method(
+            call.request,
+            timeout=attempts.remaining_seconds(),
+            metadata=self._connection.metadata,
+            wait_for_ready=attempts.waits_for_connection,
+        )
 
-    def _send(self, address: str, call: Call[Response], timeout_seconds: float) -> Response:
+    def _send(self, address: str, call: Call[Response], attempts: Attempts) -> Response:
         method = self._channels[address].unary_unary(
             call.path,
             request_serializer=requests.serialize,
             response_deserializer=call.response_type.FromString,
         )
-        return method(call.request, timeout=timeout_seconds, metadata=self._connection.metadata)
+        return method(
+            call.request,
+            timeout=attempts.remaining_seconds(),
+            metadata=self._connection.metadata,
+            wait_for_ready=attempts.waits_for_connection,
+        )
