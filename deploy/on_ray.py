@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from blockyard.deploy.places import ClusterSpec, SupervisorReport
 
 CALL_SECONDS = 15.0
+HELLO_SECONDS = 4.0
 POLL_SECONDS = 0.2
 
 
@@ -42,6 +43,15 @@ _WITHOUT_HEAD = (
 )
 
 
+def silence_of(cluster: ClusterState) -> str:
+    """What is said of a Ray that does not answer in time."""
+    which = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
+    return (
+        f"Ray at {cluster.ray_address} does not answer; `blockyard workers{which}` asks the routers, who need no Ray, "
+        f"and `blockyard down{which}` ends what is left"
+    )
+
+
 @contextlib.contextmanager
 def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[str, Any]]:
     """Inside, this process is a Ray driver in the cluster's namespace; yields Ray's address_info. The functions below
@@ -50,6 +60,8 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
     if cluster.ray_address is None:
         raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started")
     try:
+        if cluster.head is not None:
+            ray_head.check_alive(cluster.head.session)
         info = ray_head.connect(
             cluster.ray_address,
             namespace=namespace(cluster.cluster),
@@ -57,7 +69,7 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
             wheel=wheel,
         )
     except ray_head.RayConnectError as error:
-        if not cluster.routers:
+        if not cluster.routers or isinstance(error, ray_head.RayletDiedError):
             raise
         raise ray_head.RayConnectError(f"{error}; {_WITHOUT_HEAD}") from error
     import ray
@@ -125,7 +137,10 @@ def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorRepor
     try:
         report: SupervisorReport = ray.get(supervisor.report.remote(), timeout=timeout_seconds)
     except GetTimeoutError:
-        raise RuntimeError(f"the supervisor did not answer within {timeout_seconds:.0f} s") from None
+        raise RuntimeError(
+            f"the supervisor did not answer within {timeout_seconds:.0f} s: one that hangs is ended and started again "
+            "within a minute; `blockyard workers` asks the routers meanwhile"
+        ) from None
     return report
 
 
@@ -164,5 +179,6 @@ def shut_down(drain_seconds: float) -> None:
         supervisor = ray.get_actor(SUPERVISOR_NAME)
     except ValueError:
         return  # It was never made, and it alone makes the others.
+    supervisor_report(HELLO_SECONDS)  # One that hangs says goodbye to nobody.
     ray.get(supervisor.shut_down.remote(drain_seconds), timeout=drain_seconds + CALL_SECONDS)
     ray.kill(supervisor)

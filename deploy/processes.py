@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_SECONDS = 0.05
+STOPPED = "T"
+"""The state of a process after SIGSTOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,39 @@ def session_members(session: int) -> list[ProcessIdentity]:
         if entry.isdigit() and (status := _status(int(entry))) is not None and status.session == session:
             members.append(ProcessIdentity(pid=int(entry), start_ticks=status.start_ticks))
     return members
+
+
+def command_of(pid: int) -> list[str]:
+    """Its program and arguments; empty for one that has gone."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(argument) for argument in text.split(b"\0")[:-1]]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Empty for one that has gone, or is somebody else's."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(entry).partition("=") for entry in text.split(b"\0") if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def group_of(pid: int) -> int:
+    """Its process group; 0 for one that has gone."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def state_of(pid: int) -> str:
+    """One letter, as /proc has it; empty for one that has gone."""
+    status = _status(pid)
+    return "" if status is None else status.state
 
 
 def owns_session(session: int, recorded: Iterable[ProcessIdentity]) -> bool:

@@ -22,14 +22,18 @@ from typing import Any
 
 from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE, TAB_VARIABLE
 from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE, TOKEN_FILE_VARIABLE
+from blockyard.deploy.guardian import GCS, RAYLET
 from blockyard.deploy.interruption import handlers_kept
-from blockyard.deploy.processes import end_session, session_members
+from blockyard.deploy.processes import STOPPED, command_of, end_session, session_members, state_of
 
 START_SECONDS = 120.0
 START_ATTEMPTS = 3
 DASHBOARD_PORT = 8265
 """Where people look for it; another port is taken where this one is."""
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 3.0
+_BY_ITSELF = (
+    "it is started again, and all others after it: `blockyard status` in a minute, or `blockyard down`"
+)
 HTTP2_HEAD_BYTES = 9
 """Of each frame: its length, type, flags and stream."""
 HTTP2_SETTINGS = b"\4"
@@ -65,6 +69,10 @@ class RayConnectError(RuntimeError):
     """There is no Ray where one was said to be, or it refuses us."""
 
 
+class RayletDiedError(RayConnectError):
+    """Workers and routers ended with it, and come back with the next one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayHead:
     """A head that runs."""
@@ -90,6 +98,7 @@ def start_head(
     Raises RayStartError if it does not come up within START_SECONDS, or ends by itself START_ATTEMPTS times;
     nothing is left then."""
     temp_dir, token_path, log_path = directory / "ray", directory / "ray-token", directory / "ray-head.log"
+    started_path = directory / "ray-started"
     token_path.touch(mode=0o600)
     token_path.write_text(secrets.token_hex(32), encoding="ascii")
     environment = _environment(token_path)
@@ -98,11 +107,14 @@ def start_head(
     if page_in_metrics_tab:
         environment[TAB_VARIABLE] = "1"
     for attempt in range(START_ATTEMPTS):
-        process = _spawn(_command(temp_dir, num_cpus), environment, log_path)
+        started_path.unlink(missing_ok=True)
+        guarded = [sys.executable, "-m", "blockyard.deploy.guardian", str(started_path)]
+        process = _spawn([*guarded, *_command(temp_dir, num_cpus)], environment, log_path)
         try:
             spawned(process.pid)
-            address = _wait_for_address(temp_dir / "ray_current_cluster", process, log_path, waiting)
-            # Whom the session was known by has ended; from now on it is known by those who stay.
+            _wait_until_started(started_path, process, log_path, waiting)
+            address = (temp_dir / "ray_current_cluster").read_text(encoding="ascii").strip()
+            # By more of them: its first process might die.
             spawned(process.pid)
         except BaseException as error:
             _kill_session(process)
@@ -110,6 +122,7 @@ def start_head(
             if isinstance(error, _HeadEnded) and attempt + 1 < START_ATTEMPTS:
                 continue
             raise
+        process.returncode = 0  # The guardian outlives us on purpose: Popen need not warn that it still runs.
         return RayHead(address=address, session=process.pid, token_path=token_path)
     raise AssertionError("the last attempt returns or raises")
 
@@ -178,6 +191,23 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not separator or not port.isdigit():
         raise ValueError(f"Ray's address is host:port, not {address!r}")
     return host, int(port)
+
+
+def check_alive(session: int) -> None:
+    """Of the head that was started here. Raises RayConnectError for one that is dead or stopped: Ray itself would wait
+    for it for a minute."""
+    states = {
+        Path(argv[0]).name: state_of(member.pid)
+        for member in session_members(session)
+        if (argv := command_of(member.pid))
+    }
+    for name in (GCS, RAYLET):
+        if name in states and states[name] != STOPPED:
+            continue
+        what = "is stopped" if name in states else "has died"
+        if name == RAYLET:
+            raise RayletDiedError(f"no Ray answers: its {name} {what}; {_BY_ITSELF}")
+        raise RayConnectError(f"no Ray answers: its {name} {what}")
 
 
 def check_listening(address: str) -> None:
@@ -266,16 +296,16 @@ def _grafana(directory: Path) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 
-def _wait_for_address(
-    address_path: Path, process: subprocess.Popen[bytes], log_path: Path, waiting: Callable[[], None]
-) -> str:
-    """Ray writes its address there before `ray start` ends, which leaves the head running."""
+def _wait_until_started(
+    started_path: Path, process: subprocess.Popen[bytes], log_path: Path, waiting: Callable[[], None]
+) -> None:
+    """The guardian makes this file once `ray start` has ended well, which leaves the head running."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
+        if started_path.exists():
+            return
         waiting()
         time.sleep(_POLL_SECONDS)
-    if process.poll() == 0 and address_path.exists():
-        return address_path.read_text(encoding="ascii").strip()
     tail = log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
     if process.poll() is not None:
         raise _HeadEnded(f"the Ray head ended while it started\n{tail}")

@@ -149,6 +149,10 @@ class Supervisor:
 
     def _find_what_was_before(self) -> None:
         """After a death of ours: those taken out stay out, and those that were leaving go on to leave."""
+        known = {name: addresses for name, *addresses in self._wish.addresses}
+        for place in self._places:
+            if place.name in known:
+                place.address, place.http_address = known[place.name]
         living = self._living()
         self._found = set(living)
         for place in self._workers():
@@ -177,6 +181,13 @@ class Supervisor:
             wish = replace(self._wish, **changes)
             await self._store.save(wish)
             self._wish = wish
+
+    async def _remember_addresses(self) -> None:
+        """Of routers: where all of Ray is started again, nobody else knows them."""
+        routers = (place for place in self._places if place.kind == "router" and place.address)
+        addresses = tuple((place.name, place.address, place.http_address) for place in routers)
+        if addresses != self._wish.addresses:
+            await self._remember(addresses=addresses)
 
     async def _stop(self, place: Place, grace_seconds: float) -> None:
         """Its keeper sees the end."""
@@ -266,6 +277,7 @@ class Supervisor:
                 self._found.discard(place.name)
                 pulse.patience_seconds = ADOPTED_SECONDS
             self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))
+            await all_of(self._remember_addresses())
             pulse.patience_seconds = self._spec.hung_seconds
             await pulse.unless_hung(actor.until_stopped.remote())
 

@@ -28,6 +28,8 @@ class Wish:
     """Of the last scaling: for those that still leave."""
     taken_out: frozenset[str] = frozenset()
     """Workers that somebody drained, and that are not to be started again by themselves."""
+    addresses: tuple[tuple[str, str, str], ...] = ()
+    """Of routers: name, address, and the gateway's. Where clients found them they are to find them again."""
 
 
 class WishStore(Protocol):
@@ -78,4 +80,5 @@ def encoded(wish: Wish) -> bytes:
 
 def decoded(text: bytes) -> Wish:
     document = json.loads(text)
-    return Wish(**{**document, "taken_out": frozenset(document["taken_out"])})
+    addresses = tuple((name, address, gateway) for name, address, gateway in document.get("addresses", ()))
+    return Wish(**{**document, "taken_out": frozenset(document["taken_out"]), "addresses": addresses})

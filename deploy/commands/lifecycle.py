@@ -10,7 +10,8 @@ from typing import Any
 import click
 from blockyard.deploy import administration, dry_run, effective, nodes, on_ray, state, views
 from blockyard.deploy import cluster as clusters
-from blockyard.deploy.commands.shown import ASK_SECONDS, as_dict, show
+from blockyard.deploy.commands.shown import as_dict, show
+from blockyard.deploy.deadline import ANSWER_SECONDS, answers_within
 from blockyard.deploy.interruption import end_like_ctrl_c
 from blockyard.deploy.options import cluster_option, grace_option, output_option
 from blockyard.deploy.progress import StageProgress
@@ -18,6 +19,9 @@ from blockyard.deploy.security import client_connection, connection_options
 from blockyard.deploy.up_options import up_options, up_settings
 from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
+
+LOOK_SECONDS = 3.0
+"""Of `status`, for the supervisor and for the routers."""
 
 
 @click.command()
@@ -86,9 +90,10 @@ def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: 
 def status(cluster: str, output: str) -> None:
     """Who should run, who does, and what the routers see."""
     remembered = state.load(cluster)
-    with on_ray.driver(remembered):
-        report, living = on_ray.supervisor_report(), nodes.living_nodes()
-    info = _cluster_info(remembered)
+    with answers_within(ANSWER_SECONDS, on_ray.silence_of(remembered)):
+        with on_ray.driver(remembered):
+            report, living = on_ray.supervisor_report(LOOK_SECONDS), nodes.living_nodes()
+        info = _cluster_info(remembered)
     document = {
         "supervisor_pid": report.pid,
         "code": report.code,
@@ -103,7 +108,9 @@ def _cluster_info(remembered: state.ClusterState) -> ClusterInfo | None:
     """None while no router answers: what the supervisor says is worth showing all the same."""
     try:
         connection = client_connection()
-        with Client(list(remembered.routers), timeout_seconds=ASK_SECONDS, retries=0, **connection) as client:
+        with Client(
+            list(remembered.routers), timeout_seconds=LOOK_SECONDS, retries=0, **connection
+        ) as client:
             return client.cluster_info()
     except (BlockyardError, ValueError):
         return None

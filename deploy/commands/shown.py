@@ -17,8 +17,8 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
-ASK_SECONDS = 10.0
-"""For the commands that only look."""
+ASK_SECONDS = 8.0
+"""For the commands that only look: with the start of Python they answer within ten seconds, whatever is dead."""
 
 
 def connected(

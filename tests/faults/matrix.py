@@ -97,4 +97,9 @@ MATRIX = (
         50, "half an hour of random faults", "the invariants hold; memory, descriptors and keys stay flat"
     ),
     _fault(51, "Redis taken over", "rogue workers and forged records get no connection; 0 failed"),
+    _fault(52, "worker SIGSTOP for good", "as 20; `status` tells within 5 s; killed and started again"),
+    _fault(53, "one of two routers of a port SIGSTOP", "every request of new clients succeeds; replaced"),
+    _fault(54, "supervisor SIGSTOP", "serving goes on; `status` says so; killed and started again"),
+    _fault(55, "Ray's dashboard SIGKILL", "started again, on its port"),
+    _fault(56, "raylet SIGKILL", "all is started again and serves where it did; `status` says so at once"),
 )

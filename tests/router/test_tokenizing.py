@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import blockyard.deploy
 import pytest
+from blockyard.deploy.processes import identify
 from blockyard.proto.block_hash import chain, unpack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.prompts import PromptEncoder
@@ -327,6 +329,23 @@ async def test_a_loaded_process_follows_one_that_dies() -> None:
         await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
         assert child_pid(service) == spare
         assert service.spare_pid not in (None, spare)
+
+
+async def test_a_frozen_process_costs_one_deadline_and_is_killed() -> None:
+    async with TokenizerService(DEMO_CHECKPOINT, timeout_seconds=1.0) as service:
+        (frozen,) = service.pids()
+        os.kill(frozen, signal.SIGSTOP)
+        with pytest.raises(TokenizingTimeout):
+            await service.prepare(TextPrompt("def f(x):"), root=None, block_size=BLOCK_SIZE)
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(TokenizingTimeout):  # The next one may take as long on a busy machine.
+                    assert (
+                        await service.prepare(TextPrompt("x"), root=None, block_size=BLOCK_SIZE)
+                    ).token_ids
+                    break
+        assert service.pids() != [frozen]
+    assert identify(frozen) is None
 
 
 async def test_a_process_that_dies_while_it_loads_fails_no_call(service: TokenizerService) -> None:

@@ -1,0 +1,181 @@
+"""Runs Ray's head and starts again what of it dies or is stopped: its raylet and its dashboard.
+
+    python -m blockyard.deploy.guardian STARTED_FILE COMMAND...
+
+It runs the command, which starts the head; makes the file once that has ended well; and watches the head's processes
+from then on. It leads their session, so that whatever it starts ends with the rest of them. It holds no secret beyond
+the environment that Ray's processes have.
+
+A raylet takes its workers with it, and is started as another node of the same cluster. Ray's control service then
+starts the supervisor there, which brings everybody back. The control service itself has the cluster in memory: its
+death is the cluster's end (docs/operating.md). Imports nothing heavy: it lives as long as the cluster.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockyard.deploy.processes import (
+    STOPPED,
+    ProcessIdentity,
+    command_of,
+    environment_of,
+    group_of,
+    is_alive,
+    session_members,
+    state_of,
+)
+
+LOOK_SECONDS = 0.5
+MAX_STOPPED_LOOKS = 40
+"""A part that is stopped for so many looks in a row hangs, and is killed."""
+MAX_PAUSE_SECONDS = 30.0
+"""Between two starts of one part; the first follows at once, and each pause is twice the one before."""
+STEADY_SECONDS = 60.0
+"""After so long the pauses begin anew."""
+GCS, RAYLET, DASHBOARD = "gcs_server", "raylet", "dashboard"
+_NODE_ID_BYTES = 28
+_WORKER_TITLE = "ray::"
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One program of the head, as it was first started."""
+
+    name: str
+    process: ProcessIdentity
+    command: list[str]
+    environment: dict[str, str]
+    num_stopped_looks: int = 0
+    pause_seconds: float = 0.0
+    started_at: float = 0.0
+
+
+def name_of(command: list[str]) -> str:
+    """Of the part that such a command is; empty for all else."""
+    if not command:
+        return ""
+    if Path(command[0]).name in (GCS, RAYLET):
+        return Path(command[0]).name
+    return DASHBOARD if any(word.endswith("/ray/dashboard/dashboard.py") for word in command[1:4]) else ""
+
+
+def parts_of(session: int) -> dict[str, Part]:
+    found = {}
+    for member in session_members(session):
+        command = command_of(member.pid)
+        if name := name_of(command):
+            environment = environment_of(member.pid)
+            found[name] = Part(name=name, process=member, command=command, environment=environment)
+    return found
+
+
+def as_new_node(command: list[str], node_id: str) -> list[str]:
+    """A raylet's command under another node id: the control service takes none back that it saw die."""
+    old = _value(command, "--node_id")
+    return [word.replace(old, node_id) for word in command]
+
+
+def next_pause_seconds(last_seconds: float, alive_seconds: float) -> float:
+    """Before another start of one that lived so long."""
+    if alive_seconds >= STEADY_SECONDS:
+        return 0.0
+    return min(MAX_PAUSE_SECONDS, max(1.0, 2.0 * last_seconds))
+
+
+def _value(command: list[str], option: str) -> str:
+    return next(word.partition("=")[2] for word in command if word.startswith(f"{option}="))
+
+
+class Guardian:
+    """Of the session that this process leads."""
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._parts = parts_of(session)
+
+    def watch(self) -> None:
+        """Until the control service has ended."""
+        while is_alive(self._parts[GCS].process):
+            for name in (RAYLET, DASHBOARD):
+                if (part := self._parts.get(name)) is not None:
+                    self._look(part)
+            time.sleep(LOOK_SECONDS)
+            _reap()
+        _say("Ray's control service has ended")
+
+    def _look(self, part: Part) -> None:
+        if is_alive(part.process):
+            is_stopped = state_of(part.process.pid) == STOPPED
+            part.num_stopped_looks = part.num_stopped_looks + 1 if is_stopped else 0
+            if part.num_stopped_looks >= MAX_STOPPED_LOOKS:
+                _say(f"{part.name} is stopped and is killed")
+                _kill(part.process)
+        elif time.monotonic() >= part.started_at + part.pause_seconds:
+            self._start_again(part)
+
+    def _start_again(self, part: Part) -> None:
+        _say(f"{part.name} has died and is started again")
+        if part.name == RAYLET:
+            self._end_workers()
+            for option in ("--raylet_socket_name", "--store_socket_name"):
+                Path(_value(part.command, option)).unlink(missing_ok=True)
+            part.command = as_new_node(part.command, secrets.token_hex(_NODE_ID_BYTES))
+        now = time.monotonic()
+        part.pause_seconds = next_pause_seconds(part.pause_seconds, now - part.started_at)
+        part.started_at, part.num_stopped_looks = now, 0
+        process = subprocess.Popen(
+            part.command,
+            env=part.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+        started = next((one for one in session_members(self._session) if one.pid == process.pid), None)
+        part.process = started or part.process
+
+    def _end_workers(self) -> None:
+        """Those of a raylet that is dead, and what they have started: they hold ports and devices."""
+        members = session_members(self._session)
+        titles = {member.pid: "".join(command_of(member.pid)[:1]) for member in members}
+        workers = {pid for pid, title in titles.items() if title.startswith(_WORKER_TITLE)}
+        for member in members:
+            if member.pid in workers or group_of(member.pid) in workers:
+                _kill(member)
+
+
+def _kill(process: ProcessIdentity) -> None:
+    if is_alive(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _say(what: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
+
+
+def main() -> int:
+    started, *command = sys.argv[1:]
+    code = subprocess.call(command)
+    if code == 0:
+        guardian = Guardian(os.getsid(0))
+        Path(started).touch()
+        guardian.watch()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""What hangs or dies for good on a real cluster is started again, and no command waits for it."""
+
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from blockyard.deploy import cluster as clusters
+from blockyard.deploy.guardian import DASHBOARD, RAYLET, parts_of
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import Client
+from blockyard.router.client.errors import BlockyardError
+
+from .harness import Cluster, Command, eventually, remembered_state
+from .test_joined_cluster import SIMULATED
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow_fault]
+
+HUNG_SECONDS = 8
+HEAL_SECONDS = 180.0
+TRUTH_SECONDS = 30.0
+"""The design gives 5; a command alone takes as long on a busy machine."""
+ANSWER_SECONDS = 30.0
+"""The design gives 10."""
+NUM_CLIENTS = 12
+READY = cluster_pb2.WORKER_STATE_READY
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers, and two routers on one port."""
+    command = Command(home=tmp_path_factory.mktemp("home"), cluster="lively")
+    up = ("up", *SIMULATED, "--workers", "2", "--routers", "2", "--hung-seconds", str(HUNG_SECONDS))
+    result = command.run(*up)
+    assert result.returncode == 0, result.stderr
+    state = remembered_state(command)
+    try:
+        yield Cluster(command=command, state=state)
+    finally:
+        down = command.run("down", "--drain", "0")
+        assert down.returncode == 0, down.stderr
+        assert clusters.leftovers(state) == []
+
+
+@pytest.fixture(autouse=True)
+def whole(cluster: Cluster) -> None:
+    assert eventually(lambda: _is_whole(cluster), seconds=HEAL_SECONDS)
+
+
+def _is_whole(cluster: Cluster) -> bool:
+    status = cluster.command.run("status")
+    return status.returncode == 0 and status.stdout.count("serving") == 4 and _num_ready(cluster) == 2
+
+
+def _num_ready(cluster: Cluster) -> int:
+    try:
+        with cluster.client() as client:
+            return sum(worker.state == READY for worker in client.list_workers())
+    except BlockyardError:
+        return 0
+
+
+def _ask(address: str) -> int:
+    with Client(address, timeout_seconds=120.0) as client:
+        return client.generate("one two", max_tokens=4, ignore_eos=True).finish.completion_tokens
+
+
+def _phase(cluster: Cluster, name: str) -> str:
+    return str(cluster.command.place(name)["phase"])
+
+
+def _seconds_until(is_so: Callable[[], bool], *, within_seconds: float) -> float:
+    begun = time.monotonic()
+    assert eventually(is_so, seconds=within_seconds)
+    return time.monotonic() - begun
+
+
+def _told(cluster: Cluster, *arguments: str) -> tuple[str, float]:
+    """What a command says that cannot answer, and how long that takes."""
+    begun = time.monotonic()
+    result = cluster.command.run(*arguments)
+    took_seconds = time.monotonic() - begun
+    assert result.returncode == 1, result.stdout
+    assert "Traceback" not in result.stderr
+    assert took_seconds <= ANSWER_SECONDS
+    return result.stderr, took_seconds
+
+
+@pytest.mark.fault(52)
+def test_a_frozen_worker_is_told_and_replaced(cluster: Cluster, measured: dict[str, Any]) -> None:
+    before = cluster.command.place("worker-1")
+    os.kill(before["pid"], signal.SIGSTOP)
+    told = _seconds_until(lambda: _phase(cluster, "worker-1") != "serving", within_seconds=TRUTH_SECONDS)
+    assert _ask(cluster.state.routers[0]) == 4
+    healed = _seconds_until(lambda: _is_whole(cluster), within_seconds=HEAL_SECONDS)
+    after = cluster.command.place("worker-1")
+    assert after["pid"] != before["pid"]
+    assert not os.path.exists(f"/proc/{before['pid']}")
+    measured.update(failed=0, recovery_seconds=told + healed, note=f"told after {told:.1f} s")
+
+
+@pytest.mark.fault(53)
+def test_with_one_of_two_routers_of_a_port_frozen_every_new_client_is_served(
+    cluster: Cluster, measured: dict[str, Any]
+) -> None:
+    (address,) = cluster.state.routers
+    before = cluster.command.place("router-0")
+    os.kill(before["pid"], signal.SIGSTOP)
+    begun = time.monotonic()
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        assert list(threads.map(_ask, [address] * NUM_CLIENTS)) == [4] * NUM_CLIENTS
+    served = time.monotonic() - begun
+    assert eventually(lambda: _is_whole(cluster), seconds=HEAL_SECONDS)
+    after = cluster.command.place("router-0")
+    assert (after["pid"] != before["pid"], after["address"]) == (True, before["address"])
+    measured.update(failed=0, note=f"{NUM_CLIENTS} clients were served within {served:.1f} s")
+
+
+@pytest.mark.fault(54)
+def test_a_frozen_supervisor_is_told_and_replaced(cluster: Cluster, measured: dict[str, Any]) -> None:
+    before = cluster.command.json("status")
+    os.kill(before["supervisor_pid"], signal.SIGSTOP)
+    said, took = _told(cluster, "status")
+    assert "the supervisor did not answer" in said
+    assert "blockyard workers" in said
+    assert _ask(cluster.state.routers[0]) == 4
+    assert cluster.command.run("workers").returncode == 0
+    healed = _seconds_until(
+        lambda: cluster.command.run("status").returncode == 0, within_seconds=HEAL_SECONDS
+    )
+    after = cluster.command.json("status")
+    assert after["supervisor_pid"] != before["supervisor_pid"]
+    pids = [[place["pid"] for place in status["places"]] for status in (before, after)]
+    assert pids[0] == pids[1], "those that served were not left alone"
+    measured.update(failed=0, recovery_seconds=took + healed, note=f"`status` answers in {took:.1f} s")
+
+
+@pytest.mark.fault(55)
+def test_a_killed_dashboard_is_started_again(cluster: Cluster, measured: dict[str, Any]) -> None:
+    assert cluster.state.head is not None
+    os.kill(parts_of(cluster.state.head.session)[DASHBOARD].process.pid, signal.SIGKILL)
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(str(cluster.state.dashboard_url), timeout=5) as page:
+                return bool(page.status == 200)
+        except OSError:
+            return False
+
+    assert eventually(lambda: not answers(), seconds=10.0)
+    measured.update(recovery_seconds=_seconds_until(answers, within_seconds=HEAL_SECONDS))
+
+
+@pytest.mark.fault(56)
+def test_after_the_death_of_the_raylet_all_is_started_again_and_serves_where_it_did(
+    cluster: Cluster, measured: dict[str, Any]
+) -> None:
+    assert cluster.state.head is not None
+    before = {place["name"]: place for place in cluster.command.json("status")["places"]}
+    os.kill(parts_of(cluster.state.head.session)[RAYLET].process.pid, signal.SIGKILL)
+    begun = time.monotonic()
+    cluster.command.run("status")
+    took = time.monotonic() - begun
+    assert took <= ANSWER_SECONDS
+    assert eventually(lambda: _is_whole(cluster), seconds=HEAL_SECONDS)
+    healed = time.monotonic() - begun
+    after = {place["name"]: place for place in cluster.command.json("status")["places"]}
+    assert after["router-0"]["address"] == before["router-0"]["address"]
+    assert all(after[name]["pid"] != before[name]["pid"] for name in before)
+    assert _ask(cluster.state.routers[0]) == 4
+    measured.update(recovery_seconds=healed, note=f"`status` answers in {took:.1f} s")
