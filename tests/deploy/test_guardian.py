@@ -75,7 +75,7 @@ def test_a_raylet_that_died_is_started_as_another_node_without_what_it_left(
     session: int, tmp_path: Path
 ) -> None:
     before = parts_of(session)[RAYLET]
-    worker = next(one for one in session_members(session) if b"ray::" in cmdline(one.pid))
+    worker = next(one for one in session_members(session) if cmdline(one.pid).startswith(b"ray::"))
     kill(before.process.pid)
     until(lambda: is_other(session, before))
     after = parts_of(session)[RAYLET]
