@@ -19,7 +19,7 @@ from blockyard.deploy.commands.look import blocks, index, workers
 from blockyard.deploy.commands.reckon import doctor, figures_command, size_command
 from blockyard.deploy.commands.scale import scale
 from blockyard.deploy.commands.watch import top
-from blockyard.deploy.security import token
+from blockyard.deploy.tokens import token
 from blockyard.router.client import BlockyardError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 

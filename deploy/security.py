@@ -1,22 +1,15 @@
-"""Tokens and TLS on the command line: what `up` gives the routers, what a command shows to them, and `token new`.
+"""Tokens and TLS on the command line: what `up` gives the routers, and what a command shows to them.
 
-Owns options and files. Does not own what tokens mean (router/auth.py), nor how a client connects
+Owns options. Does not own what tokens mean (router/auth.py), how they are made (tokens.py), nor how a client connects
 (router/client/connection.py). A token is never an argument: those can be read by everybody on the machine.
 """
 
-import fcntl
-import json
-import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 from blockyard.deploy.config_file import config_option
-from blockyard.deploy.options import output_option
 from blockyard.deploy.redis_server import RedisUser
 from blockyard.deploy.settings import Command, setting
 from blockyard.proto.index_acl import Role as RedisRole
@@ -24,7 +17,6 @@ from blockyard.proto.index_acl import acl_rules, user_name
 from blockyard.proto.secret_files import read_secret_file
 from blockyard.proto.tls import server_credentials, session_channels
 from blockyard.proto.tls_files import ServerTls, SessionTls, server_tls, session_tls
-from blockyard.router.auth import Role, new_token, parse_tokens
 from blockyard.router.client import TlsOptions
 from blockyard.router.token_file import TokenFile
 
@@ -141,67 +133,3 @@ def _read_token(path: str) -> str:
         return read_secret_file(path, "token file")[0].decode("ascii").strip()
     except UnicodeDecodeError:
         raise ValueError(f"token file {path} holds no token") from None
-
-
-@click.group()
-def token() -> None:
-    """The tokens that clients show."""
-
-
-@token.command()
-@click.option("--name", required=True, help="Whose it is; the audit log has it.")
-@click.option("--role", type=click.Choice([role.value for role in Role]), required=True)
-@click.option("--tenant", help="Whose requests and prefixes are his. Default: of a tenant of his own name.")
-@click.option(
-    "--auth-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Add the entry to this file, made if missing; routers take it within seconds.",
-)
-@output_option
-def new(name: str, role: str, tenant: str | None, auth_file: Path | None, output: str) -> None:
-    """Draw a token and print it, this once, on stdout."""
-    drawn, entry = new_token(name, role, tenant)
-    if auth_file is not None:
-        append_entry(auth_file, entry)
-    if output == "json":
-        click.echo(json.dumps({"token": drawn, "entry": entry}, indent=2))
-        return
-    told = (
-        f"entry for the auth file: {json.dumps(entry)}"
-        if auth_file is None
-        else f"{auth_file} has {name!r} now"
-    )
-    click.echo(told, err=True)
-    click.echo(drawn)
-
-
-def append_entry(path: Path, entry: dict[str, str]) -> None:
-    """All or nothing, one writer at a time, read by those who could read it before. Raises ValueError where the file
-    or the entry with it would be bad."""
-    with _locked(path.parent):
-        entries = []
-        before = None
-        if path.exists():
-            TokenFile(path)
-            entries, before = json.loads(path.read_bytes()), path.stat()
-        text = json.dumps([*entries, entry], indent=2)
-        parse_tokens(text)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.unlink(missing_ok=True)  # of one that was killed
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            if before is not None:
-                os.fchown(descriptor, -1, before.st_gid)
-                os.fchmod(descriptor, before.st_mode & 0o777)
-            file.write(text + "\n")
-        partial.replace(path)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

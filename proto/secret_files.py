@@ -17,8 +17,10 @@ def read_file(path: str | Path, what: str) -> bytes:
 
 def read_secret_file(path: str | Path, what: str) -> tuple[bytes, os.stat_result]:
     """Its contents, and what it was like when they were read. Raises ValueError that names `what` and the file, also
-    for one that everybody may read, or others than its owner change."""
-    content, status = _read(Path(path), what)
+    for one that everybody may read, or others than its owner change, and for what is no file: a pipe never ends."""
+    content, status = _read(Path(path), what, flags=os.O_NONBLOCK)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{what} {path} is no regular file")
     if status.st_mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
         raise ValueError(
             f"{what} {path} may be read by everybody or changed by others than its owner "
@@ -27,9 +29,9 @@ def read_secret_file(path: str | Path, what: str) -> tuple[bytes, os.stat_result
     return content, status
 
 
-def _read(path: Path, what: str) -> tuple[bytes, os.stat_result]:
+def _read(path: Path, what: str, *, flags: int = 0) -> tuple[bytes, os.stat_result]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
             status = os.fstat(file.fileno())
             content = file.read(MAX_BYTES + 1)
     except OSError as error:

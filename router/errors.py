@@ -15,6 +15,7 @@
     ├── RequestTooLarge             FAILED_PRECONDITION   REQUEST_TOO_LARGE
     ├── LastWorker                  FAILED_PRECONDITION   LAST_WORKER
     ├── Overloaded                  RESOURCE_EXHAUSTED    OVERLOADED (+ retry delay)
+    │   └── RateLimited             RESOURCE_EXHAUSTED    RATE_LIMITED (+ retry delay)
     ├── SlowReader                  RESOURCE_EXHAUSTED    SLOW_READER
     ├── DeadlinePassed              DEADLINE_EXCEEDED     DEADLINE_EXCEEDED
     │   └── DeadlineUnreachable     DEADLINE_EXCEEDED     DEADLINE_UNREACHABLE
@@ -150,6 +151,12 @@ class Overloaded(RouterError):
     """The router holds as many requests or prompt tokens as it may, or the request has waited for too long."""
 
     reason = "OVERLOADED"
+
+
+class RateLimited(Overloaded):
+    """The token or its tenant has had all the requests or tokens of a minute that the auth file gives it."""
+
+    reason = "RATE_LIMITED"
 
 
 class SlowReader(RouterError):

@@ -8,7 +8,8 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
-from blockyard.router.auth import LIVE_PAGE, new_token
+from blockyard.router.auth import LIVE_PAGE
+from blockyard.router.token_entries import new_token
 
 FILE_NAME = "page-token"
 

@@ -1,24 +1,32 @@
 """The rules of tokens and roles, without a server; the file of tokens as an operator edits it."""
 
+import asyncio
 import json
 import os
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from blockyard.deploy.dashboard.page_token import draw_page_token, page_token_sha256
-from blockyard.deploy.security import append_entry
+from blockyard.deploy.tokens import append_entry
 from blockyard.router.auth import (
     METHOD_ROLES,
     OPEN,
+    KnownToken,
     Principal,
     Role,
+    TokenTable,
     authenticate,
     check_role,
-    new_token,
-    parse_tokens,
 )
 from blockyard.router.errors import Forbidden, Unauthenticated
-from blockyard.router.token_file import TokenFile
+from blockyard.router.rate_limits import RateLimit
+from blockyard.router.token_entries import new_token, parse_tokens, revoked, rotated
+from blockyard.router.token_file import GRACE_SECONDS, TokenFile
+
+from .rig import until
 
 GENERATE = "/blockyard.v1.InferenceService/Generate"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -66,8 +74,27 @@ def test_the_live_pages_own_token_is_a_viewers_beside_the_files_and_stays_when_t
     [
         ("{", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
-        ([], "at least one entry"),
         ({}, "must be a JSON list"),
+        ({"tokens": [], "hunter2": {}}, "must be a JSON list"),
+        ({"tokens": {}}, "must be a JSON list"),
+        (
+            [entry(requests_per_minute=0)],
+            r"entry 1 \(ann\): requests_per_minute must be a whole number from 1",
+        ),
+        ([entry(tokens_per_minute="hunter2")], r"entry 1 \(ann\): tokens_per_minute must be a whole number"),
+        ([entry(expires="hunter2")], r"entry 1 \(ann\): expires must be a time in UTC, such as 20"),
+        ([entry(expires=1893456000)], r"entry 1 \(ann\): expires must be a time in UTC"),
+        ([entry(expires="2030-01-01T00:00:00+02:00")], r"entry 1 \(ann\): expires must be a time in UTC"),
+        (
+            [entry(), entry(expires="2030-01-01T00:00:00Z", role="admin")],
+            "entry 2: the name 'ann' has another role",
+        ),
+        ({"tokens": [], "tenants": {"a b": {}}}, "tenants: a name must be"),
+        ({"tokens": [], "tenants": {"acme": {"hunter2": 1}}}, "tenants: acme must have nothing besides"),
+        (
+            {"tokens": [], "tenants": {"acme": {"tokens_per_minute": 0}}},
+            "tenants: acme: tokens_per_minute must be",
+        ),
         (["hunter2"], "entry 1 is no JSON object"),
         ([entry(), entry("b d")], "entry 2: name must be"),
         ([entry(token="hunter2")], r"entry 1 \(ann\) has fields besides"),
@@ -167,23 +194,172 @@ def test_a_file_that_is_not_there_or_no_file_is_named(tmp_path: Path) -> None:
         TokenFile(tmp_path)
 
 
-def test_a_change_is_taken_and_a_bad_one_leaves_the_tokens_before_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_token_is_refused_from_its_end_on_and_its_holder_alone_is_told_why() -> None:
+    clock = Clock()
+    token, made = new_token("ann", "user")
+    digest = bytes.fromhex(made["token_sha256"])
+    principal = Principal(name="ann", role=Role.USER, tenant="ann")
+    tokens = TokenTable({digest: KnownToken(principal=principal, expires=1060.0)}, clock=clock)
+    shown = (("authorization", f"Bearer {token}"),)
+    assert authenticate(GENERATE, shown, tokens) == principal
+    clock.now = 1060.0
+    with pytest.raises(Unauthenticated, match="this token has expired"):
+        authenticate(GENERATE, shown, tokens)
+    with pytest.raises(Unauthenticated, match="this token is not known here"):
+        authenticate(GENERATE, (("authorization", f"Bearer {token}x"),), tokens)
+
+
+def test_an_entrys_end_and_limits_and_a_tenants_limits_are_read() -> None:
+    over, ended = new_token("ann", "user", "acme", expires=datetime(2001, 1, 1, tzinfo=UTC))
+    limit = RateLimit(requests_per_minute=5, tokens_per_minute=700)
+    token, made = new_token("bob", "user", "acme", limit=limit, expires=datetime(2999, 1, 1, tzinfo=UTC))
+    of_acme = {"acme": {"tokens_per_minute": 9}}
+    table = parse_tokens(json.dumps({"tokens": [ended, made], "tenants": of_acme}))
+    assert table.has_expired(over)
+    assert table.find(over) is None
+    assert table.find(token) == Principal(name="bob", role=Role.USER, tenant="acme", limit=limit)
+    assert table.limit_of_tenant("acme") == RateLimit(tokens_per_minute=9)
+    assert table.limit_of_tenant("bravo") == RateLimit()
+
+
+def test_a_rotated_token_is_good_for_the_overlap_beside_the_new_one_of_the_same_limits() -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    first, made = new_token("ann", "user", "acme", limit=RateLimit(requests_per_minute=5))
+    second, entries = rotated([made], "ann", overlap=timedelta(hours=1), now=now)
+    assert entries[0] == {**made, "expires": "2030-01-01T01:00:00Z"}
+    table = parse_tokens(json.dumps(entries))
+    both = [table.find(first), table.find(second)]
+    assert (
+        both[0]
+        == both[1]
+        == Principal(name="ann", role=Role.USER, tenant="acme", limit=RateLimit(requests_per_minute=5))
+    )
+    third, entries = rotated(entries, "ann", overlap=timedelta(hours=9), now=now + timedelta(minutes=59))
+    assert [entry.get("expires") for entry in entries] == [
+        "2030-01-01T01:00:00Z",
+        "2030-01-01T09:59:00Z",
+        None,
+    ]
+    _, entries = rotated(entries, "ann", overlap=timedelta(0), now=now + timedelta(hours=2))
+    assert len(entries) == 3, "what has expired already is taken out"
+    assert parse_tokens(json.dumps(entries)).find(third) is not None
+    other = entry("bob")
+    assert revoked([*entries, other], "ann") == [other]
+    with pytest.raises(ValueError, match="no entry has the name 'ann'"):
+        revoked([other], "ann")
+
+
+def test_an_empty_list_means_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    token, made = new_token("ann", "user")
+    write(path, made)
+    file = TokenFile(path)
+    assert file.tokens.find(token) is not None
+    write(path)
+    file.refresh()
+    assert file.tokens.find(token) is None
+    assert len(TokenFile(path).tokens) == 0
+
+
+def _delete(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def _open_to_all(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def _spoil(path: Path) -> None:
+    path.write_text(path.read_text()[:-20])
+
+
+def _replace_by_a_pipe(path: Path) -> None:
+    _delete(path)
+    os.mkfifo(path, 0o600)
+
+
+@pytest.mark.parametrize("harm", [_delete, _open_to_all, _spoil, _replace_by_a_pipe])
+def test_a_file_that_cannot_be_used_means_nobody_after_the_grace_until_it_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
 ) -> None:
+    path, clock, (page_token, page) = tmp_path / "tokens.json", Clock(), new_token("page", "viewer")
+    token, made = new_token("ann", "user")
+    write(path, made)
+    good = path.read_bytes()
+    file = TokenFile(path, page_token_sha256=page["token_sha256"], clock=clock)
+    clock.now += 100.0
+    harm(path)
+    for seconds in (0.0, 5.0, 4.9):
+        clock.now += seconds
+        file.refresh()
+        assert file.tokens.find(token) is not None, "an editor that writes in two parts revokes nobody"
+    clock.now += 0.1
+    file.refresh()
+    file.refresh()
+    assert file.tokens.find(token) is None
+    assert file.tokens.find(page_token) is not None, "the live page's token is in no file"
+    assert [
+        record.message.rpartition(": ")[2] for record in caplog.records if record.levelname == "ERROR"
+    ] == [
+        "its tokens end soon unless it is mended",
+        "no token is good",
+    ]
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_bytes(good)
+    file.refresh()
+    assert file.tokens.find(token) is not None
+
+
+def test_a_file_that_comes_back_unchanged_is_good_again(tmp_path: Path) -> None:
+    path, clock = tmp_path / "tokens.json", Clock()
+    token, made = new_token("ann", "user")
+    write(path, made)
+    file = TokenFile(path, clock=clock)
+    away = path.rename(tmp_path / "away")
+    file.refresh()
+    clock.now += GRACE_SECONDS
+    file.refresh()
+    assert file.tokens.find(token) is None
+    away.rename(path)
+    file.refresh()
+    assert file.tokens.find(token) is not None
+
+
+async def test_a_look_that_hangs_is_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock, go_on = tmp_path / "tokens.json", Clock(), threading.Event()
+    token, made = new_token("ann", "user")
+    write(path, made)
+    file = TokenFile(path, clock=clock)
+    monkeypatch.setattr("blockyard.router.token_file.POLL_SECONDS", 0.01)
+    look = file._look
+    monkeypatch.setattr(file, "_look", lambda: go_on.wait(60) and look())
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(file.follow())
+        await until(lambda: file._bad_since is not None, seconds=30)
+        clock.now += GRACE_SECONDS
+        await until(lambda: file.tokens.find(token) is None, seconds=30)
+        go_on.set()
+        await until(lambda: file.tokens.find(token) is not None, seconds=30)
+        following.cancel()
+
+
+def test_a_change_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     (ann, first), (bob, second) = new_token("ann", "user"), new_token("bob", "user")
     write(path, first)
     file = TokenFile(path)
     assert file.tokens.find(bob) is None
-    path.write_text('[{"name": "ann", "token_sha')
-    for _ in range(3):
-        file.refresh()
-    assert file.tokens.find(ann) is not None
-    told = [record for record in caplog.records if "stay as they were" in record.message]
-    assert len(told) == 1
-    path.unlink()
-    file.refresh()
-    assert file.tokens.find(ann) is not None
     write(path, second, first)
     file.refresh()
     assert file.tokens.find(bob) is not None

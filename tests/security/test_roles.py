@@ -142,7 +142,7 @@ async def test_a_revoked_token_is_refused_and_a_new_one_let_in_while_the_router_
 async def test_a_router_does_not_start_with_a_bad_auth_file(tokens: Tokens) -> None:
     bad = tokens.path.with_name("bad.json")
     bad.touch(mode=0o600)
-    bad.write_text("[]")
+    bad.write_text("{}")
     with pytest.raises(ValueError, match=r"auth file .*bad\.json: it must be a JSON list"):
         async with running_router(auth_file=str(bad)):
             pass

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy import state
-from blockyard.deploy.security import append_entry, redis_user
+from blockyard.deploy.cli import main
+from blockyard.deploy.security import redis_user
 from blockyard.deploy.state import ClusterState
+from blockyard.deploy.tokens import append_entry
 from blockyard.proto.index_acl import acl_rules, user_name
-from blockyard.router.auth import new_token
 from blockyard.router.client.connection import Connection
 from blockyard.router.config import RouterConfig
+from blockyard.router.token_entries import new_token
 from blockyard.router.token_file import TokenFile
 from blockyard.worker.config import EngineConfig, WorkerConfig
+from click.testing import CliRunner
 
 HIDDEN = "hunter2"
 URL = f"redis://:{HIDDEN}@127.0.0.1:1/0"
@@ -83,6 +86,45 @@ def test_a_token_is_printed_once_and_its_entry_added_to_a_file_that_stays_privat
     assert "the name 'bob' is taken" in again.stderr
     assert "Traceback" not in again.stderr
     assert TokenFile(path).tokens.find(tokens[1]) is not None
+
+
+def test_tokens_are_listed_rotated_and_revoked_without_a_secret_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    limits = (
+        "--requests-per-minute",
+        "60",
+        "--tokens-per-minute",
+        "9000",
+        "--expires",
+        "2999-01-01T00:00:00Z",
+    )
+
+    def run(*arguments: str, name: str | None = "ann") -> str:
+        named = () if name is None else ("--name", name)
+        command = ["token", *arguments, *named, "--auth-file", str(path)]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        return result.stdout.strip()
+
+    first = run("new", "--role", "user", "--tenant", "acme", *limits)
+    other = run("new", "--role", "viewer", name="bob")
+    document = {"tokens": json.loads(path.read_text()), "tenants": {"acme": {"requests_per_minute": 5}}}
+    path.write_text(json.dumps(document))
+    second = run("rotate", "--overlap-seconds", "3600")
+    table = TokenFile(path).tokens
+    assert table.find(first) == table.find(second) is not None
+    listed = run("list", name=None)
+    assert listed.count("name=ann") == 2
+    assert "requests_per_minute=60  tokens_per_minute=9000  expires=2999-01-01T00:00:00Z" in listed
+    assert "limits of tenant acme:  requests_per_minute=5" in listed
+    assert not any(token in listed + path.read_text() for token in (first, second, other))
+    run("revoke")
+    table = TokenFile(path).tokens
+    assert [table.find(token) is not None for token in (first, second, other)] == [False, False, True]
+    assert table.limit_of_tenant("acme").requests_per_minute == 5
+    run("revoke", name="bob")
+    assert len(TokenFile(path).tokens) == 0
 
 
 def test_a_file_that_would_be_bad_is_left_as_it_was(tmp_path: Path) -> None:
