@@ -10,9 +10,10 @@ is left out, so that charging it would refuse requests for tokens that never com
 guarded where it lies: workers admit by blocks and preempt.
 
 While several tenants are active none holds more than its share of either limit, by weight. A tenant is active
-while it has something admitted, running or waiting, and, once refused, until it should have come back; alone it may
-take all. What it held when another came is not taken from it, but nothing is added until it is within its share. A
-tenant that holds nothing is never above its share, however small that is.
+while it has something admitted, running or waiting, and, once refused, until it should have come back. The last
+sixteenth of each limit is for those who hold nothing: alone a tenant may take all the rest. What it held when another
+came is not taken from it, but nothing is added until it is within its share. A tenant that holds nothing is never above
+its share, however small that is. Where clients have no names, their addresses are the tenants.
 
 Names cost nothing, so those that were refused and hold nothing weigh no more together than those that hold something:
 at most half of a limit stays free for them. That is enough for each to be let in when it comes back, and what it
@@ -32,7 +33,7 @@ from typing import NoReturn
 
 from blockyard.router.errors import Overloaded
 from blockyard.router.retry_delay import MAX_DELAY_SECONDS, CompletionRate, retry_delay_seconds
-from blockyard.router.tenants import checked_weights
+from blockyard.router.tenants import checked_weights, weight_of
 
 BYTES_PER_TOKEN = 4
 """Of text, for an estimate that costs nothing; real tokenizers take 3 to 5."""
@@ -42,6 +43,8 @@ MAX_REFUSED_TENANTS = 1024
 """Remembered at once; of more, those are forgotten first who were to come back first."""
 REQUESTS = "requests (max_requests)"
 TOKENS = "prompt tokens (max_tokens_admitted)"
+NEWCOMERS_PART = 16
+"""One part in so many of each limit is for those who hold nothing."""
 WEIGHT_UNITS = 1000
 """Weights are counted in whole units, so that shares are exact."""
 
@@ -167,7 +170,8 @@ class AdmissionLedger:
         if amount > limit:
             text = f"this one alone is above the limit of {limit} {told} and runs only when nothing else does"
             self._refuse(tenant, account, of_all.seconds_to_free(of_all.held), text)
-        if of_all.held + amount > limit:
+        room = limit - limit // NEWCOMERS_PART if account.requests else limit
+        if of_all.held + amount > room:
             self._refuse(
                 tenant, account, of_all.seconds_to_free(amount), f"the limit of {limit} {told} is reached"
             )
@@ -198,7 +202,7 @@ class AdmissionLedger:
 
     def _account(self, tenant: str) -> _Account:
         if tenant not in self._active:
-            units = round(self._weights.get(tenant, 1.0) * WEIGHT_UNITS)
+            units = round(weight_of(tenant, self._weights) * WEIGHT_UNITS)
             self._active[tenant] = _Account(units)
             self._active_units += units
         return self._active[tenant]

@@ -202,7 +202,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
                 charge,
                 root=parts.root(identity, salt, realm=caller.realm, is_public=request.public_prefix),
                 block_size=identity.block_size,
-                client=caller.tenant,
+                client=caller.client,
             )
             check_context(prepared.num_tokens, identity.max_model_len)
             yield prepared.num_tokens, split_names(prepared.block_names)[1:]

@@ -134,7 +134,7 @@ async def generate(
         charge,
         root=parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix),
         block_size=identity.block_size,
-        client=record.tenant,
+        client=record.client,
     )
     check_context(prepared.num_tokens, identity.max_model_len)
     check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
@@ -148,7 +148,7 @@ async def generate(
         sampling=valid.sampling.for_engine(room_tokens=room_tokens, facts=parts.facts),
         deadline=deadline,
         priority=valid.priority,
-        tenant=record.tenant,
+        client=record.client,
         cache_account="" if valid.public_prefix else record.tenant,
         session_id=scoped_session(valid.session_id, record.realm),
         policy=valid.policy,

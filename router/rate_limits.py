@@ -87,8 +87,8 @@ class RateCharge:
         self._used: dict[Kind, int] = {"requests": 1, "tokens": 0}
 
     def use(self, tokens: int) -> None:
-        """So many in all, by now."""
-        self._used["tokens"] = tokens
+        """So many in all."""
+        self._used = {"requests": 1, "tokens": tokens}
 
     def void(self) -> None:
         """The call was refused elsewhere: it used nothing."""

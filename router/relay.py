@@ -62,7 +62,8 @@ class Generation:
     """On the relay's clock."""
     priority: int = 0
     """Lower is served earlier."""
-    tenant: str = ""
+    client: str = ""
+    """Whose turn it takes, here and where a worker compiles its grammar."""
     cache_account: str = ""
     """On whose share of the workers' caches its blocks go; empty: nobody's in particular."""
     session_id: str = ""
@@ -138,7 +139,7 @@ class Relay:
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
         ticket = self._placer.ticket(
-            generation.priority, tenant=generation.tenant, cost_tokens=generation.cost_tokens
+            generation.priority, tenant=generation.client, cost_tokens=generation.cost_tokens
         )
         while outputs.running:
             # A prompt whose log-probabilities are wanted is computed whole: no cache serves it.
@@ -220,6 +221,7 @@ class Relay:
             continuations=outputs.continuations(),
             priority=generation.priority,
             tenant=tenant_key(generation.cache_account),
+            client=tenant_key(generation.client),
         )
         if not outputs.wants_prompt_logprobs:
             submit.sampling.ClearField("prompt_logprobs")

@@ -32,6 +32,8 @@ class RequestRecord:
     task: asyncio.Task[object]
     tenant: str = ""
     realm: str = ""
+    client: str = ""
+    """Whose turn it takes among those that wait (call_bounds.py)."""
     prompt_tokens: int = 0
     """0 until the prompt is tokenised."""
     progress: Progress = field(default_factory=Progress)
@@ -59,7 +61,9 @@ class RequestRegistry:
         return list(self._records.values())
 
     @contextmanager
-    def hold(self, request_id: str, *, tenant: str = "", realm: str = "") -> Iterator[RequestRecord]:
+    def hold(
+        self, request_id: str, *, tenant: str = "", realm: str = "", client: str = ""
+    ) -> Iterator[RequestRecord]:
         """The calling task runs this request for the life of the context.
 
         Raises DuplicateRequest, RouterDraining, and RequestAborted if `abort` ended it.
@@ -72,7 +76,12 @@ class RequestRegistry:
         task = asyncio.current_task()
         assert task is not None
         record = RequestRecord(
-            request_id=request_id, arrival=self._clock(), task=task, tenant=tenant, realm=realm
+            request_id=request_id,
+            arrival=self._clock(),
+            task=task,
+            tenant=tenant,
+            realm=realm,
+            client=client,
         )
         self._records[key] = record
         self._idle.clear()

@@ -24,7 +24,7 @@ from blockyard.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_t
 from blockyard.router.admin_service import AdminService
 from blockyard.router.call_bounds import CallBounds
 from blockyard.router.call_gate import CallGate
-from blockyard.router.calls import Calls
+from blockyard.router.calls import Calls, outputs_a_call
 from blockyard.router.cluster_service import ClusterService
 from blockyard.router.config import RouterConfig
 from blockyard.router.fleet import Fleet
@@ -35,6 +35,7 @@ from blockyard.router.loopback import is_loopback
 from blockyard.router.metric_readings import router_readings
 from blockyard.router.openai.gateway import gateway
 from blockyard.router.parts import DIRECTORY_SECONDS, build_parts
+from blockyard.router.rate_limits import NO_LIMIT
 from blockyard.router.server_options import SERVER_OPTIONS
 from blockyard.router.service import InferenceService
 from blockyard.router.token_file import TokenFile
@@ -132,9 +133,18 @@ class RouterServer:
             self._tell_fleet()
             # The group inside: what `_listen` raises is for the caller of `start` and must not come in a group.
             bounds = CallBounds(
-                ledger=parts.ledger, default_timeout_seconds=self._config.default_timeout_seconds
+                ledger=parts.ledger,
+                default_timeout_seconds=config.default_timeout_seconds,
+                limit_of_tenant=lambda tenant: (
+                    NO_LIMIT if token_file is None else token_file.tokens.limit_of_tenant(tenant)
+                ),
             )
-            calls = Calls(parts, bounds, slow_reader_seconds=self._config.slow_reader_seconds)
+            calls = Calls(
+                parts,
+                bounds,
+                slow_reader_seconds=config.slow_reader_seconds,
+                outputs_a_call=outputs_a_call(config.max_requests),
+            )
             listening = self._listen(calls, gate, credentials)
             async with (
                 listening as (address, health_service),

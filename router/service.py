@@ -48,7 +48,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 charge,
                 root=None,
                 block_size=1,
-                client=self._bounds.caller(context).tenant,
+                client=self._bounds.caller(context).client,
             )
         return inference_pb2.TokenizeResponse(
             token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len

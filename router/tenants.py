@@ -26,10 +26,12 @@ LEAST_HEAP_TICKETS = 16
 """Below twice so many a queue is not tidied."""
 MIN_WEIGHT = 0.001
 MAX_WEIGHT = 1000.0
+ADDRESS_SIGN = "@"
+"""Begins what stands for a client without a name, an address: no name has it."""
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Shares by tenant; who is not named has 1, and "" is whoever names no tenant. Raises ValueError."""
+    """Shares by tenant; who is not named has 1, and "" is each address that names no tenant. Raises ValueError."""
     for tenant, weight in weights.items():
         if not is_name(tenant):
             raise ValueError(f"a tenant's name must be {NAME_RULE}, not {tenant!r}")
@@ -38,6 +40,10 @@ def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
                 f"a tenant's weight must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, not {weight:g} for {tenant!r}"
             )
     return dict(weights)
+
+
+def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
+    return weights.get("" if tenant.startswith(ADDRESS_SIGN) else tenant, 1.0)
 
 
 def parse_weights(pairs: Sequence[str]) -> dict[str, float]:
@@ -134,7 +140,7 @@ class TenantQueues:
         assert ticket not in self, "a request stands in line once"
         tenant = self._rotation.get(ticket.tenant)
         if tenant is None:
-            tenant = _Tenant(self._quantum_tokens * self._weights.get(ticket.tenant, 1.0))
+            tenant = _Tenant(self._quantum_tokens * weight_of(ticket.tenant, self._weights))
             self._rotation[ticket.tenant] = tenant
         tenant.add(ticket)
         if ticket.is_paid:

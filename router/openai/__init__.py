@@ -7,5 +7,6 @@ body.py        a body within its bounds -> a JSON object
 fields.py, sampling_fields.py, unsupported.py, chat_request.py, completion_request.py    -> GenerateRequests
 outputs.py     several prompts as one stream of deltas
 choices.py, logprobs.py, token_texts.py, answers.py, sse.py    deltas -> JSON
+rate_headers.py    what is left of a minute's requests and tokens
 http_errors.py    errors -> status and body, in the one place
 """

@@ -35,23 +35,36 @@ def own_headers(request_id: str) -> dict[str, str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCall:
     metadata: tuple[tuple[str, str | bytes], ...]
-    deadline: float | None
-    """On the monotonic clock."""
+    deadline: float
+    """On the monotonic clock: one for all prompts of the call."""
+    address: str = ""
+    """As gRPC writes it."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self.metadata
 
-    def time_remaining(self) -> float | None:
-        return None if self.deadline is None else self.deadline - time.monotonic()
+    def time_remaining(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def peer(self) -> str:
+        return self.address
 
 
-def http_call(request: BaseRequest) -> HttpCall:
+def http_call(request: BaseRequest, *, default_timeout_seconds: float) -> HttpCall:
     """Raises InvalidRequest."""
-    seconds = request.headers.get(TIMEOUT_KEY)
+    written = request.headers.get(TIMEOUT_KEY)
+    seconds = default_timeout_seconds if written is None else _timeout(written)
     return HttpCall(
-        metadata=call_metadata(request),
-        deadline=None if seconds is None else time.monotonic() + _timeout(seconds),
+        metadata=call_metadata(request), deadline=time.monotonic() + seconds, address=peer_address(request)
     )
+
+
+def peer_address(request: BaseRequest) -> str:
+    name = None if request.transport is None else request.transport.get_extra_info("peername")
+    if not isinstance(name, tuple) or len(name) < 2:
+        return "unix:"
+    host, port = name[:2]
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
 def call_metadata(request: BaseRequest) -> tuple[tuple[str, str | bytes], ...]:

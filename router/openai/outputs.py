@@ -1,7 +1,9 @@
 """All outputs of a call as one stream of deltas: a prompt's n outputs follow those of the prompt before it.
 
-Each prompt is a request of its own, in a task of its own where there are several; the first failure ends them all. Does
-not own what a request does (../calls.py).
+Each prompt is a request of its own, in a task of its own where there are several; the first failure ends them all. Of
+many outputs only so many run at once: the next prompt comes when one has ended, behind all that others have sent by
+then. So a call of many prompts keeps nobody waiting. The first prompt is refused where a limit is reached, and the call
+with it; a later one waits, since work was done for the call by then. Does not own what a request does (../calls.py).
 """
 
 import asyncio
@@ -23,9 +25,10 @@ async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIt
             yield deltas
         return
     ready: asyncio.Queue[Delta | None] = asyncio.Queue()
+    places = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
 
     async def run(request: inference_pb2.GenerateRequest, first_index: int) -> None:
-        async with calls.deltas(request, context) as (_, deltas):
+        async with places, calls.deltas(request, context, waits=first_index > 0) as (_, deltas):
             async for delta in deltas:
                 delta.index += first_index
                 ready.put_nowait(delta)

@@ -21,6 +21,7 @@ from blockyard.router.openai.fields import Body
 from blockyard.router.openai.http_call import call_id, call_metadata, drawn_id, http_call, own_headers
 from blockyard.router.openai.http_errors import MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.json_response import error_response, json_response
+from blockyard.router.openai.rate_headers import rate_headers
 from blockyard.router.openai.sse import EventStream
 from blockyard.router.openai.wanted import Wanted
 from blockyard.router.service import model_message
@@ -94,11 +95,15 @@ class Routes:
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
         async def handle(request: BaseRequest, request_id: str) -> StreamResponse:
-            call = http_call(request)
+            bounds = self._calls.bounds
+            call = http_call(request, default_timeout_seconds=bounds.default_timeout_seconds)
             limit_bytes = max_body_bytes(self._calls.parts.max_model_len)
             wanted = parse(await read_json(request, limit_bytes=limit_bytes))
-            events = EventStream(request, slow_reader_seconds=self._calls.slow_reader_seconds)
-            self._headed(events.response, request_id)
+            events = EventStream(
+                request,
+                slow_reader_seconds=self._calls.slow_reader_seconds,
+                headed=lambda response: self._headed(response, request, request_id),
+            )
             return await self._completions.answer(wanted, call, request_id, events)
 
         return handle
@@ -124,7 +129,7 @@ class Routes:
         """Sends what has not been sent yet, to a client that takes it."""
         if response.prepared:
             return
-        self._headed(response, request_id)
+        self._headed(response, request, request_id)
         try:
             async with asyncio.timeout(self._calls.slow_reader_seconds):
                 await response.prepare(request)
@@ -133,8 +138,10 @@ class Routes:
             if request.transport is not None:
                 request.transport.abort()
 
-    def _headed(self, response: StreamResponse, request_id: str) -> None:
+    def _headed(self, response: StreamResponse, request: BaseRequest, request_id: str) -> None:
         response.headers.update(own_headers(request_id))
+        if request.method == "POST":
+            response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:
             # The next request of this client finds another router.
             response.force_close()

@@ -4,6 +4,7 @@ Does not own pace while output comes (../output.py), only that of the last event
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
@@ -19,8 +20,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    def __init__(self, request: BaseRequest, *, slow_reader_seconds: float) -> None:
+    def __init__(
+        self,
+        request: BaseRequest,
+        *,
+        slow_reader_seconds: float,
+        headed: Callable[[StreamResponse], None] = lambda response: None,
+    ) -> None:
+        """`headed` adds the headers that are known when it begins."""
         self._request = request
+        self._headed = headed
         self._slow_reader_seconds = slow_reader_seconds
         self.response = StreamResponse(headers=HEADERS)
 
@@ -31,6 +40,7 @@ class EventStream:
     async def send(self, value: dict[str, Any]) -> None:
         """Waits while the client takes nothing."""
         if not self.has_begun:
+            self._headed(self.response)
             await self.response.prepare(self._request)
         await self.response.write(b"data: " + encoded(value) + b"\n\n")
 

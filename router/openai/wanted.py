@@ -24,6 +24,11 @@ class Wanted:
     def outputs_a_prompt(self) -> int:
         return num_outputs(self.requests[0])
 
+    @property
+    def sequences_a_prompt(self) -> int:
+        """At least 1; what is not allowed is refused later."""
+        return max(num_outputs(self.requests[0]), self.requests[0].sampling.beam_width, 1)
+
     def named(self, request_id: str) -> None:
         """Gives the requests their ids: the call's, and a number behind it where there are several."""
         for number, request in enumerate(self.requests):

@@ -102,6 +102,18 @@ async def running_gateway(**settings: Any) -> AsyncIterator[Gateway]:
         yield Gateway(router=router)
 
 
+@asynccontextmanager
+async def served_by(gateway: Gateway, worker: FakeWorker) -> AsyncIterator[FakeWorker]:
+    """The router is asked itself: over gRPC it would want a token."""
+    server = gateway.router.server
+    async with worker:
+        server.set_workers([worker.address])
+        await until(lambda: server.num_ready_workers == 1)
+        yield worker
+        server.set_workers([])
+    await until(lambda: server.num_ready_workers == 0)
+
+
 def text_of(token_ids: list[int]) -> str:
     detokenizer = IncrementalDetokenizer(load_tokenizer(MODEL))
     return detokenizer.push(token_ids) + detokenizer.finish()

@@ -17,13 +17,13 @@ from .rig import (
     CHAT,
     HELLO,
     Authority,
-    FakeWorker,
     Gateway,
     Router,
     Script,
     Tokens,
     config,
     running_gateway,
+    served_by,
     until,
     worker_of_model,
 )
@@ -35,18 +35,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def guarded(tokens: Tokens) -> AsyncIterator[Gateway]:
     async with running_gateway(auth_file=str(tokens.path)) as running:
         yield running
-
-
-@asynccontextmanager
-async def served_by(gateway: Gateway, worker: FakeWorker) -> AsyncIterator[FakeWorker]:
-    """The router is asked itself: over gRPC it would want a token."""
-    server = gateway.router.server
-    async with worker:
-        server.set_workers([worker.address])
-        await until(lambda: server.num_ready_workers == 1)
-        yield worker
-        server.set_workers([])
-    await until(lambda: server.num_ready_workers == 0)
 
 
 async def test_a_token_is_required_everywhere_but_for_health(guarded: Gateway, tokens: Tokens) -> None:

@@ -52,6 +52,9 @@ class ServerContext:
     def time_remaining(self) -> float | None:
         return None
 
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:1"
+
 
 @dataclass(frozen=True, slots=True)
 class CallDetails:

@@ -174,5 +174,5 @@ class RouterProcess:
             ),
             deadline=deadline,
             priority=request.priority,
-            tenant=request.tenant,
+            client=request.tenant,
         )
