@@ -20,9 +20,10 @@ from blockyard.worker.submits import Refused
 logger = logging.getLogger(__name__)
 
 LEAST_DEADLINE_SECONDS = 0.001
-CompileGrammar: TypeAlias = Callable[[StructuredOutput], Awaitable[object]]
-"""What the engine is given for it. Raises ValueError for what cannot be compiled, or not within its limits, and
-GrammarsBusy where too many wait. The client is told the text of a GrammarError, and of no other."""
+CompileGrammar: TypeAlias = Callable[[StructuredOutput, int], Awaitable[object]]
+"""What the engine is given for it; the number says which client's turn it takes. Raises ValueError for what cannot be
+compiled, or not within its limits, and GrammarsBusy where too many wait. The client is told the text of a GrammarError,
+and of no other."""
 Refuse: TypeAlias = Callable[[RejectReason, str], object]
 """Takes the reason, and a sentence on it for the client, or none."""
 
@@ -47,12 +48,13 @@ class Compiling:
         request: EngineRequest,
         wanted: StructuredOutput,
         *,
+        client: int,
         then: Callable[[EngineRequest], object],
         refuse: Refuse,
     ) -> None:
         """Calls `then` with the request and its grammar, or `refuse`; neither after a cancel."""
         assert handle not in self._tasks
-        task = self._tasks[handle] = asyncio.create_task(self._run(request, wanted, then, refuse))
+        task = self._tasks[handle] = asyncio.create_task(self._run(request, wanted, client, then, refuse))
         task.add_done_callback(lambda _: self._tasks.pop(handle))
 
     def cancel(self, handle: int) -> None:
@@ -78,11 +80,12 @@ class Compiling:
         self,
         request: EngineRequest,
         wanted: StructuredOutput,
+        client: int,
         then: Callable[[EngineRequest], object],
         refuse: Refuse,
     ) -> None:
         try:
-            compiled = await self._compiled(request, wanted)
+            compiled = await self._compiled(request, wanted, client)
         except Refused as refused:
             refuse(refused.reason, "")
         except GrammarError as error:
@@ -93,7 +96,7 @@ class Compiling:
         else:
             then(compiled)
 
-    async def _compiled(self, request: EngineRequest, wanted: StructuredOutput) -> EngineRequest:
+    async def _compiled(self, request: EngineRequest, wanted: StructuredOutput, client: int) -> EngineRequest:
         """With its grammar, and what is left of its time. Raises Refused, and GrammarError."""
         if self._compile_grammar is None:
             raise GrammarError("this worker follows no structured output")
@@ -101,7 +104,7 @@ class Compiling:
         began = clock()
         try:
             async with asyncio.timeout(request.deadline_seconds):
-                grammar = await self._compile_grammar(wanted)
+                grammar = await self._compile_grammar(wanted, client)
         except GrammarsBusy as error:
             raise Refused(RejectReason.REJECT_REASON_BUSY) from error
         except TimeoutError as error:

@@ -271,7 +271,12 @@ class SessionService:
             return
         wanted = submit.sampling.structured_output
         link.compiling.start(
-            submit.handle, request, wanted, then=partial(self._submit, link, submit), refuse=refuse
+            submit.handle,
+            request,
+            wanted,
+            client=submit.client,
+            then=partial(self._submit, link, submit),
+            refuse=refuse,
         )
 
     def _compilable(self, link: Link, submit: Submit) -> EngineRequest:

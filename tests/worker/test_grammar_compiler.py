@@ -75,8 +75,9 @@ async def open_compiler(
 
 
 def pid_of(compiler: GrammarCompiler) -> int:
-    assert compiler._process is not None
-    return compiler._process.pid
+    process = compiler._seats[0].process
+    assert process is not None
+    return process.pid
 
 
 async def test_what_is_compiled_makes_masks() -> None:
@@ -136,6 +137,46 @@ async def test_a_process_that_died_is_replaced_for_the_next_grammar() -> None:
         with pytest.raises(GrammarError, match=r"^the grammar cannot be compiled$"):
             await unlucky
         await compiler.compile(regex("b+"))
+
+
+async def test_one_clients_slow_grammars_delay_no_other_client() -> None:
+    async with open_compiler(timeout_seconds=200.0) as compiler:
+        await compiler.start()
+        await freeze(pid_of(compiler))
+        slow = [asyncio.create_task(compiler.compile(regex(f"a{{{number}}}"), 1)) for number in range(1, 5)]
+        await asyncio.sleep(0)  # the first of them has the process that is frozen
+        async with asyncio.timeout(150):
+            compiled = await compiler.compile(regex("b+"), 2)
+            # One that stands far behind in the other's queue is compiled as soon as this one wants it.
+            shared = await compiler.compile(slow_last := regex("a{4}"), 2)
+        assert compiled.grammar == regex("b+")
+        assert shared.grammar == slow_last
+        assert not any(task.done() for task in slow[:3]), "they wait for their own client's first"
+        os.kill(pid_of(compiler), signal.SIGCONT)
+        await asyncio.gather(*slow)
+
+
+async def test_clients_take_turns_and_one_may_fill_half_of_the_queue() -> None:
+    async with open_compiler(num_processes=1, max_waiting=8) as compiler:
+        await compiler.start()
+        await freeze(pid_of(compiler))
+        finished: list[str] = []
+
+        async def compile(text: str, client: int) -> None:
+            await compiler.compile(regex(text), client)
+            finished.append(text)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1, 6):
+                tasks.create_task(compile(f"a{{{number}}}", 1))
+            await asyncio.sleep(0)
+            with pytest.raises(GrammarsBusy, match="4 grammars of this client"):
+                await compiler.compile(regex("a{9}"), 1)
+            tasks.create_task(compile("b", 2))
+            tasks.create_task(compile("c", 2))
+            await asyncio.sleep(0)
+            os.kill(pid_of(compiler), signal.SIGCONT)
+        assert finished == ["a{1}", "b", "a{2}", "c", "a{3}", "a{4}", "a{5}"]
 
 
 async def test_equal_grammars_are_compiled_once_together_and_later() -> None:

@@ -1,20 +1,21 @@
 """Grammars to compiled grammars, for an event loop: a queue before the process of trials, and a cache behind it.
 
-Owns the order, the limits of time and memory, and what is remembered. A grammar is first compiled in the process of
-trials (trial.py), one at a time in order of arrival; what passes is compiled again here, in a thread. Equal grammars
-that are asked for together are compiled once. Who asks may be cancelled: the work goes on, within its limits, for
-whoever asks next.
+Owns the limits of time and memory, and what is remembered. A grammar is first compiled in a process of trials
+(trial.py), when its client's turn has come (turns.py); what passes is compiled again here, in a thread. There are two
+such processes, the second from when two clients first want one at once. Equal grammars that are asked for together are
+compiled once. Who asks may be cancelled: the work goes on, within its limits, for whoever asks next.
 """
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError, grammar_of
 from blockyard.worker.grammar.trial_process import TrialProcess, TrialsUnavailable
+from blockyard.worker.grammar.turns import Turn, Turns
 from llguidance import LLTokenizer
 
 TRIALS_OF_A_PROCESS = 200
@@ -31,7 +32,8 @@ class CompilerConfig:
     """What the process of trials may take beyond what it has once its tokenizer is loaded."""
     start_timeout_seconds: float = 60.0
     max_waiting: int = 64
-    """Grammars that are compiled or wait for it."""
+    """Grammars that are compiled or wait for it. One client's may be half of them."""
+    num_processes: int = 2
     cached_grammars: int = 64
     cached_source_bytes: int = 2**20
 
@@ -45,9 +47,43 @@ class _Entry:
     """A grammar that is or was compiled."""
 
     task: asyncio.Task[CompiledGrammar]
+    turn: Turn
     num_bytes: int
     refused_until: float | None = None
     """On the loop's clock; None unless refused."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """Where one process of trials works, and after it the next."""
+
+    source: TokenizerSource
+    config: CompilerConfig
+    process: TrialProcess | None = None
+    trials_left: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def ready(self) -> TrialProcess:
+        if self.process is None or not self.process.is_alive or not self.trials_left:
+            await self.end()
+            self.process = await TrialProcess.start(
+                self.source,
+                memory_bytes=self.config.memory_bytes,
+                timeout_seconds=self.config.start_timeout_seconds,
+            )
+            self.trials_left = TRIALS_OF_A_PROCESS
+        return self.process
+
+    async def check(self, grammar: Grammar) -> None:
+        async with self.lock:
+            process = await self.ready()
+            self.trials_left -= 1
+            await process.check(grammar, timeout_seconds=self.config.timeout_seconds)
+
+    async def end(self) -> None:
+        if self.process is not None:
+            await self.process.end()
+            self.process = None
 
 
 class GrammarCompiler:
@@ -58,9 +94,11 @@ class GrammarCompiler:
         self.num_trials = 0
         self._source = source
         self._tokenizer: LLTokenizer | None = None
-        self._process: TrialProcess | None = None
-        self._trials_left = 0
-        self._turn = asyncio.Lock()
+        self._tokenizer_lock = asyncio.Lock()
+        self._seats = [_Seat(source, self.config) for _ in range(self.config.num_processes)]
+        self._idle = self._seats[::-1]
+        """The next one to be taken comes last."""
+        self._turns = Turns(self.config.num_processes)
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
         """The least recently used first."""
         self._is_closed = False
@@ -76,20 +114,23 @@ class GrammarCompiler:
 
         Raises ValueError for a model whose outputs cannot be constrained, TrialsUnavailable if there is no process.
         """
-        async with self._turn:
-            await self._ready_tokenizer()
-            await self._ready_process()
+        await self._ready_tokenizer()
+        async with self._seats[0].lock:
+            await self._seats[0].ready()
 
-    async def compile_message(self, message: inference_pb2.StructuredOutput) -> CompiledGrammar:
+    async def compile_message(
+        self, message: inference_pb2.StructuredOutput, client: int = 0
+    ) -> CompiledGrammar:
         """What the session calls. Raises as `compile` does."""
         grammar = grammar_of(message)
         if grammar is None:
             raise GrammarError("structured output names nothing to follow")
-        return await self.compile(grammar)
+        return await self.compile(grammar, client)
 
-    async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises GrammarError (the client's fault), GrammarsBusy, or TrialsUnavailable (ours)."""
-        task = self._entry(grammar).task
+    async def compile(self, grammar: Grammar, client: int = 0) -> CompiledGrammar:
+        """`client` says whose turn it takes. Raises GrammarError (the client's fault), GrammarsBusy, or
+        TrialsUnavailable (ours)."""
+        task = self._entry(grammar, client).task
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -105,21 +146,26 @@ class GrammarCompiler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with self._turn:
-            await self._end_process()
+        for seat in self._seats:
+            async with seat.lock:
+                await seat.end()
         self._entries.clear()
 
-    def _entry(self, grammar: Grammar) -> _Entry:
+    def _entry(self, grammar: Grammar, client: int) -> _Entry:
         if self._is_closed:
             raise TrialsUnavailable("the compiler of grammars is closed")
         entry = self._entries.get(grammar)
         if entry is not None and not self._is_outdated(entry):
             self._entries.move_to_end(grammar)
+            self._turns.join(entry.turn, client)
             return entry
         if sum(not other.task.done() for other in self._entries.values()) >= self.config.max_waiting:
             raise GrammarsBusy(f"{self.config.max_waiting} grammars wait to be compiled")
-        task = asyncio.get_running_loop().create_task(self._compile(grammar))
-        entry = self._entries[grammar] = _Entry(task, grammar.num_bytes)
+        if self._turns.num_waiting(client) >= max(self.config.max_waiting // 2, 1):
+            raise GrammarsBusy(f"{self.config.max_waiting // 2} grammars of this client wait to be compiled")
+        turn = self._turns.wait(client)
+        task = asyncio.get_running_loop().create_task(self._compile(grammar, turn))
+        entry = self._entries[grammar] = _Entry(task, turn, grammar.num_bytes)
         self._entries.move_to_end(grammar)
         task.add_done_callback(lambda _: self._settle(grammar, entry))
         return entry
@@ -129,6 +175,7 @@ class GrammarCompiler:
 
     def _settle(self, grammar: Grammar, entry: _Entry) -> None:
         """Keeps what is compiled and what is refused; anything else says nothing of the grammar."""
+        self._turns.end(entry.turn)
         error = None if entry.task.cancelled() else entry.task.exception()
         if isinstance(error, GrammarError):
             entry.refused_until = asyncio.get_running_loop().time() + REFUSAL_SECONDS
@@ -147,35 +194,22 @@ class GrammarCompiler:
             surplus -= 1
             num_bytes -= entry.num_bytes
 
-    async def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        async with self._turn:
+    async def _compile(self, grammar: Grammar, turn: Turn) -> CompiledGrammar:
+        await turn.future
+        seat = self._idle.pop()
+        try:
             tokenizer = await self._ready_tokenizer()
-            process = await self._ready_process()
             self.num_trials += 1
-            self._trials_left -= 1
-            await process.check(grammar, timeout_seconds=self.config.timeout_seconds)
-        return await asyncio.to_thread(_build, grammar, tokenizer)
+            await seat.check(grammar)
+            return await asyncio.to_thread(_build, grammar, tokenizer)
+        finally:
+            self._idle.append(seat)
 
     async def _ready_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(self._source.load)
-        return self._tokenizer
-
-    async def _ready_process(self) -> TrialProcess:
-        if self._process is None or not self._process.is_alive or not self._trials_left:
-            await self._end_process()
-            self._process = await TrialProcess.start(
-                self._source,
-                memory_bytes=self.config.memory_bytes,
-                timeout_seconds=self.config.start_timeout_seconds,
-            )
-            self._trials_left = TRIALS_OF_A_PROCESS
-        return self._process
-
-    async def _end_process(self) -> None:
-        if self._process is not None:
-            await self._process.end()
-            self._process = None
+        async with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = await asyncio.to_thread(self._source.load)
+            return self._tokenizer
 
 
 def _build(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
