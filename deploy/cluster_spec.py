@@ -39,6 +39,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
     router = RouterConfig(
         model=options.engine.model,
         model_name=options.model_name,
+        generation_config=options.generation_config,
         cluster=cluster.cluster,
         cluster_secret=cluster.secret,
         host=host,

@@ -25,7 +25,11 @@ def sampling_options(command: Command) -> Command:
             "--min-tokens", type=int, help="No end of the sequence and no stop token before so many."
         ),
         click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the sequence."),
-        click.option("--temperature", type=float, help="0 takes the likeliest token each time. Default: 1."),
+        click.option(
+            "--temperature",
+            type=float,
+            help="0 takes the likeliest token each time. Default: the model's own, else 1.",
+        ),
         click.option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: among all."),
         click.option(
             "--top-p", type=float, help="Choose among the fewest tokens that are so likely together."

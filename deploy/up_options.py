@@ -25,12 +25,22 @@ from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
+from blockyard.router.model_facts import GenerationConfig
 
 ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
 _PORT = click.IntRange(0, MAX_PORT)
 _OF_THE_CLUSTER = (
     setting(
         "cluster", "--model-name", help="What clients call the model. Default: the last part of --model."
+    ),
+    setting(
+        "cluster",
+        "--generation-config",
+        type=click.Choice(get_args(GenerationConfig)),
+        default="auto",
+        show_default=True,
+        help="Sampling defaults for what a request leaves open: `auto` takes those of the model's "
+        "generation_config.json, `none` ignores them.",
     ),
     setting(
         "cluster",

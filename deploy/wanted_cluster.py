@@ -16,6 +16,7 @@ from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.proto.logs import LogConfig
 from blockyard.proto.redis_prefix_index import check_url
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
+from blockyard.router.model_facts import GenerationConfig
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig
 
@@ -27,6 +28,8 @@ class UpOptions:
     engine: EngineConfig
     model_name: str | None = None
     """What clients call the model; None: its folder's or hub name's last part."""
+    generation_config: GenerationConfig = "auto"
+    """Whether the sampling defaults of the model's generation_config.json apply."""
     cluster: str = "default"
     num_workers: int | None = None
     """None: one for each GPU of the Ray cluster, or one on a machine without any."""

@@ -27,6 +27,7 @@ from blockyard.router.config import (
     DEFAULT_MAX_TOKENS_ADMITTED,
     RouterConfig,
 )
+from blockyard.router.model_facts import GenerationConfig
 from blockyard.router.placement_config import PolicyName, parse_placement
 from blockyard.router.server import RouterServer
 from blockyard.router.tenants import parse_weights
@@ -65,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m blockyard.router", description=__doc__)
     parser.add_argument("--model", required=True, help="local folder or hub name; weights are not read")
     parser.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
+    parser.add_argument(
+        "--generation-config",
+        choices=get_args(GenerationConfig),
+        default="auto",
+        help="auto takes sampling defaults from the model's generation_config.json; none ignores them",
+    )
     parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="may be repeated")
     parser.add_argument(
         "--redis-url",
@@ -169,6 +176,7 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
     return RouterConfig(
         model=arguments.model,
         model_name=arguments.model_name,
+        generation_config=arguments.generation_config,
         cluster=arguments.cluster,
         cluster_secret=os.environ.get(SECRET_VARIABLE, ""),
         host=arguments.host,

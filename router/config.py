@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from blockyard.proto.logs import LogConfig
 from blockyard.proto.tls_files import ServerTls, SessionTls
+from blockyard.router.model_facts import GenerationConfig
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.router.tenants import checked_weights
 
@@ -82,6 +83,8 @@ class RouterConfig:
     """Local folder or hub name: the router reads tokenizer and config, never the weights."""
     model_name: str | None = None
     """The name clients use; None: the folder's or hub name's last part."""
+    generation_config: GenerationConfig = "auto"
+    """`auto` takes the sampling defaults of the model's generation_config.json; `none` ignores them."""
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
     host: str = "127.0.0.1"

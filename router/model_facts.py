@@ -5,10 +5,12 @@ work.
 """
 
 import json
+import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +28,21 @@ ROUTER_FILES = (
 NORMALISER_SHRINK = 3
 """Unicode normal forms write a character with at most so many times fewer bytes."""
 
+GenerationConfig = Literal["auto", "none"]
+"""Whether the sampling defaults of a model's generation_config.json apply."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of sampling parameters that a request does not set. A model may bring its own."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
@@ -40,6 +57,7 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     longest_token_bytes: int
     """No token stands for more bytes of text than this."""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     def max_text_bytes(self, num_tokens: int) -> int:
         """A longer text cannot fit so many tokens, whatever it says."""
@@ -68,8 +86,18 @@ def model_name(name_or_path: str, chosen: str | None) -> str:
     return chosen or Path(name_or_path).resolve().name
 
 
-def read_facts(folder: Path, *, name: str, tokenizer: "PreTrainedTokenizerBase") -> ModelFacts:
-    """Raises ValueError for a folder without a readable config.json."""
+def read_facts(
+    folder: Path,
+    *,
+    name: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    generation_config: GenerationConfig = "auto",
+) -> ModelFacts:
+    """Read the facts from a model's folder.
+
+    `generation_config="none"` ignores the model's sampling defaults. Its end-of-text ids count either way. Raises
+    ValueError for a folder without a readable config.json.
+    """
     config = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
@@ -85,7 +113,40 @@ def read_facts(folder: Path, *, name: str, tokenizer: "PreTrainedTokenizerBase")
             if 0 <= token_id < _positive(config, "vocab_size")
         ),
         longest_token_bytes=longest_token_bytes(tokenizer),
+        sampling_defaults=(
+            read_sampling_defaults(generation) if generation_config == "auto" else SamplingDefaults()
+        ),
     )
+
+
+def read_sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """Take the sampling defaults out of a generation_config.json. A value out of range is ignored, with a warning."""
+    defaults: dict[str, float] = {}
+    for field in fields(SamplingDefaults):
+        value = generation.get(field.name)
+        if value is None:
+            continue
+        if _is_default(field.name, value):
+            defaults[field.name] = value
+        else:
+            logger.warning("generation_config.json: %s is out of range and ignored", field.name)
+    return SamplingDefaults(**defaults)  # type: ignore[arg-type]
+
+
+def _is_default(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    match name:
+        case "top_k":
+            return isinstance(value, int) and 0 <= value < 2**32
+        case "top_p":
+            return 0 < value <= 1
+        case "min_p":
+            return 0 <= value <= 1
+        case "repetition_penalty":
+            return 0.01 <= value <= 100
+        case _:
+            return 0 <= value <= 100
 
 
 def longest_token_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -39,6 +39,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         folder,
         name=model_name(config.model, config.model_name),
         tokenizer=tokenizing.tokenizer,
+        generation_config=config.generation_config,
     )
     fleet = Fleet(
         tokenizer_fingerprint=tokenizer_fingerprint(folder),

@@ -7,13 +7,14 @@ import secrets
 from dataclasses import dataclass
 
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.model_facts import ModelFacts
+from blockyard.router.model_facts import ModelFacts, SamplingDefaults
 
 GREEDY_BELOW = 1e-5
 """Logits divided by less overflow: such a temperature means greedy."""
 LEAST_ENGINE_PENALTY = 0.01 + 1e-8
 """As a float32, 0.01 is a little less than 0.01, and the engine would refuse it."""
 SEED_BITS = 63
+NEUTRAL = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +90,24 @@ class SamplingRequest:
         )
 
 
-def parse_sampling(message: inference_pb2.SamplingParams) -> SamplingRequest:
-    """Of a message in which `sampling_violations` finds nothing."""
+def parse_sampling(
+    message: inference_pb2.SamplingParams, model_defaults: SamplingDefaults = NEUTRAL
+) -> SamplingRequest:
+    """Convert a message in which `sampling_violations` finds nothing. A beam search takes no model's defaults."""
     stopping = message.early_stopping
+    defaults = NEUTRAL if message.beam_width else model_defaults
     return SamplingRequest(
-        temperature=_temperature(message),
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
+        temperature=_temperature(message, defaults),
+        top_k=message.top_k if message.HasField("top_k") else defaults.top_k,
+        top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
+        min_p=message.min_p if message.HasField("min_p") else defaults.min_p,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        repetition_penalty=(
+            message.repetition_penalty
+            if message.HasField("repetition_penalty")
+            else defaults.repetition_penalty
+        ),
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=frozenset(message.allowed_token_ids),
         bad_token_ids=frozenset(message.bad_token_ids),
@@ -125,7 +133,6 @@ def is_greedy(message: inference_pb2.SamplingParams) -> bool:
     return message.HasField("temperature") and message.temperature < GREEDY_BELOW
 
 
-def _temperature(message: inference_pb2.SamplingParams) -> float:
-    if message.beam_width or is_greedy(message):
-        return 0.0
-    return message.temperature if message.HasField("temperature") else 1.0
+def _temperature(message: inference_pb2.SamplingParams, defaults: SamplingDefaults) -> float:
+    temperature = message.temperature if message.HasField("temperature") else defaults.temperature
+    return 0.0 if message.beam_width or temperature < GREEDY_BELOW else temperature

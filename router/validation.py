@@ -81,7 +81,7 @@ def valid_generation(
         request_id=message.request_id if message.HasField("request_id") else f"req-{secrets.token_hex(12)}",
         prompt=prompt,
         estimated_tokens=prompt_estimate(prompt),
-        sampling=parse_sampling(message.sampling),
+        sampling=parse_sampling(message.sampling, facts.sampling_defaults),
         cache_salt=message.cache_salt,
         priority=message.priority,
         session_id=message.session_id,

@@ -2,16 +2,25 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.model_facts import ModelFacts
+from blockyard.router.model_facts import (
+    GenerationConfig,
+    ModelFacts,
+    SamplingDefaults,
+    read_facts,
+    read_sampling_defaults,
+)
 from blockyard.router.sampling import parse_sampling
 from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
 
 from .facts import FACTS
 
+CHECKPOINT = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 LIMITS = SamplingLimits(max_outputs=8, max_beam_width=6)
 BEAMS = {"beam_width": 4}
 OBJECT = {"json_object": True}
@@ -285,3 +294,72 @@ def test_an_absent_seed_is_drawn() -> None:
 
 def test_keeping_more_tokens_than_there_are_keeps_all() -> None:
     assert for_engine(top_k=2**32 - 1).top_k == 0
+
+
+MODELS_OWN = replace(
+    FACTS,
+    sampling_defaults=SamplingDefaults(
+        temperature=0.5, top_k=20, top_p=0.75, min_p=0.25, repetition_penalty=1.25
+    ),
+)
+DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def with_models_defaults(**sampling: Any) -> list[float]:
+    message = inference_pb2.SamplingParams(**sampling)
+    assert sampling_violations(message, MODELS_OWN, LIMITS) == []
+    request = parse_sampling(message, MODELS_OWN.sampling_defaults)
+    return [getattr(request, name) for name in DEFAULTED]
+
+
+def test_what_a_request_leaves_open_is_sampled_by_the_models_own_defaults() -> None:
+    assert with_models_defaults() == [0.5, 20, 0.75, 0.25, 1.25]
+
+
+def test_a_request_overrides_each_of_the_models_defaults_even_with_the_neutral_value() -> None:
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for number, (name, value) in enumerate(neutral.items()):
+        expected = with_models_defaults()
+        expected[number] = value
+        assert with_models_defaults(**{name: value}) == expected
+
+
+def test_a_beam_search_takes_no_defaults_of_the_model() -> None:
+    assert with_models_defaults(beam_width=4) == [0.0, 0, 1.0, 0.0, 1.0]
+
+
+def test_a_model_that_is_greedy_by_default_is_greedy() -> None:
+    assert parse_sampling(inference_pb2.SamplingParams(), SamplingDefaults(temperature=0)).temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("temperature", "0.7"),
+        ("temperature", True),
+        ("top_k", 1.5),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_a_default_that_no_request_could_ask_for_is_ignored_and_said(
+    key: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_sampling_defaults({key: value}) == SamplingDefaults()
+    assert f"generation_config.json: {key} is out of range" in caplog.text
+
+
+def test_the_demo_model_is_sampled_as_its_generation_config_says_unless_told_not_to() -> None:
+    tokenizer = load_tokenizer(CHECKPOINT)
+    defaults = {
+        choice: read_facts(
+            CHECKPOINT, name="demo", tokenizer=tokenizer, generation_config=choice
+        ).sampling_defaults
+        for choice in get_args(GenerationConfig)
+    }
+    assert defaults == {"auto": SamplingDefaults(temperature=0.7), "none": SamplingDefaults()}
