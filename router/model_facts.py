@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from blockyard.proto.model_files import check_model_files
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -67,18 +69,19 @@ class ModelFacts:
 def resolve_model(name_or_path: str) -> Path:
     """The local folder of a model: the folder itself, or the router's files of a hub repository.
 
-    Raises ValueError if it is neither.
+    Raises ValueError if it is neither, or holds what must not be read (proto/model_files.py).
     """
     folder = Path(name_or_path)
-    if (folder / "config.json").is_file():
-        return folder
+    if folder.is_dir() and (folder / "config.json").exists():
+        return check_model_files(folder)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=list(ROUTER_FILES)))
+        snapshot = Path(snapshot_download(name_or_path, allow_patterns=list(ROUTER_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"{name_or_path} is no model folder, nor one that the hub gives") from error
+    return check_model_files(snapshot)
 
 
 def model_name(name_or_path: str, chosen: str | None) -> str:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -19,8 +20,10 @@ import pytest
 import torch
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.model_facts import read_facts
+from blockyard.router.model_facts import resolve_model as router_model
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.loading import load_engine
+from blockyard.worker.model.config import resolve_model as worker_model
 from safetensors.torch import load_file, save_file
 
 from .rig import MODEL
@@ -31,6 +34,14 @@ NORM = "model.norm.weight"
 START_SECONDS = 120
 MAX_SENTENCE = 1_000
 Spoil = Callable[[Path], object]
+
+
+MAKE_UNREADABLE: dict[str, Spoil] = {
+    "FIFO": os.mkfifo,
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+}
 
 
 @pytest.fixture
@@ -210,3 +221,35 @@ def test_code_beside_a_tokenizer_never_runs(folder: Path) -> None:
     loads = "from blockyard.proto.text import load_tokenizer; import sys; load_tokenizer(sys.argv[1])"
     subprocess.run([sys.executable, "-c", loads, str(folder)], capture_output=True, timeout=60, check=False)
     assert not (folder / "it-ran").exists()
+
+
+@pytest.mark.parametrize("kind", MAKE_UNREADABLE)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", SHARD, INDEX])
+def test_what_is_no_regular_file_is_refused_by_name_before_it_is_opened(
+    folder: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)  # a socket's path must be short
+    (folder / name).unlink(missing_ok=True)
+    MAKE_UNREADABLE[kind](folder / name)
+    for resolve in (router_model, worker_model):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} is no regular file"):
+            resolve(str(folder))
+
+
+@pytest.mark.parametrize("module", ["blockyard.worker", "blockyard.router"])
+def test_a_start_on_a_fifo_ends_with_a_sentence(folder: Path, module: str) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert_refused(start(module, folder), "config.json is no regular file")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_a_folder_that_names_code_of_its_own_is_refused(folder: Path, name: str) -> None:
+    file = folder / name
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"auto_map": {}}))
+    assert worker_model(folder) == folder
+    file.write_text(json.dumps(content | {"auto_map": {"AutoConfig": "evil.Config"}}))
+    for resolve in (router_model, worker_model):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} names code of its own \(auto_map\)"):
+            resolve(str(folder))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from blockyard.proto.model_files import check_model_files
 from blockyard.worker.model.layer_windows import read_layer_windows
 from blockyard.worker.model.rope import (
     RopeScaling,
@@ -130,11 +131,11 @@ def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTER
     """The local folder of a model: the folder itself, or a snapshot of a repository on the hub, of the files that
     `patterns` name.
 
-    Raises ValueError if it is neither.
+    Raises ValueError if it is neither, or holds what must not be read (proto/model_files.py).
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
-        return folder
+        return check_model_files(folder)
     # Here, because a worker that serves a local folder needs no hub client.
     from huggingface_hub import snapshot_download
 
@@ -150,7 +151,7 @@ def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTER
             f"model {str(name_or_path)!r} is no folder here, and the hub did not give it ({type(error).__name__}): "
             "give a folder, or a name that the hub knows and a way to reach it"
         ) from error
-    return Path(snapshot)
+    return check_model_files(Path(snapshot))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
