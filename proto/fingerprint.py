@@ -1,16 +1,17 @@
 """What two nodes compare to know that they serve the same model: fingerprints of tokenizer and weights.
 
-Owns which files count and how they are hashed: tagged, length-prefixed fields under sha256. Weights are told
-apart by each shard's name, size, header and a spread of samples of its data, because hashing all of it would
-read every byte at every start; size and header alone are equal for a base model and its fine-tune. It guards
-against mistakes of an operator, not against somebody who forges a checkpoint. Standard library only.
+Owns which files count and how they are hashed: tagged, length-prefixed fields under sha256. Of weights all bytes
+count: size and header are equal for a base model and its fine-tune. They are read once and not at every start
+(shard_digests.py). Standard library only.
 """
 
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-SCHEME = b"blockyard-fingerprint-1"
+from blockyard.proto.shard_digests import file_digest, identity
+
+SCHEME = b"blockyard-fingerprint-2"
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -22,8 +23,6 @@ TOKENIZER_PATTERNS = (
     "chat_template.json",
 )
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-SAMPLE_BYTES = 4096
-SAMPLES_PER_SHARD = 64
 _LENGTH_BYTES = 8
 
 
@@ -42,7 +41,7 @@ def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: s
     """Equal for workers whose KV blocks and tokens are interchangeable, in hexadecimal.
 
     The seed counts only where it draws the weights (`load_format` "random"), the shards only where they are
-    read. Raises ValueError for a folder without config.json or a shard that is not safetensors.
+    read. Raises ValueError for a folder without config.json, or a shard that is not safetensors or changes meanwhile.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -58,19 +57,17 @@ def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: s
     return _digest(fields)
 
 
+def weights_state(path: str | Path) -> dict[str, list[int]]:
+    """Equal as long as no shard was replaced or written."""
+    return {shard.name: identity(shard.stat()) for shard in sorted(Path(path).glob("*.safetensors"))}
+
+
 def _shard_digest(shard: Path) -> bytes:
-    size = shard.stat().st_size
     with shard.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        first_data_byte = _LENGTH_BYTES + header_bytes
-        if header_bytes > MAX_HEADER_BYTES or first_data_byte > size:
+        if header_bytes > min(MAX_HEADER_BYTES, shard.stat().st_size - _LENGTH_BYTES):
             raise ValueError(f"{shard} is not a safetensors file: its header would have {header_bytes} bytes")
-        fields = [str(size).encode(), file.read(header_bytes)]
-        span = max(0, size - first_data_byte - SAMPLE_BYTES)
-        for index in range(SAMPLES_PER_SHARD):
-            file.seek(first_data_byte + span * index // (SAMPLES_PER_SHARD - 1))
-            fields.append(file.read(SAMPLE_BYTES))
-    return bytes.fromhex(_digest(fields))
+    return file_digest(shard)
 
 
 def _digest(fields: Iterable[bytes]) -> str:

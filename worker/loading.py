@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
-from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
+from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_state
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.gpu_memory import CudaMeter
@@ -80,7 +82,11 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
             f"max_model_len {max_model_len} is beyond the model's {model.max_position_embeddings}"
         )
     _check_stride_within_context(config, max_model_len)
+    weights_before = weights_state(path)
+    fingerprint = _fingerprint_in_background(path, config, dtype)
     runner, kv_size, host_size = _load_runner(config, model, path, device, dtype, max_model_len)
+    if weights_state(path) != weights_before:
+        raise ValueError(f"the weights in {path} changed while they were loaded: start again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
     return LoadedEngine(
         engine=_make_engine(config, scheduling, runner, kv_size),
@@ -90,9 +96,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         kv_size=kv_size,
         host_size=host_size,
         max_model_len=max_model_len,
-        model_fingerprint=model_fingerprint(
-            path, load_format=config.load_format, seed=config.seed, dtype=_arithmetic(config, dtype)
-        ),
+        model_fingerprint=fingerprint.result(),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
         dtype=dtype,
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
@@ -125,6 +129,25 @@ def _load_runner(
     runner.warm_up()
     _capture_graphs(config, runner, max_model_len)
     return runner, kv_size, host_size
+
+
+def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> Future[str]:
+    """The first start on a checkpoint reads all of it, while its weights are loaded. A start that fails does not wait
+    for that: hence a daemon."""
+    future = Future[str]()
+
+    def run() -> None:
+        try:
+            future.set_result(
+                model_fingerprint(
+                    path, load_format=config.load_format, seed=config.seed, dtype=_arithmetic(config, dtype)
+                )
+            )
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="fingerprint", daemon=True).start()
+    return future
 
 
 def _arithmetic(config: EngineConfig, dtype: str) -> str:

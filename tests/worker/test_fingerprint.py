@@ -1,11 +1,17 @@
 """Equal models have equal fingerprints wherever they lie; anything that changes a token changes them."""
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blockyard.proto import shard_digests
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
+from blockyard.worker import loading
+from blockyard.worker.config import EngineConfig
 
 from .checkpoints import make_checkpoint, shared_checkpoint
 
@@ -61,6 +67,82 @@ def test_other_weights_of_the_same_shapes_are_noticed(folder: Path, tmp_path: Pa
     before = fingerprint(folder)
     shutil.copy(other_file, file)
     assert fingerprint(folder) != before
+
+
+@pytest.fixture
+def digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where digests are kept, of files that changed just now too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shard_digests, "SETTLED_SECONDS", 0.0)
+    return tmp_path / "cache/blockyard/digests"
+
+
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.77])
+def test_one_changed_byte_of_the_weights_is_noticed_wherever_it_is(
+    folder: Path, digests: Path, place: float
+) -> None:
+    """Also where the file is as large and, by what is said of it, as old as before."""
+    shard = folder / "model.safetensors"
+    before, status = fingerprint(folder), shard.stat()
+    time.sleep(0.02)  # beyond the granularity of the times of files
+    with shard.open("r+b") as file:
+        file.seek(int(status.st_size * place))
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert fingerprint(folder) != before
+
+
+def test_bytes_are_hashed_once_and_what_is_kept_is_for_this_user_alone(folder: Path, digests: Path) -> None:
+    before = fingerprint(folder)
+    (kept,) = digests.iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert digests.stat().st_mode & 0o777 == 0o700
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"sha256": "ab" * 32}))
+    assert fingerprint(folder) != before, "the kept digest is what counts"
+    kept.chmod(0o620)
+    assert fingerprint(folder) == before, "but for one that others may have written"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 4000, '{"identity": 1, "sha256": 7}'])
+def test_a_broken_digest_is_made_anew(folder: Path, digests: Path, content: str) -> None:
+    before = fingerprint(folder)
+    (kept,) = digests.iterdir()
+    kept.write_text(content)
+    assert fingerprint(folder) == before
+    assert json.loads(kept.read_text())["sha256"]
+
+
+def test_a_file_that_changed_just_now_is_read_again(
+    folder: Path, digests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be written once more within one tick of its clock."""
+    monkeypatch.setattr(shard_digests, "SETTLED_SECONDS", 1000.0)
+    fingerprint(folder)
+    assert not digests.exists()
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was hashed may not be what was loaded."""
+    load = loading._load_runner
+
+    def load_and_write(*arguments: Any) -> Any:
+        loaded = load(*arguments)
+        os.utime(folder / "model.safetensors")
+        return loaded
+
+    monkeypatch.setattr(loading, "_load_runner", load_and_write)
+    with pytest.raises(ValueError, match="changed while they were loaded"):
+        loading.load_engine(EngineConfig(model=str(folder), device="cpu", kv_cache_memory=2**24))
+
+
+def test_where_nothing_can_be_kept_all_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert fingerprint(folder) == before
 
 
 def test_data_type_and_load_format_count_and_the_seed_where_it_draws_weights(folder: Path) -> None:
