@@ -1,5 +1,6 @@
-"""TLS on every port: the files, checked, and the gRPC credentials that they make. Which files is in tls_files.py.
+"""TLS on every port: the credentials that its files make. Files that change count for the next connection.
 
+Which files there are is in tls_files.py, and how they are read in certificate_files.py.
 On the session port both sides show a certificate: the operator's, or else one of the authority that follows from the
 cluster secret (cluster_identity.py). Workers move and are dialled by number, so a session certificate stands for no
 host: each carries the name SESSION_NAME, and the CA signs for nothing else. Does not own the client's side of the
@@ -14,8 +15,8 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
+from blockyard.proto.certificate_files import Reloaded, no_password, read_ca, read_pair
 from blockyard.proto.cluster_identity import issue_identity
-from blockyard.proto.secret_files import read_file, read_secret_file
 from blockyard.proto.tls_files import ServerTls, SessionTls
 
 SESSION_NAME = "blockyard-session"
@@ -29,9 +30,39 @@ def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredent
     if tls is None:
         return None
     client_ca = tls.ca if isinstance(tls, SessionTls) else tls.client_ca
-    roots = None if client_ca is None else read_ca(client_ca)
-    pair = read_pair(tls.key, tls.cert)
-    return grpc.ssl_server_credentials([pair], root_certificates=roots, require_client_auth=roots is not None)
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        roots = None if client_ca is None else read_ca(client_ca)
+        pair = read_pair(tls.key, tls.cert)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+
+    files = Reloaded(_paths(tls.cert, tls.key, client_ca), read)
+    shown = files.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        before, shown = shown, files.current()
+        return None if shown is before else shown
+
+    return _dynamic(shown, changed, asks_for_certificate=client_ca is not None)
+
+
+def _dynamic(
+    first: grpc.ServerCertificateConfiguration,
+    changed: Callable[[], grpc.ServerCertificateConfiguration | None],
+    *,
+    asks_for_certificate: bool,
+) -> grpc.ServerCredentials:
+    """`changed` is called by gRPC for each connection, on a thread of its own; None keeps what there is."""
+    # Its types do not know of None, which its documentation does.
+    fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], changed)
+    return grpc.dynamic_ssl_server_credentials(
+        first, fetcher, require_client_authentication=asks_for_certificate
+    )
+
+
+def _paths(*paths: str | None) -> list[str]:
+    return [path for path in paths if path is not None]
 
 
 def session_server_credentials(
@@ -49,26 +80,35 @@ def session_server_credentials(
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=own.authority)
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        # Called by gRPC for each connection, on a thread of its own; None keeps what there is.
         nonlocal issued_at
         if time.monotonic() - issued_at < REISSUE_SECONDS:
             return None
         issued_at = time.monotonic()
         return configuration()
 
-    # Its types do not know of None, which its documentation does.
-    fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)
-    return grpc.dynamic_ssl_server_credentials(configuration(), fetcher, require_client_authentication=True)
+    return _dynamic(configuration(), renewed, asks_for_certificate=True)
 
 
 def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
     """The same for a port that speaks HTTP; None for plaintext. Raises ValueError for files that cannot be used."""
     if tls is None:
         return None
+    files = Reloaded(_paths(tls.cert, tls.key, tls.client_ca), partial(_https_context, tls))
+    first = files.current()
+
+    def show_current(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = files.current()
+
+    # Called with each connection's first message, whether it names a server or not.
+    first.sni_callback = show_current
+    return first
+
+
+def _https_context(tls: ServerTls) -> ssl.SSLContext:
     read_pair(tls.key, tls.cert)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+    context.load_cert_chain(tls.cert, tls.key, password=no_password)
     context.set_alpn_protocols(["http/1.1"])
     if tls.client_ca is not None:
         context.load_verify_locations(cadata=read_ca(tls.client_ca).decode("ascii"))
@@ -89,9 +129,8 @@ def session_channels(
     """How a router connects to a worker's address. In plaintext where there are neither files nor a secret. Raises
     ValueError for files that cannot be used."""
     if files is not None:
-        key, certificate = read_pair(files.key, files.cert)
-        credentials = grpc.ssl_channel_credentials(read_ca(files.ca), key, certificate)
-        return partial(_session_channel, lambda: credentials, options)
+        own = Reloaded(_paths(files.cert, files.key, files.ca), partial(_session_credentials, files))
+        return partial(_session_channel, own.current, options)
     if not secret:
         return partial(grpc.aio.insecure_channel, options=options)
 
@@ -102,36 +141,13 @@ def session_channels(
     return partial(_session_channel, issued, options)
 
 
+def _session_credentials(files: SessionTls) -> grpc.ChannelCredentials:
+    key, certificate = read_pair(files.key, files.cert)
+    return grpc.ssl_channel_credentials(read_ca(files.ca), key, certificate)
+
+
 def _session_channel(
     credentials: Callable[[], grpc.ChannelCredentials], options: Sequence[tuple[str, Any]], address: str
 ) -> grpc.aio.Channel:
     named = (*options, ("grpc.ssl_target_name_override", SESSION_NAME))
     return grpc.aio.secure_channel(address, credentials(), options=named)
-
-
-def read_pair(key: str, cert: str) -> tuple[bytes, bytes]:
-    """A private key and its certificate. Raises ValueError that names the files."""
-    pair = read_secret_file(key, "TLS key")[0], read_file(cert, "TLS certificate")
-    # gRPC itself would say nothing, and fail every handshake.
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
-    except (ssl.SSLError, ValueError):
-        raise ValueError(
-            f"TLS certificate {cert} and key {key} are no pair in PEM form without a password"
-        ) from None
-    return pair
-
-
-def read_ca(path: str) -> bytes:
-    """Raises ValueError that names the file."""
-    content = read_file(path, "TLS CA")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError):
-        raise ValueError(f"TLS CA {path} holds no certificates in PEM form") from None
-    return content
-
-
-def _no_password() -> str:
-    """Instead of asking on the terminal."""
-    raise ValueError("the key has a password")

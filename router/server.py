@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 from blockyard.proto.cluster_identity import is_genuine
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.loopback import is_loopback
 from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
 from blockyard.proto.tls import listen, server_credentials
@@ -31,7 +32,6 @@ from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
 from blockyard.router.interceptor import AuthInterceptor, BoundaryInterceptor
 from blockyard.router.loop_watch import LoopWatch
-from blockyard.router.loopback import is_loopback
 from blockyard.router.metric_readings import router_readings
 from blockyard.router.openai.gateway import gateway
 from blockyard.router.parts import DIRECTORY_SECONDS, build_parts

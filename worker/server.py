@@ -16,6 +16,7 @@ from typing import Any
 import grpc.aio
 from blockyard.proto.cluster_identity import record_proof
 from blockyard.proto.code_version import code_version
+from blockyard.proto.loopback import is_loopback
 from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
@@ -98,9 +99,10 @@ class WorkerServer:
     async def start(self) -> str:
         """Loads the model and serves; the address "host:port" under which routers reach it.
 
-        Raises ValueError for a model, size or interface that cannot be had.
+        Raises ValueError for a model, size or interface that cannot be had, or one that would be open to everybody.
         """
         config = self.config
+        _refuse_openness(config)
         credentials = session_server_credentials(
             config.session_tls, secret=config.cluster_secret, cluster=config.cluster
         )
@@ -315,4 +317,18 @@ def load_line(before: EngineLoad, now: EngineLoad, seconds: float) -> str:
         f"prompt {prompt / seconds:.1f} tokens/s, "
         f"generated {(now.generated_tokens - before.generated_tokens) / seconds:.1f} tokens/s, "
         f"prefix cache hit rate {hits}"
+    )
+
+
+def _refuse_openness(config: WorkerConfig) -> None:
+    """Whoever reaches a session port without proof may read and change every request. Raises ValueError."""
+    if config.session_tls is not None or config.cluster_secret:
+        return
+    if not is_loopback(config.host):
+        raise ValueError(
+            f"a worker without a cluster secret would serve whoever reaches {config.host}: set "
+            "BLOCKYARD_CLUSTER_SECRET or the session's TLS files, or bind loopback"
+        )
+    logger.warning(
+        "no cluster secret: whoever has an account on this machine may call this worker, in plaintext"
     )

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-from blockyard.proto.tls import read_ca, read_pair
+from blockyard.proto.certificate_files import read_ca, read_pair
+from blockyard.proto.loopback import host_of, is_loopback
 from blockyard.router.client.retry import CHANNEL_OPTIONS, call_metadata
-from blockyard.router.loopback import host_of, is_loopback
 
 TOKEN_VARIABLE = "BLOCKYARD_TOKEN"
 

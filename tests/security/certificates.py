@@ -5,6 +5,8 @@ from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
+import grpc
+from blockyard.proto.tls_files import SessionTls
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -24,12 +26,12 @@ class Pair:
 class Authority:
     """A CA in a folder: `ca` is its certificate's file."""
 
-    def __init__(self, folder: Path, name: str = "test-ca") -> None:
+    def __init__(self, folder: Path, name: str = "test-ca", *, ends_in: timedelta = 30 * DAY) -> None:
         self._folder, self._name = folder, _named(name)
         self._key = ec.generate_private_key(ec.SECP256R1())
         constraint = x509.BasicConstraints(ca=True, path_length=None)
         certificate = (
-            _builder(self._name, self._name, self._key, until=datetime.now(UTC) + DAY)
+            _builder(self._name, self._name, self._key, until=datetime.now(UTC) + ends_in, lasts=60 * DAY)
             .add_extension(constraint, critical=True)
             .sign(self._key, hashes.SHA256())
         )
@@ -37,14 +39,21 @@ class Authority:
         Path(self.ca).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def pair(
-        self, name: str, *, has_expired: bool = False, dns: str = "localhost", address: str = "127.0.0.1"
+        self,
+        name: str,
+        *,
+        has_expired: bool = False,
+        ends_in: timedelta = DAY,
+        lasts: timedelta = 3 * DAY,
+        dns: str = "localhost",
+        address: str = "127.0.0.1",
     ) -> Pair:
-        """Its file is called `name`; it stands for `dns` and `address`."""
+        """Its file is called `name`; it stands for `dns` and `address`, for as long as it lasts before it ends."""
         key = ec.generate_private_key(ec.SECP256R1())
-        until = datetime.now(UTC) + (-DAY if has_expired else DAY)
+        until = datetime.now(UTC) + (-DAY if has_expired else ends_in)
         names = [x509.DNSName(dns), x509.IPAddress(ip_address(address))]
         certificate = (
-            _builder(_named(name), self._name, key, until=until)
+            _builder(_named(name), self._name, key, until=until, lasts=lasts)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -61,12 +70,22 @@ class Authority:
         return Pair(cert=str(cert_file), key=str(key_file))
 
 
+def unchecked(ca: str, own: Pair | SessionTls) -> grpc.ChannelCredentials:
+    """A client's, whatever its certificate is."""
+    return grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (ca, own.key, own.cert)))
+
+
 def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, *, until: datetime
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    until: datetime,
+    lasts: timedelta,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -74,6 +93,6 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(until - 3 * DAY)
+        .not_valid_before(until - lasts)
         .not_valid_after(until)
     )

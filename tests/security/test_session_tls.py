@@ -5,13 +5,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from blockyard.proto.tls import SESSION_NAME, read_ca, session_channels
+from blockyard.proto.certificate_files import read_ca
+from blockyard.proto.tls import SESSION_NAME, session_channels
 from blockyard.proto.tls_files import SessionTls
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.client import AsyncClient
 
-from .certificates import Authority
+from .certificates import Authority, unchecked
 from .rig import CLUSTER_SECRET, SIMULATED, processes, until, until_ready
 
 pytestmark = [pytest.mark.cluster]
@@ -109,13 +110,16 @@ async def test_a_cluster_serves_over_tls_and_only_its_own_certificates_reach_a_w
                 await until(was_refused, seconds=30)
                 assert (await client.cluster_info()).workers_ready == 0
         assert await answer(worker.address, tls) is grpc.StatusCode.OK
-        for outsider in (None, session(ours, "expired", has_expired=True)):
-            assert await answer(worker.address, outsider) is grpc.StatusCode.UNAVAILABLE
+        assert await answer(worker.address) is grpc.StatusCode.UNAVAILABLE
         assert await answer(worker.address, secret=CLUSTER_SECRET) is grpc.StatusCode.UNAVAILABLE
+        expired = session(ours, "expired", has_expired=True)
+        with pytest.raises(ValueError, match=r"expired\.pem has expired on"):
+            session_channels(expired, secret="", cluster="default")
         nothing_shown = grpc.ssl_channel_credentials(read_ca(ours.ca))
         named = (("grpc.ssl_target_name_override", SESSION_NAME),)
-        async with grpc.aio.secure_channel(worker.address, nothing_shown, options=named) as channel:
-            assert await _answer(channel) is grpc.StatusCode.UNAVAILABLE
+        for credentials in (nothing_shown, unchecked(ours.ca, expired)):
+            async with grpc.aio.secure_channel(worker.address, credentials, options=named) as channel:
+                assert await _answer(channel) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_the_three_files_go_together(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import grpc
 import pytest
 import pytest_asyncio
 from blockyard.proto.tls_files import ServerTls
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.router.client import AsyncClient, AuthenticationError, Client, TlsOptions, UnavailableError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 from blockyard.router.server import RouterServer
 
-from .certificates import Authority
+from .certificates import Authority, unchecked
 from .conftest import Tokens
 from .rig import config
 
@@ -102,8 +105,9 @@ async def test_tls_to_a_port_without_is_told_as_such(ca: Authority) -> None:
 
 
 async def test_a_routers_expired_certificate_is_told_as_such(ca: Authority) -> None:
-    server = ca.pair("expired-server", has_expired=True)
+    server = ca.pair("expired-server", ends_in=timedelta(seconds=5))
     async with serving(ServerTls(cert=server.cert, key=server.key)) as address:
+        await asyncio.sleep(6)
         told = await unavailable(address, tls=TlsOptions(ca=ca.ca))
         assert told == f"the TLS certificate of the router at {address} has expired"
 
@@ -124,11 +128,16 @@ async def test_with_a_client_ca_only_its_clients_are_served_and_tokens_count_bes
     await ask(mtls_router, token=vic, tls=TlsOptions(ca=ca.ca, cert=good.cert, key=good.key))
     closed = f"no router answers at {mtls_router}: the connection was closed"
     refused = f"{closed}, as by one that wants a client certificate, or another one"
-    for pair in (expired, foreign):
-        told = await unavailable(
-            mtls_router, token=vic, tls=TlsOptions(ca=ca.ca, cert=pair.cert, key=pair.key)
-        )
-        assert told == refused
+    told = await unavailable(
+        mtls_router, token=vic, tls=TlsOptions(ca=ca.ca, cert=foreign.cert, key=foreign.key)
+    )
+    assert told == refused
+    with pytest.raises(ValueError, match=r"expired-client\.pem has expired on"):
+        Client(mtls_router, token=vic, tls=TlsOptions(ca=ca.ca, cert=expired.cert, key=expired.key))
+    async with grpc.aio.secure_channel(mtls_router, unchecked(ca.ca, expired)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ClusterServiceStub(channel).ListWorkers(cluster_pb2.ListWorkersRequest(), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert (await unavailable(mtls_router, token=vic, tls=TlsOptions(ca=ca.ca))) == refused
     with pytest.raises(AuthenticationError, match="one bearer token is required"):
         await ask(mtls_router, tls=TlsOptions(ca=ca.ca, cert=good.cert, key=good.key))

@@ -322,3 +322,17 @@ def test_the_command_says_what_is_wrong_and_fails(tmp_path: Path) -> None:
 
 def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0", "worker.example"])
+async def test_without_a_secret_a_worker_serves_loopback_alone_and_says_so(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both before it loads anything; a name is not looked up."""
+    engine = engine_settings(model="/nowhere")
+    worker = WorkerServer(WorkerConfig(engine=engine, host=host, advertise_host="127.0.0.2"))
+    is_open = host != "127.0.0.2"
+    told = "without a cluster secret would serve whoever reaches" if is_open else "/nowhere"
+    with pytest.raises(ValueError, match=told):
+        await worker.start()
+    assert ("no cluster secret" in caplog.text) is not is_open
