@@ -10,8 +10,8 @@ is left out, so that charging it would refuse requests for tokens that never com
 guarded where it lies: workers admit by blocks and preempt.
 
 While several tenants are active none holds more than its share of either limit, by weight. A tenant is active
-while it has something admitted, running or waiting, and, once refused, until it should have come back. The last
-sixteenth of each limit is for those who hold nothing: alone a tenant may take all the rest. What it held when another
+while it has something admitted, running or waiting, and, once refused, until it should have come back. Alone it may
+take all but a sixteenth, which is for whoever comes next. What it held when another
 came is not taken from it, but nothing is added until it is within its share. A tenant that holds nothing is never above
 its share, however small that is. Where clients have no names, their addresses are the tenants.
 
@@ -44,7 +44,7 @@ MAX_REFUSED_TENANTS = 1024
 REQUESTS = "requests (max_requests)"
 TOKENS = "prompt tokens (max_tokens_admitted)"
 NEWCOMERS_PART = 16
-"""One part in so many of each limit is for those who hold nothing."""
+"""One part in so many of each limit is not for a tenant that alone holds all the rest."""
 WEIGHT_UNITS = 1000
 """Weights are counted in whole units, so that shares are exact."""
 
@@ -170,7 +170,8 @@ class AdmissionLedger:
         if amount > limit:
             text = f"this one alone is above the limit of {limit} {told} and runs only when nothing else does"
             self._refuse(tenant, account, of_all.seconds_to_free(of_all.held), text)
-        room = limit - limit // NEWCOMERS_PART if account.requests else limit
+        is_alone = bool(account.requests) and self._holding_units == account.weight_units
+        room = limit - limit // NEWCOMERS_PART if is_alone else limit
         if of_all.held + amount > room:
             self._refuse(
                 tenant, account, of_all.seconds_to_free(amount), f"the limit of {limit} {told} is reached"

@@ -96,7 +96,7 @@ class MalformedMessage(RouterError):
 
 
 class Unauthenticated(RouterError):
-    """No token, or one that is not known here."""
+    """No token, one that is not known here, or one that has expired."""
 
     reason = "UNAUTHENTICATED"
 

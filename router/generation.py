@@ -20,6 +20,7 @@ from blockyard.router.errors import (
     InvalidRequest,
 )
 from blockyard.router.fleet import Fleet, ModelIdentity
+from blockyard.router.grammar_places import GrammarPlaces
 from blockyard.router.metrics import RequestMeter, RouterMetrics
 from blockyard.router.model_facts import ModelFacts
 from blockyard.router.output import Delta
@@ -64,6 +65,7 @@ class RouterParts:
     limits: SamplingLimits
     clock: Callable[[], float] = time.monotonic
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
+    grammar_places: GrammarPlaces = field(default_factory=GrammarPlaces)
 
     @property
     def max_model_len(self) -> int:
@@ -156,8 +158,13 @@ async def generate(
     meter = RequestMeter(parts.metrics, record)
     assembly = Assembly(parts.tokenizing.tokenizer, valid.sampling, record, clock=parts.clock)
     stopped: set[int] = set()
-    async with aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks:
+    has_grammar = generation.sampling.HasField("structured_output")
+    async with (
+        parts.grammar_places.place(record.client if has_grammar else None) as leave,
+        aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks,
+    ):
         async for chunk in chunks:
+            leave()
             delta = assembly.delta(chunk)
             meter.piece(chunk.index, len(delta.token_ids))
             if delta.finish is not None:

@@ -88,8 +88,11 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     if weights_state(path) != weights_before:
         raise ValueError(f"the weights in {path} changed while they were loaded: start again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
+    engine, masks = _make_engine(config, scheduling, runner, kv_size), _give_masks(runner, model.vocab_size)
+    if masks is not None:
+        engine.scheduler.holds = masks.holds
     return LoadedEngine(
-        engine=_make_engine(config, scheduling, runner, kv_size),
+        engine=engine,
         runner=runner,
         model=model,
         model_path=path,
@@ -101,7 +104,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         dtype=dtype,
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
         device=str(device),
-        masks=_give_masks(runner, model.vocab_size),
+        masks=masks,
     )
 
 

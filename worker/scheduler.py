@@ -18,7 +18,7 @@ A request with several outputs runs as one sequence until its first token, and t
 search decides (beams.py). Owns the queues and the counters of sequences. No tensors, clocks or I/O.
 """
 
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -103,6 +103,9 @@ class Scheduler:
         """Of one step that also decodes: what keeps decodes from waiting for a long prompt. None: the budget alone."""
         self.next_decodes_go_alone = False
         """Whether the next step that decodes takes no prompt, so that it can be measured. `plan` unsets it."""
+        self.holds: Callable[[Sequence], bool] | None = None
+        """Whether a sequence with a grammar must wait for what its next token may be: it is left out of a step unless
+        nothing else is there to run."""
         self.num_preemptions = 0
         self.num_swaps = 0
         self._moves: dict[int, Moves] = {}
@@ -182,7 +185,11 @@ class Scheduler:
         rows: dict[SequenceId, ScheduledRow] = {}
         budget = self.config.max_num_batched_tokens
         chunks: list[tuple[Sequence, int]] = []
+        held: list[Sequence] = []
         for sequence in tuple(self.running):
+            if sequence.grammar is not None and self._is_held(sequence):
+                held.append(sequence)
+                continue
             start = sequence.num_scheduled
             is_plain = start < sequence.plain_until
             # Nearly every row of nearly every step, told by what the last commit has just touched.
@@ -212,6 +219,9 @@ class Scheduler:
         for sequence, todo in chunks:
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
+        for sequence in held if not rows else ():
+            todo = self._tokens_to_compute(sequence)
+            budget -= self._schedule_running(sequence, min(todo, budget), rows)
         step, self._next_step = self._next_step, self._next_step + 1
         moves = self.tables.take_moves()
         plan = StepPlan(
@@ -226,6 +236,9 @@ class Scheduler:
             self._moves[step] = moves
             self._queues.forget_ended()
         return plan
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        return self.holds is not None and not sequence.num_in_flight and self.holds(sequence)
 
     def _tokens_to_compute(self, sequence: Sequence) -> int:
         if sequence.state is not SequenceState.RUNNING:
@@ -310,6 +323,8 @@ class Scheduler:
         """Admits the waiting in order, while budget, places and blocks last."""
         while budget > 0 and self.waiting:
             sequence = self._next_waiting()
+            if sequence is None:
+                return
             if places_taken(self.running) + places(sequence, self.running) > self.config.max_num_seqs:
                 return
             hits = self.tables.match(sequence)
@@ -327,13 +342,17 @@ class Scheduler:
             self.tables.note_scheduled(sequence)
             budget -= todo
 
-    def _next_waiting(self) -> Sequence:
-        """The first, but for beams whose search runs already: it goes on only with all of them."""
+    def _next_waiting(self) -> Sequence | None:
+        """The first, but for beams whose search runs already: it goes on only with all of them. Those that are held are
+        passed over while anything runs."""
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
                 if beam.state is SequenceState.WAITING:
                     return beam
-        return self.waiting[0]
+        for sequence in self.waiting if self.holds is not None and self.running else ():
+            if sequence.grammar is None or not self._is_held(sequence):
+                return sequence
+        return None if self.holds is not None and self.running else self.waiting[0]
 
     def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
         """A request alone always fits: submit and the constructor saw to that."""

@@ -92,7 +92,9 @@ async def burst(
 
 
 @pytest.mark.parametrize(
-    ("prompt_tokens", "limit"), [(10, MAX_REQUESTS), (50, MAX_TOKENS // 50)], ids=["requests", "tokens"]
+    ("prompt_tokens", "limit"),
+    [(10, MAX_REQUESTS - MAX_REQUESTS // 16), (50, (MAX_TOKENS - MAX_TOKENS // 16) // 50)],
+    ids=["requests", "tokens"],
 )
 async def test_a_burst_meets_a_limit_exactly_and_leaves_nothing_behind(
     tight: Router, prompt_tokens: int, limit: int

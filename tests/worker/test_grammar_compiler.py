@@ -156,6 +156,15 @@ async def test_one_clients_slow_grammars_delay_no_other_client() -> None:
         await asyncio.gather(*slow)
 
 
+async def test_whose_grammar_was_slow_has_others_known_for_slow_from_the_start() -> None:
+    async with open_compiler() as compiler:
+        first = await compiler.compile(regex("a+"), 1)
+        assert not (await compiler.compile(regex("b+"), 1)).is_slow
+        first.is_slow = True
+        assert (await compiler.compile(regex("c+"), 1)).is_slow
+        assert not (await compiler.compile(regex("d+"), 2)).is_slow
+
+
 async def test_clients_take_turns_and_one_may_fill_half_of_the_queue() -> None:
     async with open_compiler(num_processes=1, max_waiting=8) as compiler:
         await compiler.start()

@@ -11,6 +11,7 @@ Shapes: W words of 32 tokens in a mask.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 MAX_LEXER_STATES = 20_000
 """Of one grammar: 12 MB and 40 ms in all, measured. A grammar that has used them up is built again."""
 TRIAL_MASKS = 24
+SLOW_MASK_SECONDS = 0.005
+"""Of a thread's own time: a grammar with such a mask keeps no step waiting any more (masks.py)."""
 SILENT = 0
 WHITESPACE = r"[\x20\x0A]"
 """At most one between two parts of JSON: of up to 32, small models fill four fifths of an output with nothing."""
@@ -92,6 +95,8 @@ class CompiledGrammar:
         self.grammar = grammar
         self.generation = 0
         """Counts how often it was built anew."""
+        self.is_slow = False
+        """One of its masks was slow, or its client's grammars are."""
         self._tokenizer = tokenizer
         self._template = self._build()
 
@@ -109,6 +114,11 @@ class CompiledGrammar:
         self._template = self._build()
         self.generation += 1
 
+    def note_mask(self, seconds: float) -> None:
+        """What one mask took."""
+        if seconds > SLOW_MASK_SECONDS:
+            self.is_slow = True
+
     def try_out(self) -> None:
         """Follows an arbitrary output for TRIAL_MASKS tokens, which also makes the states that most outputs need.
 
@@ -117,8 +127,10 @@ class CompiledGrammar:
         matcher = self.matcher()
         mask_W = self._empty_mask()
         for step in range(TRIAL_MASKS):
+            began = time.thread_time()
             if not matcher.fill(mask_W):
                 raise stuck(matcher.error)
+            self.note_mask(time.thread_time() - began)
             allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little"))
             going_on = allowed[~np.isin(allowed, self._tokenizer.eos_tokens)]
             if not going_on.size:

@@ -201,9 +201,18 @@ class GrammarCompiler:
             tokenizer = await self._ready_tokenizer()
             self.num_trials += 1
             await seat.check(grammar)
-            return await asyncio.to_thread(_build, grammar, tokenizer)
+            compiled = await asyncio.to_thread(_build, grammar, tokenizer)
         finally:
             self._idle.append(seat)
+        # Whose grammars were slow has no other delay a step before it is known for slow too.
+        compiled.is_slow = compiled.is_slow or turn.clients <= self._clients_of_slow_ones()
+        return compiled
+
+    def _clients_of_slow_ones(self) -> set[int]:
+        """Those who have a grammar here that is slow."""
+        done = [entry for entry in self._entries.values() if entry.task.done() and not entry.task.cancelled()]
+        slow = [entry for entry in done if entry.task.exception() is None and entry.task.result().is_slow]
+        return {client for entry in slow for client in entry.turn.clients}
 
     async def _ready_tokenizer(self) -> LLTokenizer:
         async with self._tokenizer_lock:
