@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from bench.engine.peers.protocol import Course
-from bench.engine.systems import Trial
+from bench.engine.systems import SERVED, SERVED_PLAINTEXT, Trial
 from bench.reporting import Floor, percentile
 
 UNDECIDED = 1.08
@@ -156,6 +156,7 @@ GOALS = (
     ("mixed", "", "vllm", 1.1, "cpu"),
     ("mixed", "blockyard torch", "openvino-genai", 0.65, "cpu"),
     ("mixed", "blockyard cpu-int8", "blockyard cpu", 1.3, "cpu"),
+    ("mixed", SERVED, SERVED_PLAINTEXT, 0.97, "cpu"),
     ("prefix", "", UNSHARED, 5.0, "cpu"),
     ("prefix", "", "vllm", 1.15, "cpu"),
     ("nano", "", "transformers, continuous", 4.0, "cuda"),

@@ -3,10 +3,12 @@ and a gRPC client for each request. See peers/protocol.py.
 
     python -m bench.engine.served_run
 
-No Ray and no Redis: neither is on the way of a token. The worker chooses its kernel backend itself.
+No Ray and no Redis: neither is on the way of a token. The worker chooses its kernel backend itself. With `session_tls`
+both processes have a cluster secret, and so certificates, as in a cluster of `up`.
 """
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,13 +17,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
 from blockyard.router.client import AsyncClient, BlockyardError
 
 from bench.engine.peers.protocol import Course, Loaded, Request, Settings, serve
-from bench.router.processes import free_port
+from bench.router.processes import SECRET_VARIABLE, free_port
 
 START_SECONDS = 180.0
 TIMEOUT_SECONDS = 3600.0
@@ -30,19 +33,10 @@ TIMEOUT_SECONDS = 3600.0
 def load(children: ExitStack, settings: Settings) -> Loaded:
     folder = Path(tempfile.mkdtemp(prefix="blockyard-bench-"))
     worker, router = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    _start(children, "worker", folder, worker, *_worker_options(settings))
-    _start(
-        children,
-        "router",
-        folder,
-        router,
-        "--model",
-        settings["model"],
-        "--worker",
-        worker,
-        "--grace-seconds",
-        "0",
-    )
+    environment = {**os.environ, SECRET_VARIABLE: token_hex(32) if settings["session_tls"] else ""}
+    start = partial(_start, children, folder, environment)
+    start("worker", worker, *_worker_options(settings))
+    start("router", router, "--model", settings["model"], "--worker", worker, "--grace-seconds", "0")
     asyncio.run(_until_it_answers(router, folder))
     versions = {"torch": torch.__version__}
     return Loaded(lambda requests: asyncio.run(_run(router, requests)), versions, "router, session, client")
@@ -63,10 +57,12 @@ def _worker_options(settings: Settings) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
-def _start(children: ExitStack, kind: str, folder: Path, address: str, *options: str) -> None:
+def _start(
+    children: ExitStack, folder: Path, env: dict[str, str], kind: str, address: str, *options: str
+) -> None:
     command = [sys.executable, "-m", f"blockyard.{kind}", "--port", address.rpartition(":")[2], *options]
     with (folder / f"{kind}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     children.callback(process.terminate)
 
 

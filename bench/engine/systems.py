@@ -22,6 +22,8 @@ from bench.router.processes import CpuClock, cpu_clock, foreign_cores, tree
 
 ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).parent / "peers"
+SERVED, SERVED_PLAINTEXT = "blockyard, served", "blockyard, served in plaintext"
+"""Plaintext between router and worker tells what the mutual TLS of the other costs."""
 LOAD_SECONDS = 600.0
 RUN_SECONDS = 3600.0
 STOP_SECONDS = 10.0
@@ -228,7 +230,8 @@ def our_systems(
     if is_unshared:
         rows.append(_ours("blockyard, nothing shared", "ours_run", {**settings, "shares": False}))
     if is_served:
-        rows.append(_ours("blockyard, served", "served_run", settings))
+        rows.append(_ours(SERVED_PLAINTEXT, "served_run", {**settings, "session_tls": False}))
+        rows.append(_ours(SERVED, "served_run", {**settings, "session_tls": True}))
     return rows
 
 

@@ -188,7 +188,11 @@ async def record_flame(bench: Bench, ours: System, py_spy: Path, picture: Path) 
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    plan = QUICK if arguments.quick else Plan(pairs=arguments.pairs, processes=arguments.processes)
+    plan = (
+        QUICK
+        if arguments.quick
+        else Plan(pairs=arguments.pairs, streams=arguments.streams, processes=arguments.processes)
+    )
     results = Results()
     stem = f"{date.today().isoformat()}-router"
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -238,6 +242,10 @@ def sglang_version(python: Path | None) -> str | None:
     return subprocess.run([python, "-c", command], check=True, capture_output=True, text=True).stdout.strip()
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.router", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -246,9 +254,10 @@ def main() -> None:
     parser.add_argument("--py-spy", type=Path, help="the program; needs the right to trace a child")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
     parser.add_argument("--pairs", type=int, default=5, help="how often each system runs many streams")
+    parser.add_argument("--streams", type=numbers, default=Plan().streams, help="at once, as 64,256")
     parser.add_argument(
         "--processes",
-        type=lambda text: tuple(int(number) for number in text.split(",") if number),
+        type=numbers,
         default=Plan().processes,
         help="numbers of router processes on one port, as 1,2,4; empty for none",
     )

@@ -22,6 +22,8 @@ from bench.engine.figures import (
 from bench.engine.peers.protocol import Request
 from bench.engine.report import text_of
 from bench.engine.systems import (
+    SERVED,
+    SERVED_PLAINTEXT,
     Running,
     System,
     SystemEnded,
@@ -60,8 +62,12 @@ async def test_our_engine_and_transformers_make_the_same_tokens_of_a_run(tmp_pat
     assert heads[0] == heads[1] == heads[2]
 
 
-async def test_the_clusters_own_path_is_a_worker_and_a_router_that_end_with_the_run(tmp_path: Path) -> None:
-    served = our_systems(SETTINGS, backends=["torch"], is_served=True, is_unshared=False)[-1]
+@pytest.mark.parametrize("name", [SERVED, SERVED_PLAINTEXT])
+async def test_the_clusters_own_path_is_a_worker_and_a_router_that_end_with_the_run(
+    name: str, tmp_path: Path
+) -> None:
+    systems = our_systems(SETTINGS, backends=["torch"], is_served=True, is_unshared=False)
+    (served,) = [system for system in systems if system.name == name]
     measured = await run(served, tmp_path, workload("tiny"))
     assert [course.num_tokens for course in measured.courses] == [8] * 6
 
