@@ -31,9 +31,9 @@ HEAD = """\
 """
 DEVELOPMENT = "# For development alone."
 UNREACHABLE = re.compile(
-    r"failed to fetch|error sending request|client error|dns error|timed out|connection|network|offline",
-    re.IGNORECASE,
+    r"failed to fetch|error sending request|dns error|operation timed out", re.IGNORECASE
 )
+"""In what uv says; what it says of a conflict has names of packages, as networkx."""
 
 
 class UnreachableError(Exception):
