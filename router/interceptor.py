@@ -7,21 +7,34 @@ the handler raises goes through status.py. Cancellation passes untouched.
 
 Where clients authenticate, AuthInterceptor stands before that: a call that is refused is never read. It sees every
 method, streams of requests and unknown ones too. The rules are in auth.py, what other protocols share in call_gate.py.
+
+gRPC would read a message for as long as it takes to come. So each method is given to the server as one with a stream of
+requests, whose one message is read here, within bounds (intake.py).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
 from blockyard.router.call_gate import CallGate, answer_to
-from blockyard.router.errors import MalformedMessage, RouterError
+from blockyard.router.errors import DeadlinePassed, MalformedMessage, Overloaded, RouterError
+from blockyard.router.intake import Intake
 from blockyard.router.status import code_of, trailing_metadata
 from google.protobuf.message import DecodeError
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+LASTING_METHODS = frozenset(
+    {"/grpc.health.v1.Health/Watch", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
+)
+"""They end when the client likes, and nothing else counts them."""
+MAX_LASTING = 256
+"""Of each, at once."""
+LASTING_RETRY_SECONDS = 5.0
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -53,8 +66,10 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     """Wraps methods with one request message, whose handlers must be coroutines (streams use `context.write`), and
     those with a stream of them."""
 
-    def __init__(self, gate: CallGate) -> None:
-        self._gate = gate
+    def __init__(self, gate: CallGate, intake: Intake, *, message_bytes: int) -> None:
+        """`message_bytes`: the largest message that the server reads."""
+        self._gate, self._intake, self._message_bytes = gate, intake, message_bytes
+        self._num_lasting: Counter[str] = Counter()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -62,50 +77,96 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
+        method = handler_call_details.method
         if handler.request_streaming:
-            return _guarded_stream(handler, handler_call_details.method)
-        inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
+            assert handler.response_streaming
+            behave = self._bounded(self._of_stream(handler), method)
+        elif handler.response_streaming:
+            behave = self._bounded(self._of_one(handler.unary_stream, handler.request_deserializer), method)
+        else:
+            behave = self._bounded(self._of_one(handler.unary_unary, handler.request_deserializer), method)
         make = (
-            grpc.unary_stream_rpc_method_handler
+            grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
+            else grpc.stream_unary_rpc_method_handler
         )
-        wrapped = _guarded(inner, handler.request_deserializer, handler_call_details.method, self._gate)
-        return make(wrapped, request_deserializer=None, response_serializer=handler.response_serializer)
+        return make(behave, request_deserializer=None, response_serializer=handler.response_serializer)
 
+    def _bounded(self, inner: Callable[[Context], Awaitable[Any]], method: str) -> Behaviour:
+        """A handler that reads by itself; what it raises becomes a status."""
 
-def _guarded(inner: Behaviour, parse: Callable[[bytes], Any], method: str, gate: CallGate) -> Behaviour:
-    async def behave(raw: bytes, context: Context) -> Any:
-        try:
+        async def behave(_: AsyncIterator[bytes], context: Context) -> Any:
+            try:
+                with self._lasting(method):
+                    return await inner(context)
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError as error:
+                await self._gate.free(error)
+                raise
+            except Exception as error:
+                await _abort(context, error, method)
+
+        return behave
+
+    def _of_one(self, inner: Behaviour, parse: Callable[[bytes], Any]) -> Callable[[Context], Awaitable[Any]]:
+        async def behave(context: Context) -> Any:
+            raw = await self._read(context)
+            if raw is grpc.aio.EOF:
+                await _end_without_message(context)
             return await inner(_parsed(parse, raw), context)
-        except grpc.aio.AbortError:
-            raise
-        except asyncio.CancelledError as error:
-            await gate.free(error)
-            raise
-        except Exception as error:
-            await _abort(context, error, method)
 
-    return behave
+        return behave
 
+    def _of_stream(self, handler: Any) -> Callable[[Context], Awaitable[None]]:
+        """Of reflection, the one method whose requests are a stream; its handler is an async generator. A client that
+        asks nothing for a while is told that this was all: it opens another stream for its next question."""
 
-def _guarded_stream(handler: Any, method: str) -> Any:
-    """Of reflection, the one method whose requests are a stream; its handler is an async generator."""
-    assert handler.response_streaming
+        async def requests(context: Context) -> AsyncIterator[Any]:
+            with suppress(DeadlinePassed):
+                while (raw := await self._read(context)) is not grpc.aio.EOF:
+                    yield _parsed(handler.request_deserializer, raw)
 
-    async def behave(raws: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-        requests = (_parsed(handler.request_deserializer, raw) async for raw in raws)
+        async def behave(context: Context) -> None:
+            async with aclosing(handler.stream_stream(requests(context), context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        return behave
+
+    async def _read(self, context: Context) -> Any:
+        return await self._intake.message(
+            context.read, most_bytes=self._message_bytes, address=lambda: _address(context)
+        )
+
+    @contextmanager
+    def _lasting(self, method: str) -> Iterator[None]:
+        """Raises Overloaded for a call beyond those that may last at once."""
+        if method not in LASTING_METHODS:
+            yield
+            return
+        if self._num_lasting[method] >= MAX_LASTING:
+            raise Overloaded(
+                f"{MAX_LASTING} such calls run already", retry_after_seconds=LASTING_RETRY_SECONDS
+            )
+        self._num_lasting[method] += 1
         try:
-            async for response in handler.stream_stream(requests, context):
-                yield response
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            await _abort(context, error, method)
+            yield
+        finally:
+            self._num_lasting[method] -= 1
 
-    return grpc.stream_stream_rpc_method_handler(
-        behave, request_deserializer=None, response_serializer=handler.response_serializer
-    )
+
+async def _end_without_message(context: Context) -> NoReturn:
+    """gRPC says the same of a message that is too large, or broken off, and has ended the call itself then."""
+    try:
+        await _abort(context, MalformedMessage("the call has no message"), "a call")
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+
+
+def _address(context: Context) -> str:
+    """Without the port."""
+    return context.peer().rpartition(":")[0]
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

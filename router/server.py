@@ -30,13 +30,14 @@ from blockyard.router.cluster_service import ClusterService
 from blockyard.router.config import RouterConfig
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
+from blockyard.router.intake import Intake
 from blockyard.router.interceptor import AuthInterceptor, BoundaryInterceptor
 from blockyard.router.loop_watch import LoopWatch
 from blockyard.router.metric_readings import router_readings
 from blockyard.router.openai.gateway import gateway
 from blockyard.router.parts import DIRECTORY_SECONDS, build_parts
 from blockyard.router.rate_limits import NO_LIMIT
-from blockyard.router.server_options import SERVER_OPTIONS
+from blockyard.router.server_options import max_message_bytes, server_options
 from blockyard.router.service import InferenceService
 from blockyard.router.token_file import TokenFile
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -72,6 +73,8 @@ class RouterServer:
         self.loop_watch = LoopWatch(config.loop_tick_seconds)
         self.http_address = ""
         """Of the gateway, once it serves; empty where there is none."""
+        self.intake = Intake()
+        """Of requests that are not whole yet."""
         self._supervised: tuple[str, ...] = ()
         self._listed: tuple[str, ...] = ()
         self._forged = 0
@@ -148,7 +151,7 @@ class RouterServer:
             listening = self._listen(calls, gate, credentials)
             async with (
                 listening as (address, health_service),
-                gateway(calls, gate, self._config) as self.http_address,
+                gateway(calls, gate, self.intake, self._config) as self.http_address,
                 asyncio.TaskGroup() as tasks,
             ):
                 duties = [
@@ -185,8 +188,11 @@ class RouterServer:
     ) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
         config = self._config
         # Unless it is shared on purpose, a taken port is an error, not a share of its traffic.
-        options = (*SERVER_OPTIONS, ("grpc.so_reuseport", int(config.reuse_port)))
-        interceptors: list[grpc.aio.ServerInterceptor] = [BoundaryInterceptor(gate)]
+        facts = calls.parts.facts
+        text_bytes = facts.max_text_bytes(facts.max_position_embeddings)
+        options = (*server_options(text_bytes=text_bytes), ("grpc.so_reuseport", int(config.reuse_port)))
+        boundary = BoundaryInterceptor(gate, self.intake, message_bytes=max_message_bytes(text_bytes))
+        interceptors: list[grpc.aio.ServerInterceptor] = [boundary]
         if config.auth_file is not None:
             interceptors.insert(0, AuthInterceptor(gate))
         server = grpc.aio.server(interceptors=interceptors, options=options)

@@ -13,6 +13,7 @@ from aiohttp import ClientPayloadError
 from aiohttp.web import BaseRequest
 from aiohttp.web_exceptions import HTTPException
 from blockyard.router.errors import InvalidRequest
+from blockyard.router.intake import Charge
 from blockyard.router.openai.http_errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
 
 BODY_SECONDS = 30.0
@@ -23,31 +24,43 @@ BYTES_PER_TOKEN = 16
 """Of the context: text with each character escaped, or ids, and some room."""
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """As gRPC's messages."""
+FREE_BYTES = 64 * 1024
+"""Of each body, not charged: an ordinary one is let in however many large ones are on their way."""
 MAX_PARTS = 20_000
 """Objects, arrays and fields: a schema of 64 KiB has no more."""
+BASE_VALUES = 128 * 1024
+VALUES_PER_TOKEN = 2
+"""Of the context. A body of nothing but small numbers would keep the parser five times as long as one of text."""
+PARTS = (b"[", b"{", b":")
+_NO_MARKS = bytes(set(range(256)) - set(b'"[{:,'))
 
 
 def max_body_bytes(max_model_len: int) -> int:
     return min(BASE_BYTES + BYTES_PER_TOKEN * max_model_len, MAX_BODY_BYTES)
 
 
-async def read_json(request: BaseRequest, *, limit_bytes: int) -> dict[str, Any]:
-    """Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedMediaType."""
+def max_values(max_model_len: int) -> int:
+    return BASE_VALUES + VALUES_PER_TOKEN * max_model_len
+
+
+async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int) -> dict[str, Any]:
+    """`charge` grows with the body. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, Overloaded, and
+    UnsupportedMediaType."""
+    limit_bytes = max_body_bytes(max_model_len)
     _check_head(request, limit_bytes)
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return parse_json(await _read(request, limit_bytes))
+            raw = await _read(request, limit_bytes, charge)
+        return parse_json(raw, most_values=max_values(max_model_len))
     except TimeoutError:
         raise BodyTooSlow(f"the body did not come within {BODY_SECONDS:g} s") from None
     except (ClientPayloadError, HTTPException):
         raise InvalidRequest("the body ends too early") from None
 
 
-def parse_json(raw: bytes) -> dict[str, Any]:
+def parse_json(raw: bytes, *, most_values: int) -> dict[str, Any]:
     """Raises InvalidRequest."""
-    # Most bodies have few even with those in their texts.
-    if _num_parts(raw) > MAX_PARTS and _num_parts_outside_strings(raw) > MAX_PARTS:
-        raise InvalidRequest(f"the body must have at most {MAX_PARTS} objects, arrays and fields")
+    _check_parts(raw, most_values)
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError:
@@ -62,21 +75,29 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _num_parts(raw: bytes) -> int:
-    return raw.count(b"[") + raw.count(b"{") + raw.count(b":")
+def _check_parts(raw: bytes, most_values: int) -> None:
+    # Most bodies have few even with those in their texts.
+    if sum(map(raw.count, PARTS)) > MAX_PARTS or raw.count(b",") > most_values:
+        outside = _outside_strings(raw)
+        num_commas = outside.count(b",")
+        if len(outside) - num_commas > MAX_PARTS:
+            raise InvalidRequest(f"the body must have at most {MAX_PARTS} objects, arrays and fields")
+        if num_commas > most_values:
+            raise InvalidRequest(f"the body must have at most {most_values} values")
 
 
-def _num_parts_outside_strings(raw: bytes) -> int:
-    """Counts in one pass, whatever the body is. Raises InvalidRequest for a string that does not end.
+def _outside_strings(raw: bytes) -> bytes:
+    """Each `[`, `{`, `:` and `,` that is not in a string, found in one pass, whatever the body is. Raises
+    InvalidRequest for a string that does not end.
 
     A backslash outside a string is not JSON: the parser stops there, and before it both see the same strings."""
     unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    chars = np.frombuffer(unescaped, np.uint8)
-    is_inside = np.logical_xor.accumulate(chars == ord('"'))
+    chars = np.frombuffer(unescaped.translate(None, _NO_MARKS), np.uint8)
+    is_quote = chars == ord('"')
+    is_inside = np.logical_xor.accumulate(is_quote)
     if is_inside[-1:].any():
         raise InvalidRequest("the body must be JSON")
-    is_part = (chars == ord("[")) | (chars == ord("{")) | (chars == ord(":"))
-    return int(np.count_nonzero(is_part & ~is_inside))
+    return bytes(chars[~(is_inside | is_quote)])
 
 
 def _check_head(request: BaseRequest, limit_bytes: int) -> None:
@@ -91,7 +112,7 @@ def _check_head(request: BaseRequest, limit_bytes: int) -> None:
         _refuse_size(limit_bytes)
 
 
-async def _read(request: BaseRequest, limit_bytes: int) -> bytes:
+async def _read(request: BaseRequest, limit_bytes: int, charge: Charge) -> bytes:
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
@@ -100,6 +121,8 @@ async def _read(request: BaseRequest, limit_bytes: int) -> bytes:
         body += chunk
         if len(body) > limit_bytes:
             _refuse_size(limit_bytes)
+        if len(body) > FREE_BYTES + charge.num_bytes:
+            charge.grow(len(body) - FREE_BYTES - charge.num_bytes)
     return bytes(body)
 
 

@@ -3,18 +3,21 @@
 Owns what bounds a connection that nobody reads or that has vanished. Does not own requests (routes.py).
 """
 
+import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiohttp.web import ServerRunner, SockSite
+from aiohttp.web import ServerRunner
 from blockyard.proto.tls import https_context
 from blockyard.router.call_gate import CallGate
 from blockyard.router.calls import Calls
 from blockyard.router.config import RouterConfig
+from blockyard.router.intake import Intake
 from blockyard.router.openai.protocol import Connections
 from blockyard.router.openai.routes import Routes
+from blockyard.router.server_options import HANDSHAKE_SECONDS, max_connections
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ VANISHED_SECONDS = 15
 
 
 @asynccontextmanager
-async def gateway(calls: Calls, gate: CallGate, config: RouterConfig) -> AsyncIterator[str]:
+async def gateway(calls: Calls, gate: CallGate, intake: Intake, config: RouterConfig) -> AsyncIterator[str]:
     """Serves for the life of the context: "host:port", or "" where the config wants none. Raises RuntimeError for a
     port that it cannot have, ValueError for TLS files that cannot be used."""
     if config.http_port is None:
@@ -36,14 +39,22 @@ async def gateway(calls: Calls, gate: CallGate, config: RouterConfig) -> AsyncIt
         return
     tls = https_context(config.tls)
     listener = _listener(config.host, config.http_port, shares_port=config.reuse_port)
-    runner = ServerRunner(Connections(Routes(calls, gate)), shutdown_timeout=CLOSE_SECONDS)
+    connections = Connections(Routes(calls, gate, intake), most_connections=max_connections())
+    runner = ServerRunner(connections, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
+    listening = await asyncio.get_running_loop().create_server(
+        connections,
+        sock=listener,
+        ssl=tls,
+        backlog=BACKLOG,
+        ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None,
+    )
     try:
-        await SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
         address = f"{config.host}:{listener.getsockname()[1]}"
         logger.info("OpenAI's API is served on %s://%s/v1", "http" if tls is None else "https", address)
         yield address
     finally:
+        listening.close()
         await runner.cleanup()
 
 

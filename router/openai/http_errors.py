@@ -55,6 +55,14 @@ class BodyTooSlow(HttpRefusal):
     reason, status = "BODY_TOO_SLOW", 408
 
 
+class HeadTooSlow(HttpRefusal):
+    reason, status = "HEAD_TOO_SLOW", 408
+
+
+class HeadTooLarge(HttpRefusal):
+    reason, status = "HEAD_TOO_LARGE", 431
+
+
 class BodyTooLarge(HttpRefusal):
     reason, status = "BODY_TOO_LARGE", 413
 

@@ -1,21 +1,34 @@
 """Connections: what is no HTTP is answered in one sentence, and told to no log.
 
-aiohttp itself would quote the client's bytes to him and log them with a traceback. Owns how long a connection may be
-silent and how large a request's head may be. Does not own requests (routes.py).
+aiohttp itself would quote the client's bytes to him and log them with a traceback. Owns how many connections there may
+be, how long one may be silent, and how large and how slow a request's head may be. Does not own requests (routes.py).
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, RequestHandler, Server, StreamResponse
-from blockyard.router.errors import InternalError, MalformedMessage, RouterError
+from blockyard.router.errors import InternalError, MalformedMessage, Overloaded, RouterError
 from blockyard.router.openai.http_call import drawn_id, own_headers
-from blockyard.router.openai.json_response import error_response
+from blockyard.router.openai.http_errors import (
+    HeadTooLarge,
+    HeadTooSlow,
+    error_body,
+    error_headers,
+    status_of,
+)
+from blockyard.router.openai.json_response import encoded, error_response
 
 IDLE_SECONDS = 75.0
-"""Between requests of a connection, and until the head of the first one is complete."""
+"""Between requests of a connection."""
+HEAD_SECONDS = 15.0
+"""For a request's head from its first byte on, and for the first head of a connection from its beginning on."""
+MAX_HEAD_BYTES = 32 * 1024
+RETRY_SECONDS = 5.0
 LINGER_SECONDS = 2.0
 """The rest of a body that was refused is read for so long, so that the client hears why."""
 MAX_LINE_BYTES = 8190
@@ -25,6 +38,69 @@ logger = logging.getLogger(__name__)
 
 
 class _Connection(RequestHandler):
+    def __init__(self, manager: "Connections", **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._most_connections = manager.most_connections
+        self._head_bytes = 0
+        """Of a head that is not complete yet."""
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self._manager is not None
+        if len(self._manager.connections) > self._most_connections:
+            told = f"the limit of {self._most_connections} connections is reached"
+            self._end_with(Overloaded(told, retry_after_seconds=RETRY_SECONDS))
+        else:
+            self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        heads_before = self._request_count
+        super().data_received(data)
+        if self._request_count != heads_before:
+            self._stop_head_timer()
+            self._head_bytes = 0
+        elif self._awaits_head and data:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._end_with(HeadTooLarge(f"the head must have at most {MAX_HEAD_BYTES} bytes"))
+            elif self._head_timer is None:
+                self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    @property
+    def _awaits_head(self) -> bool:
+        """Neither a request nor the rest of a body is under way."""
+        return self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if not self._head_bytes:
+            self.force_close()  # who has said nothing is told nothing
+            return
+        self._end_with(HeadTooSlow(f"the head did not come within {HEAD_SECONDS:g} s"))
+
+    def _end_with(self, answer: RouterError) -> None:
+        """Answers what is no request yet, and hangs up."""
+        self._stop_head_timer()
+        if self.transport is None:
+            return
+        body, status = encoded(error_body(answer)), status_of(answer)
+        headers = error_headers(answer) | own_headers(drawn_id())
+        headers |= {"Content-Type": "application/json; charset=utf-8", "Content-Length": str(len(body))}
+        lines = [f"{name}: {value}" for name, value in (headers | {"Connection": "close"}).items()]
+        head = "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *lines, "", ""])
+        self.transport.write(head.encode() + body)
+        self.force_close()
+
     def handle_error(
         self,
         request: BaseRequest,
@@ -51,8 +127,11 @@ class _Connection(RequestHandler):
 class Connections(Server):
     """The protocol factory of the port. A handler is cancelled when its client goes."""
 
-    def __init__(self, handler: Callable[[BaseRequest], Awaitable[StreamResponse]]) -> None:
+    def __init__(
+        self, handler: Callable[[BaseRequest], Awaitable[StreamResponse]], *, most_connections: int
+    ) -> None:
         super().__init__(handler, handler_cancellation=True)
+        self.most_connections = most_connections
 
     def __call__(self) -> RequestHandler:
         return _Connection(
@@ -63,7 +142,7 @@ class Connections(Server):
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_LINE_BYTES,
             max_headers=MAX_HEADERS,
-            access_log=None,  # type: ignore[arg-type]
+            access_log=None,
             # A body that is compressed is refused (body.py), not inflated.
             auto_decompress=False,
         )

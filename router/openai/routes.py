@@ -12,8 +12,9 @@ from aiohttp.web import BaseRequest, Response, StreamResponse
 from blockyard.router.call_gate import CallGate, answer_to
 from blockyard.router.calls import Calls
 from blockyard.router.errors import UnknownModel, is_gone
+from blockyard.router.intake import Intake
 from blockyard.router.openai.answers import model_object
-from blockyard.router.openai.body import max_body_bytes, read_json
+from blockyard.router.openai.body import read_json
 from blockyard.router.openai.chat_request import chat_wanted
 from blockyard.router.openai.completion_request import completion_wanted
 from blockyard.router.openai.completions import Completions
@@ -42,8 +43,8 @@ class _Route:
 class Routes:
     """One for each gateway: the handler of all its requests."""
 
-    def __init__(self, calls: Calls, gate: CallGate) -> None:
-        self._calls, self._gate = calls, gate
+    def __init__(self, calls: Calls, gate: CallGate, intake: Intake) -> None:
+        self._calls, self._gate, self._intake = calls, gate, intake
         self._completions = Completions(calls)
         generates, lists = (
             f"/blockyard.v1.InferenceService/{name}" for name in ("GenerateStream", "ListModels")
@@ -97,8 +98,9 @@ class Routes:
         async def handle(request: BaseRequest, request_id: str) -> StreamResponse:
             bounds = self._calls.bounds
             call = http_call(request, default_timeout_seconds=bounds.default_timeout_seconds)
-            limit_bytes = max_body_bytes(self._calls.parts.max_model_len)
-            wanted = parse(await read_json(request, limit_bytes=limit_bytes))
+            with self._intake.charge(request.remote or "") as charge:
+                body = await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
+            wanted = parse(body)
             events = EventStream(
                 request,
                 slow_reader_seconds=self._calls.slow_reader_seconds,

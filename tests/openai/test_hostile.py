@@ -142,7 +142,9 @@ async def test_parts_by_the_thousand_stop_nobody_else(gateway: Gateway, part: by
     assert f"at most {body.MAX_PARTS} objects, arrays and fields" in answer.error["message"]
     assert gateway.router.server.loop_watch.take().worst_computing_seconds < 0.5
     many = {"messages": [{"role": "user", "content": "[{:" * 300}], "max_tokens": 1}
-    assert body.parse_json(json.dumps(many | {"user": "[" * 30_000}).encode()), "in texts they are text"
+    assert body.parse_json(json.dumps(many | {"user": "[" * 30_000}).encode(), most_values=9), (
+        "in texts they are text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ async def test_parameters_of_a_content_type_are_passed_over(gateway: Gateway, pa
 
 @pytest.mark.parametrize("text", ["[{:" * 9000, '"[{:' * 9000, "\\" * 9000 + "[" * 30_000, '\\"[{:' * 9000])
 async def test_brackets_and_quotes_in_a_text_are_text(text: str) -> None:
-    assert body.parse_json(json.dumps({"user": text}).encode()) == {"user": text}
+    assert body.parse_json(json.dumps({"user": text}).encode(), most_values=9) == {"user": text}
 
 
 @pytest.mark.parametrize(

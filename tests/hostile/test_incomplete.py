@@ -1,0 +1,151 @@
+"""Messages that never end, or never begin: what they hold of a router is bounded in size, number and time."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import pytest
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.intake import BUDGET_BYTES, MESSAGE_SECONDS
+from blockyard.router.interceptor import MAX_LASTING
+from blockyard.router.server_options import MAX_CONNECTIONS, MIN_MESSAGE_BYTES
+from grpc_health.v1 import health_pb2
+
+from .frames import FIRST_WINDOW_BYTES, PREFACE, Connection
+from .rig import CANARY, House, outcome_of, until
+
+GENERATE = "/blockyard.v1.InferenceService/Generate"
+HEALTH = "/grpc.health.v1.Health"
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+MAX_GROWTH_BYTES = BUDGET_BYTES + 128 * 2**20
+"""The budget, and what comes within PROMPT_SECONDS."""
+PATIENCE_SECONDS = 60.0
+
+
+def serve_until(connection: Connection, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come true"
+        assert not connection.is_closed
+        connection.serve(0.2)
+
+
+def test_messages_that_never_end_hold_no_more_than_the_budget_and_keep_nobody_out(house: House) -> None:
+    """400 of 4 MiB, all but the last bytes sent: without a bound 1.6 GB are held until the client goes."""
+    before = house.router.resident_bytes
+    with Connection(house.router.address) as connection:
+        for _ in range(400):
+            connection.call(GENERATE, MIN_MESSAGE_BYTES, MIN_MESSAGE_BYTES - 100)
+        connection.serve(2 * MESSAGE_SECONDS / 10)
+        assert len(house.tokens()) == 8
+        assert house.router.resident_bytes - before < MAX_GROWTH_BYTES
+        serve_until(connection, lambda: len(connection.ended) == 400)
+        assert house.router.resident_bytes - before < MAX_GROWTH_BYTES
+    house.check()
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 1, 60_000])
+def test_a_call_that_does_not_send_its_message_is_ended(house: House, sent_bytes: int) -> None:
+    """A byte now and then does not keep it."""
+    with Connection(house.router.address) as connection:
+        stream = connection.call(GENERATE, MIN_MESSAGE_BYTES, sent_bytes)
+
+        def is_ended() -> bool:
+            if sent_bytes:
+                connection.drip(stream)
+            return stream in connection.ended
+
+        serve_until(connection, is_ended)
+    house.check()
+
+
+def test_what_a_client_sends_before_its_message_is_read_is_bounded_however_fast_it_is(house: House) -> None:
+    """gRPC's probe of the bandwidth would open 16 MiB for each call."""
+    with Connection(house.router.address) as connection:
+        for _ in range(40):
+            connection.call(GENERATE, MIN_MESSAGE_BYTES, MIN_MESSAGE_BYTES - 100)
+        serve_until(connection, lambda: connection.unsent_bytes == 0)
+        assert connection.first_window_bytes <= FIRST_WINDOW_BYTES
+
+
+def test_calls_that_break_off_in_the_middle_leave_nothing(house: House) -> None:
+    """The package's look at the logs comes after it."""
+    for sent_bytes in (0, 1, 60_000):
+        with Connection(house.router.address) as connection:
+            for _ in range(50):
+                connection.break_off(connection.call(GENERATE, MIN_MESSAGE_BYTES, sent_bytes))
+            connection.serve(0.2)
+    house.check()
+
+
+def test_a_call_without_a_message_is_invalid_and_one_with_two_is_answered_by_its_first(house: House) -> None:
+    call = house.channel.stream_unary(GENERATE)
+    with pytest.raises(grpc.RpcError) as caught:
+        call(iter(()), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert outcome_of(caught.value).reason == "MALFORMED_MESSAGE"
+    good = inference_pb2.GenerateRequest(prompt="def f(x):", sampling={"max_tokens": 8, "temperature": 0.0})
+    raw = call(iter((good.SerializeToString(), b"\xff\xff" + CANARY.encode())), timeout=30)
+    assert len(inference_pb2.GenerateResponse.FromString(raw).token_ids) == 8
+    house.check()
+
+
+def test_calls_that_last_are_counted(house: House) -> None:
+    raw = health_pb2.HealthCheckRequest().SerializeToString()
+    watch = house.channel.unary_stream(f"{HEALTH}/Watch")
+    taken = [watch(raw, timeout=120) for _ in range(MAX_LASTING)]
+    assert all(next(call) for call in taken)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(watch(raw, timeout=30))
+    assert outcome_of(caught.value).reason == "OVERLOADED"
+    assert house.channel.unary_unary(f"{HEALTH}/Check")(raw, timeout=30)
+    for call in taken:
+        call.cancel()
+
+    def is_free() -> bool:
+        with contextlib.suppress(grpc.RpcError):
+            return bool(next(watch(raw, timeout=1)))
+        return False
+
+    until(is_free)
+
+
+def test_a_reflection_that_asks_nothing_more_ends_well(house: House) -> None:
+    is_over = threading.Event()
+
+    def questions() -> Iterator[bytes]:
+        yield b"\x3a\x00"  # list_services
+        is_over.wait(PATIENCE_SECONDS)
+
+    call: Any = house.channel.stream_stream(REFLECT)(questions(), timeout=PATIENCE_SECONDS)
+    assert b"blockyard.v1.InferenceService" in next(call)
+    assert list(call) == []
+    assert call.code() is grpc.StatusCode.OK
+    is_over.set()
+
+
+def test_connections_beyond_their_number_are_closed_and_others_go_on(house: House) -> None:
+    host, _, port = house.router.address.rpartition(":")
+    with ExitStack() as stack:
+        sockets = []
+        for _ in range(MAX_CONNECTIONS + 50):
+            sockets.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=10)))
+            with contextlib.suppress(OSError):
+                sockets[-1].sendall(PREFACE[:10])
+        assert sum(map(is_closed, sockets[-40:])) == 40
+        assert len(house.tokens()) == 8
+    house.check()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(65_536)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,148 @@
+"""Heads and bodies that never end: what they hold is bounded in size, number and time. Real sockets."""
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from blockyard.router.openai import body, protocol
+
+from .rig import CHAT, HELLO, Answer, FakeWorker, Gateway, is_idle, read_answer, running_gateway, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+VALID = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+CONTEXT = 512
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["stops", "a byte now and then"])
+@pytest.mark.parametrize("begins_with", [b"", VALID], ids=["first request", "second request"])
+async def test_a_head_that_never_ends_is_answered_when_its_time_is_over(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, begins_with: bytes, goes_on: bool
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    reader, writer = await gateway.connect()
+    async with asyncio.timeout(30):
+        if begins_with:
+            writer.write(f"{HEAD}content-length: {len(VALID)}\r\n\r\n".encode() + VALID)
+            assert (await read_answer(reader)).status == 200
+        writer.write(b"GET /health HTTP/1.1\r\nx: ")
+        dripping = asyncio.create_task(drip(writer)) if goes_on else None
+        answer = await read_answer(reader)
+        assert (answer.status, answer.error["code"]) == (408, "head_too_slow")
+        assert answer.headers["connection"] == "close"
+        assert answer.headers["server"] == "blockyard"
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        if dripping is not None:
+            dripping.cancel()
+    writer.close()
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"y")
+        await asyncio.sleep(0.05)
+
+
+async def test_a_connection_that_says_nothing_is_closed(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    reader, writer = await gateway.connect()
+    async with asyncio.timeout(30):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_head_is_answered_when_it_is_too_large_however_many_lines_it_has(gateway: Gateway) -> None:
+    """64 lines of 8 KiB would be held otherwise, by each connection."""
+    reader, writer = await gateway.connect()
+    writer.write(b"GET /health HTTP/1.1\r\n")
+    for number in range(9):
+        writer.write(b"x%d: " % number + b"y" * 4000 + b"\r\n")
+        with suppress(ConnectionError):
+            await writer.drain()
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        answer = await read_answer(reader)
+    assert (answer.status, answer.error["code"]) == (431, "head_too_large")
+    writer.close()
+
+
+async def test_connections_beyond_their_number_are_told_so_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("blockyard.router.openai.gateway.max_connections", lambda: 3)
+    async with running_gateway() as gateway:
+        reader, writer = await gateway.connect()
+        others = [await gateway.connect() for _ in range(2)]
+        async with asyncio.timeout(30):
+            answer = await refused(gateway)
+            assert (answer.status, answer.error["code"]) == (429, "overloaded")
+            assert answer.headers["retry-after"]
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await read_answer(reader)).status == 200
+            for _, other in others:
+                other.close()
+            while True:
+                with suppress(asyncio.IncompleteReadError, ConnectionError):
+                    if (await gateway.get("/v1/models")).status == 200:
+                        break
+                await asyncio.sleep(0.05)
+        writer.close()
+
+
+async def refused(gateway: Gateway) -> Answer:
+    """What the server says before it is asked."""
+    reader, writer = await gateway.connect()
+    answer = await read_answer(reader)
+    assert await reader.read() == b""
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["declared", "chunked"])
+async def test_bodies_on_their_way_are_charged_to_one_budget(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, is_chunked: bool
+) -> None:
+    """A large one finds no room; a small one always does; what has been held is given back."""
+    intake = gateway.router.server.intake
+    monkeypatch.setattr(intake, "_budget_bytes", 2 * 400_000)
+    connections = [await gateway.connect() for _ in range(2)]
+    piece = b" " * 300_000
+    for _, writer in connections:
+        if is_chunked:
+            writer.write(f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode() + b"493e0\r\n" + piece)
+        else:
+            writer.write(f"{HEAD}content-length: 400000\r\n\r\n".encode() + piece)
+    async with asyncio.timeout(30):
+        answers = [asyncio.create_task(read_answer(reader)) for reader, _ in connections]
+        done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        answer = done.pop().result()
+        assert (answer.status, answer.error["code"]) == (429, "overloaded")
+        assert answer.headers["retry-after"]
+        await until(lambda: intake.held_bytes == 300_000 - body.FREE_BYTES)
+        assert (await gateway.post(VALID)).status == 200
+    for _, writer in connections:
+        writer.close()
+    await asyncio.wait(waiting)
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await until(lambda: intake.held_bytes == 0)
+    await until(lambda: is_idle(gateway.router))
+
+
+async def test_a_body_of_small_numbers_is_refused_before_it_is_parsed(gateway: Gateway) -> None:
+    """Each would become an object: half a second for the largest body of a large context."""
+    most = body.max_values(CONTEXT)
+    answer = await gateway.post(b'{"prompt": [' + b"1," * (most + 1) + b"1]}", "/v1/completions")
+    assert answer.status == 400
+    assert f"at most {most} values" in answer.error["message"]
+    for text in ("," * 9000, '",' * 9000, "\\," * 9000, "[,{:" * 9000):
+        assert parsed({"user": text}, most_values=1) == {"user": text}
+
+
+def parsed(value: Any, *, most_values: int) -> Any:
+    return body.parse_json(json.dumps(value).encode(), most_values=most_values)

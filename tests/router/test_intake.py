@@ -1,0 +1,113 @@
+"""Incomplete requests: what they may hold at once, alone and together, and for how long."""
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+from blockyard.router import intake as bounds
+from blockyard.router.auth import PRINCIPAL, Principal, Role
+from blockyard.router.errors import DeadlinePassed, Overloaded
+from blockyard.router.intake import Intake
+
+BUDGET = 1000
+
+
+def address() -> str:
+    return "ipv4:10.0.0.1"
+
+
+async def never() -> bytes:
+    await asyncio.Event().wait()
+    return b""
+
+
+def test_bytes_are_given_back_when_a_request_is_whole_or_refused() -> None:
+    intake = Intake(budget_bytes=BUDGET)
+    with intake.charge("a") as charge:
+        charge.grow(300)
+        charge.grow(200)
+        assert intake.held_bytes == 500
+        with pytest.raises(Overloaded) as refused:
+            charge.grow(1)
+        assert refused.value.retry_after_seconds == bounds.RETRY_SECONDS
+        assert intake.held_bytes == 500
+    assert intake.held_bytes == 0
+    with intake.charge("a") as charge:
+        charge.grow(500)
+
+
+def test_one_client_has_half_of_the_budget_at_most_and_all_together_have_one() -> None:
+    intake = Intake(budget_bytes=BUDGET)
+    with ExitStack() as stack:
+        first, second, third = (stack.enter_context(intake.charge(name)) for name in ("a", "b", "c"))
+        first.grow(500)
+        with pytest.raises(Overloaded, match="of this client"):
+            first.grow(1)
+        second.grow(450)
+        third.grow(50)
+        with pytest.raises(Overloaded, match="too many large requests are"):
+            third.grow(1)
+
+
+def test_a_tenant_is_one_client_whatever_its_addresses() -> None:
+    intake = Intake(budget_bytes=BUDGET)
+    token = PRINCIPAL.set(Principal(name="ann", role=Role.USER, tenant="acme"))
+    try:
+        with intake.charge("a") as charge, intake.charge("b") as other:
+            charge.grow(500)
+            with pytest.raises(Overloaded, match="of this client"):
+                other.grow(1)
+    finally:
+        PRINCIPAL.reset(token)
+
+
+async def test_a_message_that_is_there_is_never_charged_even_when_all_is_taken() -> None:
+    async def there() -> bytes:
+        return b"whole"
+
+    intake = Intake(budget_bytes=BUDGET)
+    with intake.charge("a") as charge, intake.charge("b") as other:
+        charge.grow(500)
+        other.grow(500)
+        assert await intake.message(there, most_bytes=10**9, address=address) == b"whole"
+
+
+async def test_a_slow_message_is_charged_as_the_largest_and_refused_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "PROMPT_SECONDS", 0.01)
+    intake = Intake(budget_bytes=BUDGET)
+    with pytest.raises(Overloaded):
+        await intake.message(never, most_bytes=501, address=address)
+    waiting = asyncio.ensure_future(intake.message(never, most_bytes=500, address=address))
+    async with asyncio.timeout(20):
+        while not intake.held_bytes:  # noqa: ASYNC110 - a timer changes it
+            await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await intake.message(never, most_bytes=1, address=address)
+    assert (intake.held_bytes, intake.num_incomplete) == (500, 1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (intake.held_bytes, intake.num_incomplete) == (0, 0)
+
+
+async def test_a_message_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "PROMPT_SECONDS", 0.01)
+    monkeypatch.setattr(bounds, "MESSAGE_SECONDS", 0.05)
+    intake = Intake(budget_bytes=BUDGET)
+    with pytest.raises(DeadlinePassed, match="not whole"):
+        await intake.message(never, most_bytes=1, address=address)
+    assert (intake.held_bytes, intake.num_incomplete) == (0, 0)
+
+
+async def test_messages_beyond_their_number_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_INCOMPLETE", 1)
+    intake = Intake(budget_bytes=BUDGET)
+    waiting = asyncio.ensure_future(intake.message(never, most_bytes=1, address=address))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await intake.message(never, most_bytes=1, address=address)
+    waiting.cancel()
