@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy.guardian import DASHBOARD, RAYLET, parts_of
+from blockyard.deploy.processes import is_alive
+from blockyard.deploy.state import HOME_VARIABLE
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from blockyard.router.client.errors import BlockyardError
@@ -41,9 +43,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     try:
         yield Cluster(command=command, state=state)
     finally:
-        down = command.run("down", "--drain", "0")
-        assert down.returncode == 0, down.stderr
-        assert clusters.leftovers(state) == []
+        if (command.home / "lively.json").exists():
+            command.run("down", "--drain", "0")
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +174,22 @@ def test_after_the_death_of_the_raylet_all_is_started_again_and_serves_where_it_
     assert all(after[name]["pid"] != before[name]["pid"] for name in before)
     assert _ask(cluster.state.routers[0]) == 4
     measured.update(recovery_seconds=healed, note=f"`status` answers in {took:.1f} s")
+
+
+def test_down_ends_a_cluster_whose_raylet_and_guardian_are_dead_at_once(cluster: Cluster) -> None:
+    assert cluster.state.head is not None
+    session = cluster.state.head.session
+    raylet = parts_of(session)[RAYLET].process
+    for pid in (session, raylet.pid):  # The guardian leads the session.
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not is_alive(raylet), seconds=10.0)
+    said, _ = _told(cluster, "status")
+    assert "its raylet has died" in said
+    assert "blockyard down" in said
+    begun = time.monotonic()
+    down = cluster.command.run("down")
+    assert down.returncode == 0, down.stderr
+    assert time.monotonic() - begun <= ANSWER_SECONDS
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(HOME_VARIABLE, str(cluster.command.home))
+        assert clusters.leftovers(cluster.state) == []
