@@ -318,7 +318,7 @@ class HostileIndex(RuleBasedStateMachine):
         assert not any(task.done() for task in self.tasks)
 
 
-@pytest.fixture(scope="module", params=each_server())
+@pytest.fixture(scope="module", params=each_server(are_all_quick=False))
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RedisProcess]:
@@ -332,7 +332,7 @@ def test_whatever_an_attacker_writes_costs_hits_alone_and_is_mended_by_telling_a
     server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostileIndex, "redis", server, raising=False)
-    num_examples = int(os.environ.get("BLOCKYARD_HOSTILE_EXAMPLES", "8"))
+    num_examples = int(os.environ.get("BLOCKYARD_HOSTILE_EXAMPLES", "4"))
     run_state_machine_as_test(
         HostileIndex,
         settings=settings(
