@@ -44,6 +44,8 @@ class System:
     workers: Workers
     pids: tuple[int, ...] = ()
     """The router's processes: what CPU time is measured of."""
+    address: str = ""
+    """Of our router."""
     log: Path | None = None
     """Where ours says how late its event loop was."""
 
@@ -83,7 +85,7 @@ async def our_router(
     workers: Workers,
     prompt: Callable[[int], str],
     folder: Path,
-    redis_url: str,
+    redis_url: str | None,
     *,
     num_processes: int = 1,
 ) -> AsyncIterator[System]:
@@ -112,7 +114,8 @@ async def our_router(
                     command,
                     log if number == 0 else log.with_suffix(f".{number}.log"),
                     is_ready,
-                    {REDIS_URL_VARIABLE: redis_url, SECRET_VARIABLE: workers.secret},
+                    {SECRET_VARIABLE: workers.secret}
+                    | ({} if redis_url is None else {REDIS_URL_VARIABLE: redis_url}),
                     workers.root,
                 )
             )
@@ -123,6 +126,7 @@ async def our_router(
             client=lambda num_tokens: router_client(address, prompt, num_tokens),
             workers=workers,
             pids=tuple(pids),
+            address=address,
             log=log,
         )
 

@@ -1,6 +1,6 @@
 """Four scripted workers behind real engine sessions, for the router benchmark.
 
-    python -m bench.router.workers STEP_SECONDS TOKENIZER_FINGERPRINT
+    python -m bench.router.workers STEP_SECONDS TOKENIZER_FINGERPRINT [CONTEXT_TOKENS]
 
 They compute nothing: each running request gets one token each step, all of a worker in one StepOutput, through the
 product's own Outbox, so that a router which lags gets merged steps as from a real worker.
@@ -26,9 +26,10 @@ from bench.router.pace import NUM_WORKERS, Book, Running, Step, serve_workers
 from bench.router.processes import SECRET_VARIABLE
 
 BLOCK_SIZE = 16
+CONTEXT_TOKENS = 16_384
 
 
-def hello(number: int, tokenizer_fingerprint: str) -> session_pb2.Hello:
+def hello(number: int, tokenizer_fingerprint: str, context_tokens: int = CONTEXT_TOKENS) -> session_pb2.Hello:
     return session_pb2.Hello(
         worker_id=f"w{number}",
         incarnation=f"w{number}-life-1",
@@ -37,7 +38,7 @@ def hello(number: int, tokenizer_fingerprint: str) -> session_pb2.Hello:
         block_size=BLOCK_SIZE,
         kv_dtype="float16",
         total_blocks=30_000,
-        max_model_len=16_384,
+        max_model_len=context_tokens,
         vocab_size=4096,
     )
 
@@ -118,9 +119,9 @@ class PacedWorker(EngineServiceServicer):
 
 @asynccontextmanager
 async def paced_worker(
-    number: int, tokenizer_fingerprint: str, book: Book
+    number: int, tokenizer_fingerprint: str, context_tokens: int, book: Book
 ) -> AsyncIterator[tuple[int, Step]]:
-    worker = PacedWorker(hello(number, tokenizer_fingerprint), book)
+    worker = PacedWorker(hello(number, tokenizer_fingerprint, context_tokens), book)
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     add_EngineServiceServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
     credentials = session_server_credentials(
@@ -134,11 +135,13 @@ async def paced_worker(
         await server.stop(None)
 
 
-async def main(step_seconds: float, tokenizer_fingerprint: str) -> None:
+async def main(step_seconds: float, tokenizer_fingerprint: str, context_tokens: int = CONTEXT_TOKENS) -> None:
     book = Book()
-    workers = [paced_worker(number, tokenizer_fingerprint, book) for number in range(NUM_WORKERS)]
+    workers = [
+        paced_worker(number, tokenizer_fingerprint, context_tokens, book) for number in range(NUM_WORKERS)
+    ]
     await serve_workers(workers, book, step_seconds)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(float(sys.argv[1]), sys.argv[2]))
+    asyncio.run(main(float(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])))
