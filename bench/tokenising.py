@@ -11,6 +11,7 @@ their own. The floor is on the difference of the medians, of each pair of such t
 import argparse
 import asyncio
 import json
+import os
 import random
 import secrets
 import shutil
@@ -44,6 +45,7 @@ STEP_SECONDS = 0.002
 SETTLE_SECONDS = 2.0
 """From the first of the long prompts on, or after the last, before anything counts."""
 CALL_SECONDS = 60.0
+SENDERS_NICENESS = 15
 MOST_LATER_MS = 100.0
 PROOF = ("tests/router/test_tokenizing.py",)
 SHORT = "def read_lines(path):\n    with open(path) as file:\n        return file."
@@ -80,6 +82,8 @@ async def send(address: str, number: int) -> None:
 
 
 async def senders(address: str) -> None:
+    # They stand for other machines: what making a prompt costs must not come from the router's cores.
+    os.nice(SENDERS_NICENESS)
     async with asyncio.TaskGroup() as tasks:
         for number in range(NUM_SENDERS):
             tasks.create_task(send(address, number))
@@ -202,8 +206,8 @@ def text_of(figures: dict[str, Any]) -> str:
     ends = ", ".join(f"{count} {reason}" for reason, count in sorted(figures["long_prompts"].items()))
     about = (
         f"{NUM_OTHERS} clients ask for one token each, {PAUSE_SECONDS * 1000:.0f} ms after the one before; beside them "
-        f"{NUM_SENDERS} clients send prompts of {PROMPT_BYTES / 1e6:.0f} MB one after another, from a process on the "
-        f"same machine. One router process, a context of {CONTEXT_TOKENS:,} tokens, scripted workers that compute "
+        f"{NUM_SENDERS} clients send prompts of {PROMPT_BYTES / 1e6:.0f} MB one after another, from a process of low "
+        f"priority on the same machine. One router process, a context of {CONTEXT_TOKENS:,} tokens, scripted workers that compute "
         f"nothing (a step each {STEP_SECONDS * 1000:.0f} ms). How the calls with long prompts ended: {ends}. Foreign "
         "cores are those that other programs kept busy meanwhile."
     )

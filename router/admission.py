@@ -49,6 +49,11 @@ WEIGHT_UNITS = 1000
 """Weights are counted in whole units, so that shares are exact."""
 
 
+def text_bytes(*texts: str) -> int:
+    """As UTF-8. Megabytes are not encoded for it: of ASCII, which most long texts are, a character is a byte."""
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+
+
 def estimate_tokens(text_bytes: int) -> int:
     """Prompt tokens expected of a text; at least one."""
     return text_bytes // BYTES_PER_TOKEN + 1

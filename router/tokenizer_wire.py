@@ -1,7 +1,8 @@
 """What goes between the router and its tokeniser process: prompts there, token ids and names back, as plain data.
 
-Pure. A frame is a length and then as many bytes; its content is a line of JSON, which says what it is, and the packed
-tokens and names behind it. Never a pickle: nothing that is read here can run.
+Pure. A frame is a length and then as many bytes; its content is a line of JSON, which says what it is, and behind it
+packed tokens, names and texts: megabytes of text as JSON would hold the router's event loop. Never a pickle: nothing
+that is read here can run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import IO, Any, TypeAlias
 
 from blockyard.proto.block_hash import NAME_BYTES, TOKEN_BYTES, pack_tokens, unpack_tokens
@@ -92,9 +94,14 @@ def question_frame(question: Question) -> bytes:
     body = question.root or b""
     match question.prompt:
         case TextPrompt(text):
-            head["text"] = text
+            head["text"] = True
+            body += _encoded(text)
         case ChatPrompt(messages):
-            head["chat"] = [[message.role, message.content] for message in messages]
+            contents = [_encoded(message.content) for message in messages]
+            head["chat"] = [
+                [message.role, len(content)] for message, content in zip(messages, contents, strict=True)
+            ]
+            body += b"".join(contents)
         case TokenPrompt(token_ids):
             body += pack_tokens(token_ids)
     return _frame(head, body)
@@ -105,9 +112,12 @@ def parse_question(content: bytes) -> Question:
     root_bytes = NAME_BYTES if head["has_root"] else 0
     prompt: PromptInput
     if "text" in head:
-        prompt = TextPrompt(head["text"])
+        prompt = TextPrompt(_decoded(body[root_bytes:]))
     elif "chat" in head:
-        prompt = ChatPrompt([ChatMessage(role, content) for role, content in head["chat"]])
+        ends = accumulate((size for _, size in head["chat"]), initial=root_bytes)
+        texts = [_decoded(body[start:end]) for start, end in pairwise(ends)]
+        roles = [role for role, _ in head["chat"]]
+        prompt = ChatPrompt([ChatMessage(role, text) for role, text in zip(roles, texts, strict=True)])
     else:
         prompt = TokenPrompt(unpack_tokens(body[root_bytes:]))
     return Question(
@@ -116,6 +126,15 @@ def parse_question(content: bytes) -> Question:
         block_size=head["block_size"],
         max_tokens=head["max_tokens"],
     )
+
+
+def _encoded(text: str) -> bytes:
+    """Of any text, half characters too."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
 
 
 def answer_frame(answer: Answer) -> bytes:
@@ -142,7 +161,7 @@ def parse_answer(content: bytes) -> Answer:
 
 def _frame(head: dict[str, Any], body: bytes) -> bytes:
     line = json.dumps(head).encode() + b"\n"
-    return _LENGTH.pack(len(line) + len(body)) + line + body
+    return b"".join((_LENGTH.pack(len(line) + len(body)), line, body))
 
 
 def _parts(content: bytes) -> tuple[dict[str, Any], bytes]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
-from blockyard.router.admission import estimate_tokens
+from blockyard.router.admission import estimate_tokens, text_bytes
 from blockyard.router.errors import (
     ContextLengthExceeded,
     FieldViolation,
@@ -102,10 +102,12 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
     """The prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded, Unsupported."""
     match message.WhichOneof("input"):
         case "prompt":
-            if not message.prompt:
+            # Each look at the field makes its text anew, which takes milliseconds of megabytes.
+            text = message.prompt
+            if not text:
                 raise InvalidRequest.of("prompt", "must not be empty")
-            _check_text(message.prompt, facts=facts, max_model_len=max_model_len)
-            return TextPrompt(message.prompt)
+            _check_text(text, facts=facts, max_model_len=max_model_len)
+            return TextPrompt(text)
         case "chat":
             chat = _valid_chat(message.chat)
             contents = (chat_message.content for chat_message in chat.messages)
@@ -171,7 +173,7 @@ def check_prompt_report(prompt_tokens: int, prompt_logprobs: int | None) -> None
 def _check_text(*texts: str, facts: ModelFacts, max_model_len: int) -> None:
     """Before tokenising, where one client's megabytes would hold up everybody's prompts."""
     limit_bytes = facts.max_text_bytes(max_model_len)
-    if sum(len(text.encode()) for text in texts) > limit_bytes:
+    if text_bytes(*texts) > limit_bytes:
         raise ContextLengthExceeded(
             f"input: a context of {max_model_len} tokens cannot hold more than {limit_bytes} bytes of text",
             violations=(FieldViolation(field="input", description=f"at most {limit_bytes} bytes"),),
@@ -193,9 +195,9 @@ def prompt_estimate(prompt: PromptInput) -> int:
     """Tokens, guessed from bytes where they are not given."""
     match prompt:
         case TextPrompt(text):
-            return estimate_tokens(len(text.encode()))
+            return estimate_tokens(text_bytes(text))
         case ChatPrompt(messages):
-            return estimate_tokens(sum(len(message.content.encode()) for message in messages))
+            return estimate_tokens(text_bytes(*(message.content for message in messages)))
         case TokenPrompt(token_ids):
             return len(token_ids)
 
