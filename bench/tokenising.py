@@ -207,9 +207,9 @@ def text_of(figures: dict[str, Any]) -> str:
     about = (
         f"{NUM_OTHERS} clients ask for one token each, {PAUSE_SECONDS * 1000:.0f} ms after the one before; beside them "
         f"{NUM_SENDERS} clients send prompts of {PROMPT_BYTES / 1e6:.0f} MB one after another, from a process of low "
-        f"priority on the same machine. One router process, a context of {CONTEXT_TOKENS:,} tokens, scripted workers that compute "
-        f"nothing (a step each {STEP_SECONDS * 1000:.0f} ms). How the calls with long prompts ended: {ends}. Foreign "
-        "cores are those that other programs kept busy meanwhile."
+        f"priority on the same machine. One router process, a context of {CONTEXT_TOKENS:,} tokens, scripted workers "
+        f"that compute nothing (a step each {STEP_SECONDS * 1000:.0f} ms). How the calls with long prompts ended: "
+        f"{ends}. Foreign cores are those that other programs kept busy meanwhile."
     )
     head = "| | first token p50 ms | p50 of the turns | p99 | requests | foreign cores |\n|---|---|---|---|---|---|"
     differences = ", ".join(f"{value:.1f}" for value in figures["later_ms"])
