@@ -20,7 +20,7 @@ define run_tests
 	exit $$failed
 endef
 
-.PHONY: demo test test-all faults soak check format proto lock sbom install clean gpu-check gpu-bench \
+.PHONY: demo test test-all faults soak fuzz check format proto lock sbom install clean gpu-check gpu-bench \
 	gpu-bench-kernels gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
 
@@ -41,6 +41,12 @@ faults: install
 # Random faults under load, one after another; the seed is printed. REPORT=docs/soak.md keeps the tables.
 soak: install
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
+
+# Guided by coverage, one target after another; inputs that reach new code stay in tests/hostile/corpus.
+fuzz: install
+	for target in body head message session; do \
+		$(BIN)/python -m tests.hostile.coverage_fuzz $$target --minutes $(MINUTES) --keep || exit 1; \
+	done
 
 check: install .typing/blockyard
 	$(BIN)/ruff format --check .

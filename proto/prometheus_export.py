@@ -1,18 +1,28 @@
 """The first way out: an HTTP endpoint that Prometheus scrapes, for a process that Ray knows nothing of.
 
-Owns how readings become series. Does not own what is read, nor by whom it may be seen: whoever reaches the port may.
+Owns how readings become series, and how many may scrape at once and for how long. Does not own what is read, nor by
+whom it may be seen: whoever reaches the port may.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from socketserver import ThreadingMixIn
+from threading import BoundedSemaphore, Thread, Timer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from blockyard.proto.metrics import Distribution, Kind, Metric, Reading, Readings, numbers
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 MAX_PORT = 65535
+MAX_SCRAPES = 16
+"""Connections at once, each of which has a thread. Beyond it new ones are closed at once."""
+SCRAPE_SECONDS = 10.0
+"""For a connection, all in all."""
 
 
 class ReadingsCollector(Collector):
@@ -52,6 +62,47 @@ def bounds(metric: Metric) -> list[str]:
     return [*map(str, metric.buckets), "+Inf"]
 
 
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: it would quote the client."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = BoundedSemaphore(MAX_SCRAPES)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        timer = Timer(SCRAPE_SECONDS, _hang_up, (request,))
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a client that goes is no defect of ours."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
 def metrics_endpoint(
     host: str, port: int, table: Sequence[Metric], identity: tuple[str, str], read: Callable[[], Readings]
@@ -64,7 +115,10 @@ def metrics_endpoint(
     registry.register(ReadingsCollector(table, identity, read))
     # An IPv6 address is in brackets, as gRPC takes it.
     address = host.removeprefix("[").removesuffix("]")
-    server, thread = start_http_server(port, addr=address, registry=registry)
+    server = (_Server6 if ":" in address else _Server)((address, port), _Handler)
+    server.set_app(make_wsgi_app(registry))
+    thread = Thread(target=server.serve_forever, daemon=True, name="metrics")
+    thread.start()
     try:
         yield f"http://{host}:{server.server_port}/metrics"
     finally:

@@ -84,15 +84,16 @@ class Intake:
         def charge_late() -> None:
             try:
                 stack.enter_context(self.charge(address())).grow(most_bytes)
+                patience.reschedule(loop.time() + MESSAGE_SECONDS - PROMPT_SECONDS)
             except Overloaded as error:
                 refusal.append(error)
                 patience.reschedule(loop.time())
 
         self.num_incomplete += 1
+        timer = loop.call_later(PROMPT_SECONDS, charge_late)
         with ExitStack() as stack:
-            timer = loop.call_later(PROMPT_SECONDS, charge_late)
             try:
-                async with asyncio.timeout(MESSAGE_SECONDS) as patience:
+                async with asyncio.timeout(None) as patience:
                     return await reading()
             except TimeoutError:
                 if refusal:

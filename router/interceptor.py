@@ -97,6 +97,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
         async def behave(_: AsyncIterator[bytes], context: Context) -> Any:
             try:
+                if method not in LASTING_METHODS:
+                    return await inner(context)
                 with self._lasting(method):
                     return await inner(context)
             except grpc.aio.AbortError:
@@ -142,9 +144,6 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     @contextmanager
     def _lasting(self, method: str) -> Iterator[None]:
         """Raises Overloaded for a call beyond those that may last at once."""
-        if method not in LASTING_METHODS:
-            yield
-            return
         if self._num_lasting[method] >= MAX_LASTING:
             raise Overloaded(
                 f"{MAX_LASTING} such calls run already", retry_after_seconds=LASTING_RETRY_SECONDS

@@ -47,7 +47,7 @@ async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int)
     """`charge` grows with the body. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, Overloaded, and
     UnsupportedMediaType."""
     limit_bytes = max_body_bytes(max_model_len)
-    _check_head(request, limit_bytes)
+    check_head(request, limit_bytes)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             raw = await _read(request, limit_bytes, charge)
@@ -100,7 +100,7 @@ def _outside_strings(raw: bytes) -> bytes:
     return bytes(chars[~(is_inside | is_quote)])
 
 
-def _check_head(request: BaseRequest, limit_bytes: int) -> None:
+def check_head(request: BaseRequest, limit_bytes: int) -> None:
     # Not for order's sake: a web page elsewhere may send other types without the browser asking first.
     # aiohttp's own `content_type` takes half a second for 8 KB of parameters.
     media_type = request.headers.get("Content-Type", "").partition(";")[0]

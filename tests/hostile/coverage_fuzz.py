@@ -1,0 +1,154 @@
+"""A fuzzer guided by coverage (atheris) over what the edge makes of bytes: bodies, heads, messages of both protocols.
+
+`python -m tests.hostile.coverage_fuzz body --minutes 10` fuzzes one target from its corpus in tests/hostile/corpus, and
+with `--keep` adds inputs that reach new code. It fails at the first input that raises anything but the errors that
+clients are told, and names the file that holds it; given that file, it runs it again. fuzz.py sends messages to
+processes; this one calls functions, thousands of times a second.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import atheris
+
+with atheris.instrument_imports(include=["blockyard"]):
+    from blockyard.deploy.dashboard.questions import prompt_arguments
+    from blockyard.proto.v1 import inference_pb2, session_pb2
+    from blockyard.router.auth import TokenTable
+    from blockyard.router.call_gate import CallGate
+    from blockyard.router.errors import RouterError
+    from blockyard.router.model_facts import ModelFacts
+    from blockyard.router.openai import body
+    from blockyard.router.openai.chat_request import chat_wanted
+    from blockyard.router.openai.completion_request import completion_wanted
+    from blockyard.router.openai.http_call import call_id, http_call
+    from blockyard.router.openai.http_errors import HttpRefusal, error_body, error_headers, status_of
+    from blockyard.router.sampling_checks import SamplingLimits
+    from blockyard.router.status import trailing_metadata
+    from blockyard.router.validation import valid_generation, valid_tenant
+    from blockyard.worker.submits import Refused, engine_request
+
+from google.protobuf.message import DecodeError
+from multidict import CIMultiDict, CIMultiDictProxy
+
+CORPUS = Path(__file__).parent / "corpus"
+CONTEXT = 512
+VOCABULARY = 4096
+MAX_INPUT_BYTES = 4096
+SECONDS_AN_INPUT = 10
+"""Of the wall clock: what takes longer is reported."""
+METHOD = "/blockyard.v1.InferenceService/Generate"
+FACTS = ModelFacts(
+    name="demo",
+    vocab_size=VOCABULARY,
+    max_position_embeddings=CONTEXT,
+    eos_token_ids=frozenset({2}),
+    longest_token_bytes=16,
+)
+LIMITS = SamplingLimits()
+GATE = CallGate(lambda: TokenTable({}))
+
+
+def told(error: RouterError) -> None:
+    """An error that travels by both protocols, and is a sentence."""
+    assert 400 <= status_of(error) < 600
+    assert len(error.message) <= 600
+    json.dumps(error_body(error))
+    error_headers(error)
+    if not isinstance(error, HttpRefusal):
+        trailing_metadata(error)
+
+
+def fuzz_body(data: bytes) -> None:
+    """A body, by either route, to the requests that it asks for."""
+    parse = chat_wanted if data[:1] < b"\x80" else completion_wanted
+    try:
+        wanted = parse(body.parse_json(data[1:], most_values=body.max_values(CONTEXT)))
+        for request in wanted.requests:
+            valid_generation(request, FACTS, limits=LIMITS, max_model_len=CONTEXT)
+    except RouterError as error:
+        told(error)
+
+
+def fuzz_message(data: bytes) -> None:
+    """A GenerateRequest."""
+    with suppress(DecodeError):
+        message = inference_pb2.GenerateRequest.FromString(data)
+        try:
+            valid_generation(message, FACTS, limits=LIMITS, max_model_len=CONTEXT)
+        except RouterError as error:
+            told(error)
+
+
+def fuzz_head(data: bytes) -> None:
+    """Headers, a line each, as both protocols and the live page read them."""
+    lines = (line.partition(b":") for line in data.split(b"\n"))
+    pairs = [
+        (name.decode("latin-1").strip().lower(), value.decode("utf-8", "surrogateescape").strip())
+        for name, _, value in lines
+    ]
+    with suppress(ValueError):
+        prompt_arguments(dict(pairs))
+    request: Any = SimpleNamespace(headers=CIMultiDictProxy(CIMultiDict(pairs)), content_length=len(data))
+    for read in (
+        lambda: call_id(request),
+        lambda: body.check_head(request, body.max_body_bytes(CONTEXT)),
+        lambda: valid_tenant(http_call(request).invocation_metadata()),
+        lambda: GATE.admit(METHOD, http_call(request).invocation_metadata()),
+    ):
+        try:
+            read()
+        except RouterError as error:
+            told(error)
+
+
+def fuzz_session(data: bytes) -> None:
+    """What a router says to a worker."""
+    with suppress(DecodeError, ValueError, Refused):
+        message = session_pb2.ToWorker.FromString(data)
+        message.WhichOneof("message")
+        engine_request(message.submit, vocab_size=VOCABULARY, block_size=16, max_model_len=CONTEXT)
+
+
+TARGETS: Mapping[str, Callable[[bytes], None]] = {
+    "body": fuzz_body,
+    "head": fuzz_head,
+    "message": fuzz_message,
+    "session": fuzz_session,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile.coverage_fuzz", description=__doc__)
+    parser.add_argument("target", choices=sorted(TARGETS))
+    parser.add_argument("inputs", nargs="*", help="files to run again, and nothing else")
+    parser.add_argument("--runs", type=int, default=-1, help="inputs; without it, until the time is over")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="keep inputs that reach new code in the corpus")
+    arguments = parser.parse_args()
+    own = CORPUS / arguments.target
+    with tempfile.TemporaryDirectory() as scratch:
+        options = {
+            "runs": arguments.runs,
+            "max_total_time": round(60 * arguments.minutes),
+            "seed": arguments.seed,
+            "max_len": MAX_INPUT_BYTES,
+            "timeout": SECONDS_AN_INPUT,
+            "artifact_prefix": f"{tempfile.gettempdir()}/blockyard-{arguments.target}-",
+        }
+        flags = [f"-{name}={value}" for name, value in options.items()]
+        inputs = arguments.inputs or ([own] if arguments.keep else [scratch, own])
+        atheris.Setup([sys.argv[0], *flags, *map(str, inputs)], TARGETS[arguments.target])
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""What a client writes is read in linear time: every regular expression that may meet it, and what reads whole inputs.
+
+CPU time of 128 KiB: a linear pass takes milliseconds, a quadratic one minutes, so the limit is generous.
+"""
+
+import ast
+import importlib
+import pkgutil
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.deploy.dashboard.questions import prompt_arguments
+from blockyard.proto.block_hash import split_names, unpack_tokens
+from blockyard.proto.text import load_tokenizer
+from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.router.auth import TokenTable, authenticate
+from blockyard.router.errors import RouterError
+from blockyard.router.model_facts import ModelFacts
+from blockyard.router.openai import body
+from blockyard.router.openai.chat_request import chat_wanted
+from blockyard.router.openai.completion_request import completion_wanted
+from blockyard.router.prompts import PromptEncoder
+from blockyard.router.sampling_checks import SamplingLimits
+from blockyard.router.structured_output import structured_problem
+from blockyard.router.validation import valid_generation, valid_tenant
+from blockyard.worker.submits import Refused, engine_request
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
+PACKAGES = ("router", "router.openai", "proto", "worker", "worker.grammar", "deploy.dashboard")
+"""Whatever meets a client's text is in one of these."""
+NOT_OF_MODULES = {
+    "router.prompts": 2,  # _cut, tried here by itself, and a literal that is drawn for each call
+    "proto.reference": 1,  # reads our own proto files
+}
+"""Uses of `re` in functions, by module."""
+NO_USES = ("Pattern", "Match", "escape", "DOTALL")
+SEARCHED = {"worker.grammar.refusals._QUOTED"}
+SIZES = (2**10, 2**14, 2**17)
+"""The smaller ones first: what takes exponential time stops there."""
+MAX_CPU_SECONDS = 1.0
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    begun = time.process_time()
+    call()
+    return time.process_time() - begun
+
+
+def pumped(units: tuple[str, ...], size: int) -> Iterator[str]:
+    for unit in units:
+        text = unit * (size // len(unit))
+        yield from (text, text + "!", '"' + text, "(" + text + "\\")
+
+
+def patterns() -> dict[str, "re.Pattern[str]"]:
+    found = {}
+    for package in PACKAGES:
+        folder = importlib.import_module(f"blockyard.{package}")
+        for module in pkgutil.iter_modules(folder.__path__):
+            if module.ispkg or module.name in ("__main__", "start_hook"):
+                continue
+            loaded = importlib.import_module(f"blockyard.{package}.{module.name}")
+            for name, value in vars(loaded).items():
+                if isinstance(value, re.Pattern):
+                    found[f"{package}.{module.name}.{name}"] = value
+    return found
+
+
+def units_of(pattern: "re.Pattern[str]") -> tuple[str, ...]:
+    """Its own literals, and what its classes take."""
+    words = re.findall(r"[A-Za-z<:\[' ]{2,}", pattern.pattern)
+    return tuple(
+        dict.fromkeys((*words, "a", "0", "a0", " ", ":", '"', '\\"', "'", "[", "]", ".", "\n", "é", "a a"))
+    )
+
+
+def check_pattern(
+    pattern: "re.Pattern[str]",
+    units: tuple[str, ...],
+    *,
+    is_searched: bool = False,
+    sizes: tuple[int, ...] = SIZES,
+    most_seconds: float = MAX_CPU_SECONDS,
+) -> None:
+    uses = (pattern.match, pattern.fullmatch, *((pattern.search, pattern.findall) if is_searched else ()))
+    for size in sizes:
+        for text in pumped(units, size):
+            for use in uses:
+                seconds = cpu_seconds(lambda use=use, text=text: use(text))  # type: ignore[misc]
+                assert seconds < most_seconds, (pattern.pattern, text[:20], size)
+
+
+def test_every_regular_expression_passes_over_pumped_text_in_linear_time() -> None:
+    found = patterns()
+    assert {"router.names._NAME", "worker.submits._REQUEST_ID", "worker.grammar.refusals._BAD_VALUE"} <= set(
+        found
+    )
+    for name, pattern in found.items():
+        check_pattern(pattern, units_of(pattern), is_searched=name in SEARCHED)
+
+
+def test_the_cut_of_control_tokens_is_linear() -> None:
+    encoder = PromptEncoder(load_tokenizer(MODEL))
+    for size in (2**12, 2**16):
+        for text in pumped(("<", "<|im_start|"), size):
+            assert cpu_seconds(lambda text=text: encoder._cut.split(text)) < MAX_CPU_SECONDS  # type: ignore[misc]
+
+
+def test_no_regular_expression_is_made_or_searched_with_unseen() -> None:
+    """Those of modules are all tried above. To look for one at each place of a text takes more than to match it."""
+    searched = set()
+    for package in PACKAGES:
+        (folder,) = importlib.import_module(f"blockyard.{package}").__path__
+        files = sorted(Path(folder).glob("*.py"))
+        assert files
+        for file in files:
+            name = f"{package}.{file.stem}"
+            tree = ast.parse(file.read_text())
+            inner = list(uses_in_functions(tree))
+            assert len(inner) == NOT_OF_MODULES.get(name, 0), (name, inner)
+            searched |= {f"{name}.{pattern}" for pattern in searches(tree)}
+    assert searched == SEARCHED
+
+
+def searches(tree: ast.Module) -> Iterator[str]:
+    """Patterns of the module that are looked for."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(
+                value=ast.Name(id=name), attr="search" | "findall" | "finditer" | "sub" | "split"
+            ) if name.isupper():
+                yield name
+
+
+def uses_in_functions(tree: ast.Module) -> Iterator[str]:
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    for function in functions:
+        for node in ast.walk(function):
+            match node:
+                case ast.Attribute(value=ast.Name(id="re"), attr=name) if name not in NO_USES:
+                    yield f"re.{name} in {function.name}"
+
+
+def test_the_check_finds_a_quadratic_expression() -> None:
+    with pytest.raises(AssertionError):
+        check_pattern(re.compile(r"(?:a*a*)!!"), ("a",), sizes=(2**14,), most_seconds=0.1)
+
+
+FACTS = ModelFacts(
+    name="demo",
+    vocab_size=4096,
+    max_position_embeddings=2**15,
+    eos_token_ids=frozenset({2}),
+    longest_token_bytes=16,
+)
+TOKENS = TokenTable({})
+
+
+def parse(text: str) -> None:
+    body.parse_json(text.encode(), most_values=2**17)
+
+
+def wanted(text: str) -> None:
+    for read in (chat_wanted, completion_wanted):
+        for field in (
+            "messages",
+            "prompt",
+            "stop",
+            "user",
+            "model",
+            "regex",
+            "json_schema",
+            "logit_bias",
+            text,
+        ):
+            try:
+                read({"messages": [{"role": "user", "content": text}], field: text})
+            except RouterError:
+                continue
+
+
+def generation(text: str) -> None:
+    for fields in (
+        {"request_id": text},
+        {"cache_salt": text},
+        {"sampling": {"stop": [text]}},
+        {"prompt": text},
+    ):
+        message = inference_pb2.GenerateRequest(**{"prompt": "x", **fields})
+        valid_generation(message, FACTS, max_model_len=2**15, limits=SamplingLimits())
+
+
+def structure(text: str) -> None:
+    for kind in ("json_schema", "regex"):
+        structured_problem(inference_pb2.StructuredOutput(**{kind: text}))
+
+
+def submit(text: str) -> None:
+    data = text.encode()
+    split_names(data[: len(data) // 16 * 16])
+    unpack_tokens(data[: len(data) // 4 * 4])
+    message = session_pb2.Submit(request_id=text, token_ids=data, block_names=data, prompt_tokens=2**15)
+    engine_request(message, vocab_size=4096, block_size=16, max_model_len=2**15)
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "a body": parse,
+    "the fields of a body": wanted,
+    "a generation": generation,
+    "a structured output": structure,
+    "a submit": submit,
+    "a tenant": lambda text: valid_tenant([("blockyard-tenant", text)] * 2),
+    "a token": lambda text: authenticate("/a/b", [("authorization", text)], TOKENS),
+    "a question of the live page": lambda text: prompt_arguments({"x-blockyard-question-0": text}),
+}
+UNITS = ("a", "[", '{"a":', '"', '\\"', "\\", "1,", '"",', ":", "Bearer ", "(a+)+", " ", "é", "=", "[],", "0")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_reads_a_whole_input_is_linear(name: str) -> None:
+    def read(text: str) -> None:
+        try:
+            READERS[name](text)
+        except (RouterError, ValueError, Refused):
+            return
+
+    for size in SIZES:
+        for text in pumped(UNITS, size):
+            assert cpu_seconds(lambda text=text: read(text)) < MAX_CPU_SECONDS, (text[:20], size)  # type: ignore[misc]
