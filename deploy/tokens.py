@@ -133,9 +133,13 @@ def rotate(name: str, auth_file: Path, overlap_seconds: float, output: str) -> N
 @token.command()
 @name_option
 @auth_file_option
-def revoke(name: str, auth_file: Path) -> None:
+@output_option
+def revoke(name: str, auth_file: Path, output: str) -> None:
     """Take all tokens of a name out; routers refuse them within seconds. What runs goes on to its end or deadline."""
     change_file(auth_file, lambda document: replace(document, entries=revoked(document.entries, name)))
+    if output == "json":
+        click.echo(json.dumps({"revoked": name}, indent=2))
+        return
     click.echo(f"{auth_file} has no token of {name!r} any more", err=True)
 
 

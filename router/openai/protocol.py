@@ -40,16 +40,16 @@ logger = logging.getLogger(__name__)
 class _Connection(RequestHandler):
     def __init__(self, manager: "Connections", **options: Any) -> None:
         super().__init__(manager, **options)
-        self._most_connections = manager.most_connections
+        self._connections = manager
         self._head_bytes = 0
         """Of a head that is not complete yet."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert self._manager is not None
-        if len(self._manager.connections) > self._most_connections:
-            told = f"the limit of {self._most_connections} connections is reached"
+        most = self._connections.most_connections
+        if len(self._connections.connections) > most:
+            told = f"the limit of {most} connections is reached"
             self._end_with(Overloaded(told, retry_after_seconds=RETRY_SECONDS))
         else:
             self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_is_late)

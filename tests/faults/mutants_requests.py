@@ -79,7 +79,7 @@ MUTANTS = (
         10,
         "the limit on requests is one too low",
         "limits.py::test_of_a_burst_exactly_the_limit_is_let_in",
-        ("router/admission.py", "if of_all.held + amount > limit:", "if of_all.held + amount >= limit:"),
+        ("router/admission.py", "if of_all.held + amount > room:", "if of_all.held + amount >= room:"),
     ),
     mutant(
         10,

@@ -20,6 +20,7 @@ ADDRESS = "127.0.0.1:8000"
 SAID = ("cached prompt tokens: ", "0 length", "True", "temperature invalid_request")
 """In what each program prints."""
 NOT_OVER_HTTP = {
+    errors.LastWorker,
     errors.SlowReader,
     errors.NotFound,
     errors.UnknownRequest,

@@ -183,7 +183,7 @@ async def test_a_grace_that_makes_no_sense_is_an_invalid_argument(
 async def test_what_waits_for_its_grammar_goes_back_to_its_router(worker: WorkerServer) -> None:
     asked = asyncio.Event()
 
-    async def never(wanted: StructuredOutput) -> object:
+    async def never(wanted: StructuredOutput, client: str) -> object:
         asked.set()
         return await asyncio.Event().wait()
 
