@@ -14,7 +14,7 @@ MAX_CONNECTIONS = 2048
 """Of each port. Beyond it new ones are closed at once."""
 IDLE_SECONDS = 300
 """A connection without a call is ended after it; clients of gRPC connect again with their next call."""
-MIN_MESSAGE_BYTES = 4 * 2**20
+MIN_MESSAGE_BYTES = 8 * 2**20
 MAX_MESSAGE_BYTES = 16 * 2**20
 BESIDE_TEXT_BYTES = 2**20
 """Of a message, for schemas, biases, lists of tokens."""

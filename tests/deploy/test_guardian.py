@@ -22,7 +22,7 @@ from blockyard.deploy.guardian import (
     next_pause_seconds,
     parts_of,
 )
-from blockyard.deploy.processes import end_session, is_alive, session_members
+from blockyard.deploy.processes import STOPPED, end_session, is_alive, session_members, state_of
 from blockyard.deploy.ray_head import RayConnectError, RayletDiedError, check_alive
 
 WAIT_SECONDS = 60.0
@@ -126,6 +126,7 @@ def test_a_command_asks_no_ray_whose_raylet_is_stopped(session: int) -> None:
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == STOPPED)
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ with atheris.instrument_imports(include=["blockyard"]):
     from blockyard.router.openai import body
     from blockyard.router.openai.chat_request import chat_wanted
     from blockyard.router.openai.completion_request import completion_wanted
-    from blockyard.router.openai.http_call import call_id, http_call
+    from blockyard.router.openai.http_call import call_id, call_metadata, http_call
     from blockyard.router.openai.http_errors import HttpRefusal, error_body, error_headers, status_of
     from blockyard.router.sampling_checks import SamplingLimits
     from blockyard.router.status import trailing_metadata
@@ -96,12 +96,14 @@ def fuzz_head(data: bytes) -> None:
     ]
     with suppress(ValueError):
         prompt_arguments(dict(pairs))
-    request: Any = SimpleNamespace(headers=CIMultiDictProxy(CIMultiDict(pairs)), content_length=len(data))
+    request: Any = SimpleNamespace(
+        headers=CIMultiDictProxy(CIMultiDict(pairs)), content_length=len(data), transport=None
+    )
     for read in (
         lambda: call_id(request),
         lambda: body.check_head(request, body.max_body_bytes(CONTEXT)),
-        lambda: valid_tenant(http_call(request).invocation_metadata()),
-        lambda: GATE.admit(METHOD, http_call(request).invocation_metadata()),
+        lambda: valid_tenant(http_call(request, default_timeout_seconds=60.0).invocation_metadata()),
+        lambda: GATE.admit(METHOD, call_metadata(request)),
     ):
         try:
             read()

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CALLS = 500
 MAX_REQUESTS = 20
+MAX_ALONE = MAX_REQUESTS - MAX_REQUESTS // 16
+"""Requests that a client may hold while no other holds any."""
 MAX_TOKENS = 500
 LARGE = {"max_tokens": 450}
 """A few requests of this size are a tenant's quantum."""
@@ -93,7 +95,7 @@ async def burst(
 
 @pytest.mark.parametrize(
     ("prompt_tokens", "limit"),
-    [(10, MAX_REQUESTS - MAX_REQUESTS // 16), (50, (MAX_TOKENS - MAX_TOKENS // 16) // 50)],
+    [(10, MAX_ALONE), (50, (MAX_TOKENS - MAX_TOKENS // 16) // 50)],
     ids=["requests", "tokens"],
 )
 async def test_a_burst_meets_a_limit_exactly_and_leaves_nothing_behind(
@@ -144,14 +146,14 @@ async def test_a_request_whose_deadline_passed_in_line_is_never_sent(roomy: Rout
 
 async def test_a_waiting_request_that_is_cancelled_leaves_at_once(tight: Router) -> None:
     async with tight.workers(full_worker()) as (worker,):
-        calls = [tight.inference.GenerateStream(request()) for _ in range(MAX_REQUESTS)]
-        await until(lambda: holds(tight, MAX_REQUESTS))
+        calls = [tight.inference.GenerateStream(request()) for _ in range(MAX_ALONE)]
+        await until(lambda: holds(tight, MAX_ALONE))
         assert reason_of(await refused(tight.inference.Generate(request()))) == "OVERLOADED"
         for call in calls:
             call.cancel()
         await until(lambda: is_idle(tight))
         worker.script = lambda submit: Script()
-        assert await asyncio.gather(*(tight.inference.Generate(request()) for _ in range(MAX_REQUESTS)))
+        assert await asyncio.gather(*(tight.inference.Generate(request()) for _ in range(MAX_ALONE)))
 
 
 async def wait_in_line(router: Router, tenants: list[str]) -> list[str]:
@@ -236,7 +238,7 @@ async def test_our_client_names_its_tenant_and_comes_back_when_it_is_told_to(tig
         AsyncClient(tight.address, tenant="mine", retries=0) as hasty,
         AsyncClient(tight.address, tenant="mine", retries=10) as patient,
     ):
-        running = await admitted_of(tight, "mine", MAX_REQUESTS)
+        running = await admitted_of(tight, "mine", MAX_ALONE)
         await until(lambda: worker.num_running == len(running))
         worker.script = lambda submit: Script()
         with pytest.raises(OverloadedError) as refusal:
