@@ -101,4 +101,5 @@ async def test_memory_is_that_of_the_data_not_of_connections(client: Redis) -> N
     assert 100_000 <= await used_memory_bytes(client) - before < 200_000
     await asyncio.gather(*(client.get("data") for _ in range(20)))
     await client.delete("data")
-    assert abs(await used_memory_bytes(client) - before) < 20_000
+    # Twenty connections would hold 320 KiB at least; newer servers keep some 60 kB of their own.
+    assert abs(await used_memory_bytes(client) - before) < 100_000
