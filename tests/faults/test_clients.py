@@ -35,6 +35,7 @@ LONG_PROMPT_TOKENS = 1900
 """Half a second of prefill."""
 NUM_PLACES = 4
 MAX_REQUESTS = 24
+"""That one client may hold; the router keeps one place in sixteen for others."""
 KEEPALIVE_SECONDS = 15.0
 
 
@@ -48,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     )
     with processes(tmp_path_factory.mktemp("clients")) as cluster:
         worker = cluster.add_worker("w0", *options)
-        limit = ("--max-requests", str(MAX_REQUESTS))
+        limit = ("--max-requests", str(MAX_REQUESTS + MAX_REQUESTS // 15))
         cluster.start(worker, cluster.add_router("r0", *limit, workers=[worker.address]))
         yield cluster
 
@@ -102,10 +103,12 @@ async def test_a_request_cancelled_in_the_queue_is_never_scheduled(
 ) -> None:
     async with whole(cluster) as client:
         baseline = Baseline.of(cluster)
-        async with load(client, streams(NUM_PLACES, max_tokens=60)) as running:
+        async with load(client, streams(NUM_PLACES, max_tokens=200)) as running:
             await running.until_tokens(1)
             before = (await pool_of(cluster.workers["w0"])).load.prompt_tokens
-            async with load(client, streams(MAX_REQUESTS - NUM_PLACES, prefix="queued")) as waiting:
+            async with load(
+                client, streams(MAX_REQUESTS - NUM_PLACES, prefix="queued", max_tokens=200)
+            ) as waiting:
                 await until(lambda: _num_held(client, MAX_REQUESTS), "all are in the router")
             left = await _ends_queued(client)
             await running.finished()

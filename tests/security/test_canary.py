@@ -40,7 +40,13 @@ LOOKS = ("blockyard.v1.ClusterService", "blockyard.v1.InferenceService")
 ACTS = ("blockyard.v1.AdminService",)
 CARRY_TEXT = {"Generate", "GenerateStream", "Tokenize", "Detokenize", "Abort"}
 """Their answers are the text itself; an Abort ends a request."""
-FIELDS = {"worker_id": "worker-1", "page_size": 1000, "block_ids": range(64), "prompt": SENTENCE}
+FIELDS = {
+    "worker_id": "worker-1",
+    "page_size": 1000,
+    "block_ids": range(64),
+    "prompt": SENTENCE,
+    "force": True,
+}
 """Of any request that has them."""
 
 
