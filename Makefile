@@ -7,16 +7,21 @@ STAMP := $(VENV)/.installed
 PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto proto/v1/session.proto
 MINUTES ?= 30
 SEED ?=
-JOBS ?= 2
+JOBS ?= 4
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
 QUICK := not slow and not slow_fault
+# Without them each process of the tests compiles every source anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-# What starts whole clusters comes last and one after the other: two Ray heads side by side keep one another waiting.
+# Tests wait about as long as they compute, so there are more processes than cores. What starts whole clusters comes
+# last, in two processes: one has everything with Ray, since two Ray heads side by side keep one another waiting.
+PARALLEL := --no-loadscope-reorder --durations 10
 define run_tests
 	@failed=0; \
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "($(1)) and not cluster and not alone" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) -m "($(1)) and (cluster or alone)" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) $(PARALLEL) -n $(JOBS) --dist loadfile -m "($(1)) and not cluster and not alone" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) $(PARALLEL) -n 2 --dist loadgroup -m "($(1)) and cluster" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) -m "($(1)) and alone" $(or $(TESTS),tests/router) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 endef
 
@@ -75,7 +80,7 @@ sbom: install
 	$(BIN)/python -m supply_chain.sbom
 
 gpu-check: .typing/blockyard
-	PYTHONPATH=.typing $(PYTHON) -m pytest -rs tests/kernels \
+	PYTHONPATH=.typing $(PYTHON) -m pytest -rs -m "not slow_fault" tests/kernels \
 		tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py \
 		tests/worker/test_step_graphs.py tests/worker/test_overlap.py tests/worker/test_gpu_memory.py \
 		tests/worker/test_sampler_waits.py tests/worker/test_sampler.py tests/worker/test_wanted_rows.py \

@@ -1,7 +1,10 @@
 """For every test: where there is no GPU, Triton interprets its kernels, which is to be said before anything imports it;
-how long threads spin on a machine crowded with processes; and where a row of the fault matrix says what it measured."""
+how long threads spin on a machine crowded with processes; which cases of crossed parameters are quick; and where a row
+of the fault matrix says what it measured."""
 
 import os
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +14,31 @@ import torch
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where parameters are crossed, the quick run has each value of each of them at least once; `make test-all` has
+    every combination. A module of cluster tests runs in one process, and everything with Ray in one too."""
+    functions: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        _mark_repeated_values(cases)
+    for item in items:
+        if item.get_closest_marker("cluster"):
+            shares_ray = item.get_closest_marker("ray") is not None
+            item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else item.nodeid.partition("::")[0]))
+
+
+def _mark_repeated_values(cases: Sequence[pytest.Function]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for case in cases:
+        values = {(name, repr(value)) for name, value in case.callspec.params.items()}
+        if values <= seen:
+            case.add_marker(pytest.mark.slow)
+        seen |= values
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .harness import Cluster, eventually, readme_commands
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 BLOCK_TOKENS = 16
 READY = cluster_pb2.WORKER_STATE_READY

@@ -14,7 +14,7 @@ from blockyard.router.client import Client
 from .harness import Command, eventually, remembered_state
 from .ray_nodes import operators_head
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 DEMO_CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")

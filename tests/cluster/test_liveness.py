@@ -20,7 +20,7 @@ from blockyard.router.client.errors import BlockyardError
 from .harness import Cluster, Command, eventually, remembered_state
 from .test_joined_cluster import SIMULATED
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow_fault]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow_fault]
 
 HUNG_SECONDS = 8
 HEAL_SECONDS = 180.0

@@ -26,7 +26,7 @@ from blockyard.router.client.results import Completion, completion
 
 from .harness import Cluster, Command, eventually, remembered_state
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow_fault]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow_fault]
 
 MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 READY = cluster_pb2.WORKER_STATE_READY

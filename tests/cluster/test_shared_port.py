@@ -19,7 +19,7 @@ from blockyard.router.client import Client
 from .harness import Cluster, Command, eventually, remembered_state
 from .test_joined_cluster import SIMULATED
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow]
 
 NUM_ROUTERS = 2
 NUM_CONNECTIONS = 16

@@ -31,7 +31,7 @@ from .ray_rig import (
     stored,
 )
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 DEAD_SECONDS = 50.0
 """Ten times what the page promises."""

@@ -4,6 +4,8 @@ The interpreter runs kernels as Python and so accepts what the compiler refuses.
 a process without TRITON_INTERPRET; also by hand, with another triton on the path.
 """
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -182,17 +184,19 @@ def compile_settle_nuclei() -> Any:
     )
 
 
-def main() -> None:
-    for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
+    """Of shapes that differ little a quick run has one."""
+    for dtype in dtypes:
+        torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         compiled = {"merge": compile_merge(dtype)}
-        for head_dim in (64, 128):
+        for head_dim in (128,) if is_quick else (64, 128):
             decode = decode_tiles(4, head_dim, torch_dtype)
             compiled[f"decode, head size {head_dim},"] = compile_attention(dtype, head_dim, decode)
             prefill = prefill_tiles(head_dim, torch_dtype)
             compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
             compiled[f"shared, head size {head_dim},"] = compile_shared(dtype, head_dim, prefill)
         tiles = prefill_tiles(128, torch_dtype)
-        for group in (2, 5) if dtype == "bf16" else ():  # Qwen3-0.6B's and Qwen3-14B's
+        for group in (2, 5) if dtype == "bf16" and not is_quick else ():  # Qwen3-0.6B's and Qwen3-14B's
             decode = decode_tiles(group, 128, torch_dtype)
             compiled |= {
                 f"decode, group {group},": compile_attention(dtype, 128, decode, group=group),
@@ -208,7 +212,7 @@ def main() -> None:
         compiled |= {"rotary": compile_rotary(dtype), "silu_mul": compile_silu_mul(dtype)}
         compiled["place_heads"] = compile_place_heads(dtype, normed=False)
         compiled["place_heads with norms"] = compile_place_heads(dtype, normed=True)
-        for stored in ("i8", "u8"):
+        for stored in ("u8",) if is_quick else ("i8", "u8"):
             decode = decode_tiles(4, 128, torch_dtype)
             compiled |= {
                 f"decode of {stored}": compile_attention(dtype, 128, decode, stored=stored),
@@ -220,12 +224,14 @@ def main() -> None:
         if dtype == "bf16":
             half = decode_tiles(4, 128, torch.float16)
             compiled["decode of u8 beside fp16, not"] = compile_attention("fp16", 128, half, stored="u8")
-        if dtype == "fp32":  # the weights of a draw are
-            compiled["settle_nuclei"] = compile_settle_nuclei()
+            compiled["settle_nuclei"] = compile_settle_nuclei()  # the weights of a draw are fp32 always
         for name, kernel in compiled.items():
             assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
             print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--quick"]:
+        main(["bf16"], is_quick=True)
+    else:
+        main(["fp32", "bf16"], is_quick=False)

@@ -26,10 +26,15 @@ NEEDED: dict[str, set[str]] = {
     "cooperlake": {"avx512f", "avx512_vnni", "avx512_bf16"},
 }
 """Kinds of CPU, as g++ calls them, and flags without which nothing that is compiled for them runs."""
+BETWEEN = ("skylake-avx512", "icelake-server")
+"""Their instructions are among those of the last kind."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module", params=NEEDED)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind in BETWEEN else ()) for kind in NEEDED],
+)
 def library_file(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
