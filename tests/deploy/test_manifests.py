@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,6 +22,10 @@ from .kuberay_schema import POD_MONITOR, RAY_CLUSTER
 
 KUBERNETES = "1.32"
 OURS = {"RayCluster": RAY_CLUSTER, "PodMonitor": POD_MONITOR}
+REDIS_IMAGE = re.compile(
+    r"""(?:image: *|FROM +|docker (?:run|pull) .*?)["']?(?:[\w.-]+/)*\b(redis|valkey)(?![\w/-])(?::([\w.-]+))?"""
+)
+"""Its product and tag."""
 
 
 def documents() -> Iterator[Any]:
@@ -186,13 +191,39 @@ def test_what_redis_lets_each_user_do_is_what_the_code_says() -> None:
     assert "user default off" in users
 
 
-def test_no_manifest_runs_a_redis_with_known_holes() -> None:
-    images = re.findall(r"image: *(redis|valkey/valkey):(\S+)", (KUBERAY / "redis.yaml").read_text("utf-8"))
-    assert len(images) == 4
-    for product, version in images:
-        pinned = version_of_reply({"server": product.partition("/")[0], "version": version})
-        assert pinned is not None
-        assert pinned.told == ""
+def test_no_image_of_redis_or_valkey_that_we_name_has_known_holes() -> None:
+    texts = {str(path): path.read_text(encoding="utf-8") for path in written_for_operators()}
+    named = [(file, *image) for file, text in texts.items() for image in REDIS_IMAGE.findall(text)]
+    assert [Path(file).name for file, *_ in named].count("redis.yaml") == 4
+    for file, product, version in named:
+        pinned = version_of_reply({"server": product, "version": version})
+        assert pinned is not None, f"{file}: {product}:{version} leaves open which release it is"
+        assert pinned.told == "", f"{file}: {pinned.told}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("image: redis:7.4.2", [("redis", "7.4.2")]),
+        ("docker run valkey/valkey:8.1.3-alpine", [("valkey", "8.1.3-alpine")]),
+        ("FROM docker.io/library/redis:8", [("redis", "8")]),
+        ("image: redis", [("redis", "")]),
+        ("image: 'redis:latest'", [("redis", "latest")]),
+        ("redis://u:p@blockyard-index-redis:6379/0", []),
+        ("redisAddress: blockyard-gcs-redis:6379", []),
+    ],
+)
+def test_every_way_to_name_such_an_image_is_found(text: str, found: list[tuple[str, str]]) -> None:
+    assert REDIS_IMAGE.findall(text) == found
+
+
+def written_for_operators() -> list[Path]:
+    """The files of ours that may name an image: manifests, the Dockerfile, examples and documents."""
+    root = KUBERAY.parents[1]
+    folders = [root / name for name in ("deploy", "docs", "examples", ".ci")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    kinds = {".yaml", ".yml", ".json", ".md", ".sh", ".tpl", ""}
+    return [path for path in (*files, *root.glob("*.md")) if path.suffix in kinds]
 
 
 def up_commands() -> list[list[str]]:
