@@ -24,13 +24,14 @@ def servers() -> list[Path]:
 
 def each_server(*, are_all_quick: bool = True) -> list[object]:
     """Parameters of a fixture: the servers, and a skipped one that says so where there is only one. Unless all are
-    quick, those between the oldest and the newest are left to `make test-all`."""
+    quick, `make test-all` alone has those that are neither the one that `up` would take, nor the oldest or newest."""
     versions = {path: version_of_program(path) for path in servers()}
     by_age = sorted(versions, key=lambda path: ((known := versions[path]) and known.version) or ())
+    quick = {*by_age[:1], *by_age[-1:], *[*versions][:1]}
     found: list[object] = []
     for path, version in versions.items():
-        is_quick = are_all_quick or path in (by_age[0], by_age[-1])
-        found.append(pytest.param(path, id=str(version), marks=() if is_quick else pytest.mark.slow))
+        marks = () if are_all_quick or path in quick else pytest.mark.slow
+        found.append(pytest.param(path, id=str(version), marks=marks))
     if len(found) < LEAST:
         reason = f"no other Redis or Valkey here: install one, or name it by {SERVERS_VARIABLE}"
         found.append(pytest.param(None, id="another", marks=pytest.mark.skip(reason=reason)))
