@@ -14,10 +14,11 @@ from blockyard.deploy.commands.ask import chat, generate
 from blockyard.deploy.commands.bench import bench
 from blockyard.deploy.commands.configure import config
 from blockyard.deploy.commands.explain import explain
-from blockyard.deploy.commands.lifecycle import down, restart, status, up
+from blockyard.deploy.commands.lifecycle import down, restart, up
 from blockyard.deploy.commands.look import blocks, index, workers
 from blockyard.deploy.commands.reckon import doctor, figures_command, size_command
 from blockyard.deploy.commands.scale import scale
+from blockyard.deploy.commands.status import status
 from blockyard.deploy.commands.watch import top
 from blockyard.deploy.tokens import token
 from blockyard.router.client import BlockyardError

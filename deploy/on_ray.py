@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockyard.deploy import ray_head
+from blockyard.deploy.deadline import Budget, Child
 from blockyard.deploy.places import SUPERVISOR_NAME
 from blockyard.deploy.state import ClusterState
 
 if TYPE_CHECKING:
+    from blockyard.deploy.nodes import RayNode
     from blockyard.deploy.places import ClusterSpec, SupervisorReport
 
 CALL_SECONDS = 15.0
 HELLO_SECONDS = 4.0
+"""For the supervisor's first word to a command."""
 POLL_SECONDS = 0.2
 
 
@@ -43,12 +46,20 @@ _WITHOUT_HEAD = (
 )
 
 
+_IN_A_MINUTE = (
+    "one that hangs is started again within a minute, and `blockyard workers` asks the routers meanwhile"
+)
+
+
 def silence_of(cluster: ClusterState) -> str:
     """What is said of a Ray that does not answer in time."""
     which = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
+    ends = f"`blockyard down{which}` ends what is left"
+    if cluster.head is None:
+        ends = f"`blockyard down --forget{which}` forgets a Ray that is gone for good"
     return (
         f"Ray at {cluster.ray_address} does not answer; `blockyard workers{which}` asks the routers, who need no Ray, "
-        f"and `blockyard down{which}` ends what is left"
+        f"and {ends}"
     )
 
 
@@ -62,6 +73,8 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
     try:
         if cluster.head is not None:
             ray_head.check_alive(cluster.head.session)
+            if ray_head.is_supervisor_stopped(cluster.head.session):
+                raise RuntimeError(f"the supervisor is stopped and does not answer: {_IN_A_MINUTE}")
         info = ray_head.connect(
             cluster.ray_address,
             namespace=namespace(cluster.cluster),
@@ -79,6 +92,49 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
             yield info
         finally:
             ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What Ray and the supervisor say of a cluster."""
+
+    report: "SupervisorReport"
+    living: "list[RayNode]"
+
+
+def looking(cluster: ClusterState, budget: Budget, supervisor_seconds: float) -> Child:
+    """A look by a child, whose answer is Seen, as `driver` and `supervisor_report` raise."""
+
+    def look(send: Callable[[Any], None]) -> None:
+        from blockyard.deploy.nodes import living_nodes
+
+        with driver(cluster):
+            report = supervisor_report(budget.step_seconds(supervisor_seconds))
+            send(Seen(report=report, living=living_nodes()))
+
+    return Child(look)
+
+
+def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> None:
+    """For a command that is to be a driver: Ray itself would keep it waiting for minutes. Raises TimeoutError where Ray
+    does not answer within the command's budget, and what `driver` and `supervisor_report` raise."""
+    budget = Budget.of_this_process()
+
+    def look(send: Callable[[Any], None]) -> None:
+        with driver(cluster):
+            send(supervisor_report(budget.step_seconds(HELLO_SECONDS)) if asks_supervisor else None)
+
+    Child(look).answer(budget.left_seconds, silence_of(cluster))
+
+
+def check_lets_in(address: str) -> None:
+    """As `check_answers`, of a Ray without a cluster of ours."""
+
+    def look(send: Callable[[Any], None]) -> None:
+        with joined(address):
+            send(None)
+
+    Child(look).answer(Budget.of_this_process().left_seconds, f"Ray at {address} does not answer")
 
 
 @contextlib.contextmanager
@@ -138,8 +194,7 @@ def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorRepor
         report: SupervisorReport = ray.get(supervisor.report.remote(), timeout=timeout_seconds)
     except GetTimeoutError:
         raise RuntimeError(
-            f"the supervisor did not answer within {timeout_seconds:.0f} s: one that hangs is ended and started again "
-            "within a minute; `blockyard workers` asks the routers meanwhile"
+            f"the supervisor did not answer within {timeout_seconds:.1f} s: {_IN_A_MINUTE}"
         ) from None
     return report
 
