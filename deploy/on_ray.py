@@ -170,18 +170,40 @@ def room() -> list[Mapping[str, float]]:
     return list(state.available_resources_per_node().values())  # type: ignore[no-untyped-call]
 
 
+class NameTakenError(RuntimeError):
+    """A cluster of this name is up on this Ray, or comes up."""
+
+
+def refuse_if_taken(cluster: str) -> None:
+    """Raises NameTakenError where the name has a supervisor on this Ray."""
+    import ray
+
+    with contextlib.suppress(ValueError):
+        ray.get_actor(SUPERVISOR_NAME)
+        raise NameTakenError(
+            f"this Ray has a cluster called {cluster!r} already, brought up from elsewhere: name this one otherwise "
+            "(--cluster), or take that one down"
+        )
+
+
 def create_supervisor(spec: "ClusterSpec") -> None:
-    """Returns at once; the supervisor outlives this driver and any death but `shut_down`."""
+    """Returns at once; the supervisor outlives this driver and any death but `shut_down`. Raises NameTakenError where
+    there is one: of two that come at once Ray lets one have the name."""
     import ray
     from blockyard.deploy.supervisor import Supervisor
     from blockyard.deploy.wish import RayWishStore
 
+    refuse_if_taken(spec.router.cluster)
     # What was asked of a cluster of this name that is gone.
     RayWishStore(spec.namespace).forget_now()
     supervisor = ray.remote(Supervisor).options(
         name=SUPERVISOR_NAME, lifetime="detached", max_restarts=-1, max_task_retries=-1, num_cpus=0
     )
-    supervisor.remote(spec)
+    try:
+        supervisor.remote(spec)
+    except ValueError:
+        refuse_if_taken(spec.router.cluster)
+        raise
 
 
 def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorReport":
