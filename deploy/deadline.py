@@ -22,7 +22,8 @@ MAX_START_SECONDS = 4.0
 """No more is counted of the start: where Python takes longer a sound cluster still has time to answer."""
 SAY_SECONDS = 0.5
 """What a step leaves of the budget: to say that it had no answer."""
-MIN_STEP_SECONDS = 0.2
+MIN_STEP_SECONDS = 1.0
+"""However little is left: a sound cluster on a busy machine needs it."""
 END_SECONDS = 0.5
 """For a child that has answered to leave Ray in good order."""
 _FORK = multiprocessing.get_context("fork")

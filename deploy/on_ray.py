@@ -209,7 +209,7 @@ def create_supervisor(spec: "ClusterSpec") -> None:
 def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorReport":
     """Who should run and how each is doing. Raises RuntimeError where the supervisor does not say."""
     import ray
-    from ray.exceptions import GetTimeoutError
+    from ray.exceptions import GetTimeoutError, RayError
 
     supervisor: Any = ray.get_actor(SUPERVISOR_NAME)
     try:
@@ -218,6 +218,9 @@ def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorRepor
         raise RuntimeError(
             f"the supervisor did not answer within {timeout_seconds:.1f} s: {_IN_A_MINUTE}"
         ) from None
+    except RayError as error:
+        what = type(error).__name__
+        raise RuntimeError(f"the supervisor does not answer ({what}): {_IN_A_MINUTE}") from None
     return report
 
 

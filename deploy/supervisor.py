@@ -30,7 +30,7 @@ from blockyard.deploy.actors import (
 )
 from blockyard.deploy.dashboard.announcing import announcement_of, keep_announced, withdraw
 from blockyard.deploy.joining import Joining
-from blockyard.deploy.liveness import ADOPTED_SECONDS, Pulse
+from blockyard.deploy.liveness import STARTING_SECONDS, Pulse
 from blockyard.deploy.places import (
     PUSH_SECONDS,
     ClusterSpec,
@@ -275,7 +275,7 @@ class Supervisor:
         async with self._pulse(place, actor) as pulse:
             if place.name in self._found:
                 self._found.discard(place.name)
-                pulse.patience_seconds = ADOPTED_SECONDS
+                pulse.patience_seconds = STARTING_SECONDS
             self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._remember_addresses())
             pulse.patience_seconds = self._spec.hung_seconds
