@@ -36,7 +36,8 @@ class Pulse:
         self.num_missed = 0
         """Looks in a row that had no answer."""
         self._ask = ask
-        self._asked: asyncio.Task[object] | None = None
+        # At once: the answer comes as soon as its process has begun, and shows that a later silence is a freeze.
+        self._asked: asyncio.Task[object] | None = asyncio.create_task(_awaited(ask()))
         self._hung = asyncio.Event()
 
     async def look(self) -> object | None:

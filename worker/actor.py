@@ -54,6 +54,10 @@ class WorkerActor:
     def __repr__(self) -> str:
         return f"{self._worker_id}({self._model})"
 
+    async def whereabouts(self) -> tuple[str, int]:
+        """Its node and its process: by them one that hangs is ended."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     async def start(self) -> StartedWorker:
         """Idempotent: a supervisor that adopts a running worker asks again."""
         if self._starting is None:

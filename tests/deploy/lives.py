@@ -110,6 +110,7 @@ class WithoutActors(Supervisor):
 
     def __init__(self, left: Outlives | None = None) -> None:
         self.left = left or Outlives()
+        self.ended_processes: list[int] = []
         super().__init__(SPEC, self.left)
 
     def _living(self) -> frozenset[str]:
@@ -123,6 +124,9 @@ class WithoutActors(Supervisor):
             actor.ended.set()
         elif isinstance(actor, Router):
             actor.num_kills, actor.is_frozen = actor.num_kills + 1, False
+
+    def _end_process(self, place: Place) -> None:
+        self.ended_processes.append(place.pid)
 
     async def _announce(self) -> None:
         """Nobody looks."""
@@ -160,6 +164,7 @@ class Lives(WithoutActors):
         if self.fails_to_start:
             raise RuntimeError("no such model")
         life = self._adopt_or_make(place.name)
+        place.pid = len(self.lives)
         async with self._pulse(place, life) as pulse:
             if self.loads_for_seconds:
                 await pulse.unless_hung(asyncio.sleep(self.loads_for_seconds))

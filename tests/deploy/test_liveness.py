@@ -103,6 +103,7 @@ async def test_a_worker_that_freezes_while_it_starts_is_replaced() -> None:
     assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
     assert (worker.phase, len(supervisor.lives)) == ("starting", 2)
     assert "did not answer for 120 s" in worker.error
+    assert supervisor.ended_processes == [1]
     await supervisor.leave()
 
 
