@@ -130,7 +130,10 @@ def load(cluster: str) -> ClusterState:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = ", ".join(known_clusters()) or "none"
-        raise NoSuchClusterError(f"no cluster {cluster!r} is known here (known: {known})") from None
+        raise NoSuchClusterError(
+            f"no cluster {cluster!r} is known here (known: {known}): start one with `blockyard up --model demo`, "
+            "or name a router with --router"
+        ) from None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return _from_document(document)
