@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blockyard.worker import engine as engine_module
+from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, EngineRequest, StepResult
@@ -17,6 +18,7 @@ from blockyard.worker.grammar import masks as masks_module
 from blockyard.worker.grammar.compiled import MAX_TIMES_SLOW, CompiledGrammar, Matcher
 from blockyard.worker.grammar.masks import Masks
 from blockyard.worker.grammar.turns import ClientQueue
+from blockyard.worker.loading import load_engine
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, SequenceId
 from blockyard.worker.simulated import SimulatedRunner
@@ -24,7 +26,7 @@ from blockyard.worker.simulated_grammars import SimulatedGrammars
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .grammars import DEMO_TOKENS, demo_source, regex, row_of
+from .grammars import DEMO, DEMO_TOKENS, demo_source, regex, row_of
 
 STEPS = 400
 PATIENCE_SECONDS = 60.0
@@ -163,6 +165,14 @@ def test_a_step_waits_for_a_mask_where_nothing_else_is_there(
         engine.step()
         num_steps += 1
     assert num_steps <= 12 * 4, "it turned while it should have waited"
+
+
+def test_a_loaded_engine_holds_sequences_and_is_woken_by_masks() -> None:
+    loaded = load_engine(EngineConfig(model=str(DEMO.parent), engine="simulated"))
+    assert loaded.masks is not None
+    assert loaded.engine.scheduler.holds == loaded.masks.holds
+    assert loaded.masks.on_made == loaded.engine.wake
+    loaded.masks.close()
 
 
 def test_a_newcomer_does_not_wait_for_those_who_are_held(
