@@ -22,8 +22,7 @@ from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.dashboard.page_token import draw_page_token
 from blockyard.deploy.interruption import raise_if_asked, undisturbed
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
-from blockyard.deploy.redis_server import RedisProcess, private_server_told, start_private_redis
-from blockyard.deploy.security import redis_user
+from blockyard.deploy.redis_server import RedisProcess, private_server_told, redis_user, start_private_redis
 from blockyard.deploy.serving import (
     Progress,
     Report,

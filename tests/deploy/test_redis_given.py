@@ -16,10 +16,10 @@ from blockyard.deploy.redis_server import (
     RedisProcess,
     find_redis_servers,
     private_server_told,
+    redis_user,
     start_private_redis,
 )
 from blockyard.deploy.redis_versions import SOUND, ServerVersion, version_of_program, version_of_reply
-from blockyard.deploy.security import redis_user
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.cluster_identity import record_proof
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord

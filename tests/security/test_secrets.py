@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.security import redis_user
+from blockyard.deploy.redis_server import redis_user
 from blockyard.deploy.state import ClusterState
 from blockyard.deploy.tokens import append_entry
 from blockyard.proto.index_acl import acl_rules, user_name
