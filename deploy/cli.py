@@ -50,6 +50,8 @@ class _Commands(click.Group):
         except ModuleNotFoundError as error:
             if _is_ours(error):
                 raise
+            if error.name == "matplotlib":
+                raise click.ClickException("pictures need: pip install 'blockyard[plots]'") from error
             raise click.ClickException(f"this needs the packages of a server: {INSTALL_SERVE}") from error
 
 
