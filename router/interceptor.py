@@ -137,9 +137,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         return behave
 
     async def _read(self, context: Context) -> Any:
-        return await self._intake.message(
-            context.read, most_bytes=self._message_bytes, address=lambda: _address(context)
-        )
+        return await self._intake.message(context.read, most_bytes=self._message_bytes, peer=context.peer)
 
     @contextmanager
     def _lasting(self, method: str) -> Iterator[None]:
@@ -161,11 +159,6 @@ async def _end_without_message(context: Context) -> NoReturn:
         await _abort(context, MalformedMessage("the call has no message"), "a call")
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
-
-
-def _address(context: Context) -> str:
-    """Without the port."""
-    return context.peer().rpartition(":")[0]
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from blockyard.router.openai import body, protocol
+from blockyard.router.server_options import MIN_MESSAGE_BYTES
 
 from .rig import CHAT, HELLO, Answer, FakeWorker, Gateway, is_idle, read_answer, running_gateway, until
 
@@ -132,6 +134,26 @@ async def test_bodies_on_their_way_are_charged_to_one_budget(
     await asyncio.gather(*waiting, return_exceptions=True)
     await until(lambda: intake.held_bytes == 0)
     await until(lambda: is_idle(gateway.router))
+
+
+async def test_a_client_has_one_half_of_the_budget_on_both_ports(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of gRPC that takes long holds all of it."""
+    intake = gateway.router.server.intake
+    monkeypatch.setattr(intake, "_budget_bytes", 2 * MIN_MESSAGE_BYTES)
+
+    async def unsaid() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    call = gateway.router.channel.stream_unary("/blockyard.v1.InferenceService/Generate")(unsaid())
+    await until(lambda: intake.held_bytes == MIN_MESSAGE_BYTES)
+    answer = await gateway.post({"messages": HELLO, "user": "x" * 200_000})
+    assert (answer.status, answer.error["code"]) == (429, "overloaded")
+    assert "of this client" in answer.error["message"]
+    call.cancel()
+    await until(lambda: intake.held_bytes == 0)
 
 
 async def test_a_body_of_small_numbers_is_refused_before_it_is_parsed(gateway: Gateway) -> None:
