@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn, TypeVar
 
-from blockyard.router.auth import PRINCIPAL
-from blockyard.router.call_bounds import client_address
+from blockyard.router.call_bounds import caller_client
 from blockyard.router.errors import DeadlinePassed, Overloaded
 
 MESSAGE_SECONDS = 10.0
@@ -52,9 +51,8 @@ class Intake:
 
     @contextmanager
     def charge(self, peer: str) -> Iterator[Charge]:
-        """To the tenant of the call at hand, or without one to the address of `peer`, which is as gRPC writes it."""
-        principal = PRINCIPAL.get()
-        client = client_address(peer) if principal is None else principal.tenant
+        """`peer` is the other end of the connection, as gRPC writes it."""
+        client = caller_client(peer)
         charge = Charge(self, client)
         try:
             yield charge
