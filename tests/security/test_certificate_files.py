@@ -5,16 +5,18 @@ import logging
 import shutil
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 
 import grpc
 import pytest
 from blockyard.proto import certificate_files
-from blockyard.proto.certificate_files import read_ca, read_pair
+from blockyard.proto.certificate_files import Reloaded, read_ca, read_pair
 from blockyard.proto.tls import https_context, listen, server_credentials, session_channels
 from blockyard.proto.tls_files import ServerTls, SessionTls
 
@@ -33,6 +35,7 @@ def ca(tmp_path: Path) -> Authority:
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "PATIENCE_SECONDS", SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,31 @@ def test_the_log_warns_of_a_certificate_that_expires_within_two_weeks(
         read_pair(soon.key, soon.cert)
     (record,) = caplog.records
     assert "soon.pem expires on 20" in record.getMessage()
+
+
+def test_a_file_server_that_hangs_keeps_no_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Callers are event loops, and gRPC's threads for handshakes."""
+    monkeypatch.setattr(certificate_files, "PATIENCE_SECONDS", 0.05)
+    path, answers = tmp_path / "file", Event()
+    path.write_text("old")
+    answers.set()
+
+    def read() -> str:
+        answers.wait(SECONDS)
+        return path.read_text()
+
+    files = Reloaded([str(path)], read)
+    answers.clear()
+    path.write_text("newer")
+    assert [files.current() for _ in range(20)] == 20 * ["old"]
+    assert "reading takes long" in caplog.text
+    answers.set()
+    deadline = time.monotonic() + SECONDS
+    while files.current() != "newer":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def put(pair: Pair, at: Pair) -> None:
