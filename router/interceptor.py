@@ -22,7 +22,7 @@ import grpc
 from blockyard.router.call_bounds import caller_client
 from blockyard.router.call_gate import CallGate, answer_to
 from blockyard.router.errors import DeadlinePassed, MalformedMessage, Overloaded, RouterError
-from blockyard.router.intake import Intake
+from blockyard.router.intake import PROMPT_SECONDS, Intake
 from blockyard.router.status import code_of, trailing_metadata
 from google.protobuf.message import DecodeError
 
@@ -125,12 +125,16 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
     def _of_stream(self, handler: Any) -> Callable[[Context], Awaitable[None]]:
         """Of reflection, the one method whose requests are a stream; its handler is an async generator. A client that
-        asks nothing for a while is told that this was all: it opens another stream for its next question."""
+        asks nothing for a while is told that this was all: it opens another stream for its next question. So a stream
+        is never charged while its client has nothing to ask."""
 
         async def requests(context: Context) -> AsyncIterator[Any]:
-            with suppress(DeadlinePassed):
-                while (raw := await self._read(context)) is not grpc.aio.EOF:
+            with suppress(DeadlinePassed, TimeoutError):
+                raw = await self._read(context)
+                while raw is not grpc.aio.EOF:
                     yield _parsed(handler.request_deserializer, raw)
+                    async with asyncio.timeout(PROMPT_SECONDS):
+                        raw = await context.read()
 
         async def behave(context: Context) -> None:
             async with aclosing(handler.stream_stream(requests(context), context)) as responses:

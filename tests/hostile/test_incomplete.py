@@ -132,17 +132,22 @@ def num_refused(connection: Connection, num_watches: int) -> int:
     return len(connection.ended)
 
 
-def test_a_reflection_that_asks_nothing_more_ends_well(house: House) -> None:
+def test_reflections_that_ask_nothing_more_end_well_and_hold_nothing_of_the_budget(house: House) -> None:
+    """More than a client may have messages on their way, of the largest size."""
     is_over = threading.Event()
 
     def questions() -> Iterator[bytes]:
         yield b"\x3a\x00"  # list_services
         is_over.wait(PATIENCE_SECONDS)
 
-    call: Any = house.channel.stream_stream(REFLECT)(questions(), timeout=PATIENCE_SECONDS)
-    assert b"blockyard.v1.InferenceService" in next(call)
-    assert list(call) == []
-    assert call.code() is grpc.StatusCode.OK
+    reflect = house.channel.stream_stream(REFLECT)
+    calls: list[Any] = [
+        reflect(questions(), timeout=PATIENCE_SECONDS)
+        for _ in range(BUDGET_BYTES // MIN_MESSAGE_BYTES // 2 + 4)
+    ]
+    assert all(b"blockyard.v1.InferenceService" in next(call) for call in calls)
+    assert [list(call) for call in calls] == len(calls) * [[]]
+    assert {call.code() for call in calls} == {grpc.StatusCode.OK}
     is_over.set()
 
 
