@@ -43,6 +43,34 @@ async def test_a_head_that_never_ends_is_answered_when_its_time_is_over(
     writer.close()
 
 
+@pytest.mark.parametrize("begun", [b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nx: y\r\n"])
+async def test_a_head_that_begins_in_the_packet_of_a_whole_request_has_no_more_time(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    reader, writer = await gateway.connect()
+    async with asyncio.timeout(30):
+        writer.write(f"{HEAD}content-length: {len(VALID)}\r\n\r\n".encode() + VALID + begun)
+        assert (await read_answer(reader)).status == 200
+        answer = await read_answer(reader)
+        assert (answer.status, answer.error["code"]) == (408, "head_too_slow")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_connection_between_requests_may_be_silent_for_longer_than_a_head(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    reader, writer = await gateway.connect()
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            writer.write(f"{HEAD}content-length: {len(VALID)}\r\n\r\n".encode() + VALID)
+            assert (await read_answer(reader)).status == 200
+            await asyncio.sleep(0.5)
+    writer.close()
+
+
 async def drip(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"y")
