@@ -10,7 +10,18 @@ import pytest
 from blockyard.router.openai import body, protocol
 from blockyard.router.server_options import MIN_MESSAGE_BYTES
 
-from .rig import CHAT, HELLO, Answer, FakeWorker, Gateway, is_idle, read_answer, running_gateway, until
+from .rig import (
+    CHAT,
+    HELLO,
+    Answer,
+    FakeWorker,
+    Gateway,
+    Script,
+    is_idle,
+    read_answer,
+    running_gateway,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,7 +54,7 @@ async def test_a_head_that_never_ends_is_answered_when_its_time_is_over(
     writer.close()
 
 
-@pytest.mark.parametrize("begun", [b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nx: y\r\n"])
+@pytest.mark.parametrize("begun", [b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
 async def test_a_head_that_begins_in_the_packet_of_a_whole_request_has_no_more_time(
     gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
@@ -84,6 +95,25 @@ async def test_a_connection_that_says_nothing_is_closed(
     reader, writer = await gateway.connect()
     async with asyncio.timeout(30):
         assert await reader.read() == b""
+    writer.close()
+
+
+async def test_heads_behind_a_running_stream_wait_in_the_client_and_are_answered_after_it(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiohttp has had a bound on requests of one connection since 3.14.1."""
+    monkeypatch.setattr(worker, "script", lambda submit: Script(step_seconds=0.1))
+    num_heads = 3000
+    stream = json.dumps({"messages": HELLO, "max_tokens": 20, "ignore_eos": True, "stream": True}).encode()
+    reader, writer = await gateway.connect()
+    writer.write(f"{HEAD}content-length: {len(stream)}\r\n\r\n".encode() + stream)
+    writer.write(num_heads * (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx: " + 8000 * b"y" + b"\r\n\r\n"))
+    async with asyncio.timeout(60):
+        await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+        # The kernel holds some 10 MB of 24.
+        assert writer.transport.get_write_buffer_size() > 4 * 2**20
+        for _ in range(num_heads):
+            assert (await read_answer(reader)).status == 200
     writer.close()
 
 
