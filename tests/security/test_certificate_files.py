@@ -226,6 +226,8 @@ async def test_an_https_port_takes_a_replaced_certificate_and_client_ca(
         assert await comes_in(port, other.ca, theirs)
         assert not await comes_in(port, other.ca, ours)
         assert not await comes_in(port, ca.ca, theirs)
+        Path(clients).unlink()
+        assert await comes_in(port, other.ca, theirs), "what was read before stays"
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
