@@ -81,7 +81,8 @@ class _Connection(RequestHandler):
     def _is_within_head(self) -> bool:
         """Of a connection that awaits a head. The parser does not say what it holds. Between requests it skips empty
         lines; within a head they end it, or break it. So the connection cannot be used after a yes."""
-        assert self._parser is not None
+        if self._parser is None:
+            return False
         try:
             messages, _, _ = self._parser.feed_data(b"\r\n\r\n")
         except HttpProcessingError:
