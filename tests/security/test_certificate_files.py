@@ -226,7 +226,7 @@ async def test_an_https_port_takes_a_replaced_certificate_and_client_ca(
         assert await comes_in(port, other.ca, theirs)
         assert not await comes_in(port, other.ca, ours)
         assert not await comes_in(port, ca.ca, theirs)
-        Path(clients).unlink()
+        await asyncio.to_thread(Path(clients).unlink)
         assert await comes_in(port, other.ca, theirs), "what was read before stays"
 
 
