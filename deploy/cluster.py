@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from blockyard.deploy import nodes, on_ray, preflight, ray_head, redis_given, state
+from blockyard.deploy import hub, nodes, on_ray, preflight, ray_head, redis_given, state
 from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.dashboard.page_token import draw_page_token
 from blockyard.deploy.interruption import raise_if_asked, undisturbed
@@ -82,6 +82,7 @@ def _take_name(options: UpOptions) -> ClusterState:
 def _up(cluster: ClusterState, options: UpOptions, told: Report, report: Report) -> ClusterState:
     try:
         if options.address is None:
+            hub.download(options.engine.model, report)
             cluster = _start_redis(cluster, options, told)
         cluster = _start_ray(cluster, options, told)
         cluster = _start_serving(cluster, options, told)

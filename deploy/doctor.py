@@ -177,16 +177,30 @@ def _private_redis() -> Finding:
 
 
 def _model(model: str) -> Iterator[Finding]:
-    from blockyard.worker.model.config import load_config, resolve_model
+    from blockyard.deploy.hub import hub_files, is_on_hub
+    from blockyard.deploy.pool_map import format_bytes
+    from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
 
     try:
-        folder = resolve_model(model)
+        folder = resolve_model(model, patterns=HUB_CONFIG_PATTERNS)
         config = load_config(folder)
     except ValueError as error:
         yield Finding(verdict="fail", subject="model", detail=str(error))
         return
     context = config.max_position_embeddings
     yield Finding(verdict="ok", subject="model", detail=f"{config.architecture}, context {context:,}")
+    if is_on_hub(model):
+        files = hub_files(model)
+        told = (
+            "the hub does not say how large it is"
+            if files is None
+            else (
+                f"{files.num_files} files, {format_bytes(files.num_bytes)} on the hub, of which "
+                f"{format_bytes(files.missing_bytes)} would be downloaded"
+            )
+        )
+        yield Finding(verdict="warn" if files is None else "ok", subject="weights", detail=told)
+        return
     shards = sorted(folder.glob("*.safetensors"))
     yield _readable("weights", shards)
     yield _readable("tokenizer", [folder / "tokenizer.json"])

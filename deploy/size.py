@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from blockyard.worker.kv_size import KVCacheDtype, KVSize, blocks_in_budget, bytes_per_block, stored_dtype
-from blockyard.worker.model.config import load_config, resolve_model
+from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
 
 _UNITS = {
     "": 1,
@@ -66,7 +66,7 @@ def size_model(
     """With dtype "auto" a CPU caches float32, as it computes (worker/runner.py), unless `kv_cache_dtype` is another.
 
     Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
-    config = load_config(resolve_model(model))
+    config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
     usual = "float32" if on_cpu else config.dtype
     chosen = usual if dtype == "auto" else dtype
     context = max_model_len or config.max_position_embeddings

@@ -145,6 +145,7 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
     # Which of two that cost the same is chance, each time that it is asked.
     least = min(candidate.cost for candidate in explained.candidates)
     assert any(c.worker_id in chosen for c in explained.candidates if c.cost <= least + 1.0), chosen
+    assert "It costs least." in chosen or "too close to tell" in chosen
     await keep_picture(page, "placement")
     await page.click("#ask input[value=token_ids]")
     await page.type_into("#prompt", " ".join(map(str, token_ids)))

@@ -61,6 +61,15 @@ function prefix(found, mark) {
   return [head, table(["worker", "blocks on the GPU", "then in host memory", "of the prompt", ""], rows)];
 }
 
+// Costs that differ by less than the estimates' error are drawn by chance, so the chosen one may not be the least.
+function reason({ candidates, chosen }) {
+  const least = candidates.reduce((best, other) => (other.cost < best.cost ? other : best));
+  const difference = candidates.find(({ worker_id }) => worker_id === chosen).cost - least.cost;
+  return difference > 0
+    ? `${least.worker_id} costs ${difference.toFixed(1)} less, which is too close to tell: chance decides, or the session's last worker.`
+    : "It costs least.";
+}
+
 function placement(found) {
   const cached = (candidate) => `${count(candidate.cached_tokens)} + ${count(candidate.host_cached_tokens)}`;
   const rows = found.candidates.map((candidate) => {
@@ -71,7 +80,7 @@ function placement(found) {
       el("td", {}, count(candidate.uncached_tokens)),
       ...TERMS.map(([, name]) => el("td", { "data-term": name }, candidate[name].toFixed(1))));
   });
-  const head = el("p", { "data-field": "chosen" }, found.chosen
-    ? `Policy ${found.policy}: it would go to ${found.chosen}. The least cost wins; among almost equal ones, chance.` : `Policy ${found.policy}: no worker can take it now.`);
+  const head = el("p", { "data-field": "chosen" }, `Policy ${found.policy}: ` + (found.chosen
+    ? `it would go to ${found.chosen}. ${reason(found)}` : "no worker can take it now."));
   return [head, table(["worker", "cached + host tokens", "to compute", ...TERMS.map(([label]) => label)], rows)];
 }

@@ -1,0 +1,156 @@
+"""A model that is on the hub: a server on loopback that speaks as much of the hub's API as its client asks for."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.deploy.options import model_path
+
+REPOSITORY = "someone/small-llama"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PAUSE_SECONDS = 0.4
+"""Between the halves of a large file."""
+REPORTS = """
+import json, sys
+from blockyard.deploy.hub import download
+try:
+    download(sys.argv[1], lambda progress: print(json.dumps([progress.stage, progress.done, progress.total])))
+except ValueError as error:
+    sys.exit(str(error))
+"""
+
+
+@dataclass
+class Hub:
+    folder: Path
+    address: str = ""
+    fetched: list[str] = field(default_factory=list)
+
+    def environment(self, home: Path) -> dict[str, str]:
+        own = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        return {**os.environ, **own, "BLOCKYARD_HOME": str(home)}
+
+
+def as_in_tree(file: Path) -> dict[str, Any]:
+    oid = hashlib.sha1(file.read_bytes()).hexdigest()
+    return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": oid}
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Hub]:
+    hub = Hub(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def log_message(self, *_: Any) -> None: ...
+
+        def _answer(self, *, with_body: bool) -> None:
+            path = self.path.partition("?")[0]
+            headers: dict[str, str] = {}
+            if path.startswith(f"/api/models/{REPOSITORY}/tree/"):
+                files = sorted(hub.folder.iterdir())
+                body = json.dumps([as_in_tree(file) for file in files]).encode()
+            elif path.startswith(f"/api/models/{REPOSITORY}"):
+                siblings = [{"rfilename": file.name} for file in sorted(hub.folder.iterdir())]
+                body = json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode()
+            elif path.startswith(f"/{REPOSITORY}/resolve/"):
+                name = path.rpartition("/")[2]
+                body = (hub.folder / name).read_bytes()
+                headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
+                if with_body:
+                    hub.fetched.append(name)
+            else:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            for header, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(header, value)
+            self.end_headers()
+            if with_body:
+                half = len(body) // 2
+                self.wfile.write(body[:half])
+                self.wfile.flush()
+                time.sleep(PAUSE_SECONDS if len(body) > 2**20 else 0)
+                self.wfile.write(body[half:])
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving(Path(model_path("demo"))) as hub:
+        yield hub
+
+
+def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=hub.environment(home),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) -> None:
+    first = run(hub, tmp_path, "-c", REPORTS, REPOSITORY)
+    assert first.returncode == 0, first.stderr
+    reports = [json.loads(line) for line in first.stdout.splitlines()]
+    assert reports[0][0] == f"looking for {REPOSITORY} on the hub"
+    counted = [(done, total) for stage, done, total in reports if stage.startswith("downloading ")]
+    assert counted, reports
+    wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert wanted <= set(hub.fetched)
+    total_bytes = sum((hub.folder / name).stat().st_size for name in set(hub.fetched))
+    assert {total for _, total in counted} == {total_bytes}
+    assert [done for done, _ in counted] == sorted(done for done, _ in counted)
+    assert 0 <= counted[-1][0] <= total_bytes
+    hub.fetched.clear()
+    again = run(hub, tmp_path, "-c", REPORTS, REPOSITORY)
+    assert (again.returncode, hub.fetched) == (0, [])
+    assert "downloading" not in again.stdout
+
+
+def test_a_name_that_the_hub_does_not_know_is_refused_by_a_sentence(hub: Hub, tmp_path: Path) -> None:
+    result = run(hub, tmp_path, "-c", REPORTS, "nobody/nothing")
+    assert result.returncode == 1
+    assert "the hub did not give it" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_doctor_and_size_read_the_config_alone(hub: Hub, tmp_path: Path) -> None:
+    cli = ("-m", "blockyard.deploy.cli")
+    doctor = run(hub, tmp_path, *cli, "doctor", "--model", REPOSITORY, "--output", "json")
+    weights = next(found for found in json.loads(doctor.stdout) if found["subject"] == "weights")
+    assert "would be downloaded" in weights["detail"]
+    size = run(hub, tmp_path, *cli, "size", REPOSITORY, "--memory", "1GiB", "--output", "json")
+    assert size.returncode == 0, size.stderr
+    assert set(hub.fetched) <= {"config.json", "generation_config.json"}
