@@ -19,8 +19,6 @@ from blockyard.deploy.settings import masked
 from blockyard.proto.prefix_index import ErrorKind, PrefixIndexError, WorkerRecord
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, check_url, connect
 from click.core import ParameterSource
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 if TYPE_CHECKING:
     from blockyard.deploy.wanted_cluster import UpOptions
@@ -44,17 +42,20 @@ class Look:
 
 def look(url: str) -> Look:
     """Pings it, once. HELLO says the version to users who may not ask for it otherwise."""
-    no_retry = Retry(NoBackoff(), 0)
-    limits: dict[str, Any] = {"socket_timeout": LOOK_SECONDS, "socket_connect_timeout": LOOK_SECONDS}
     try:
-        with redis.Redis.from_url(url, retry=no_retry, **limits) as client:
-            client.ping()
-            return Look(version=version_of_reply(client.execute_command("HELLO")))
+        return asyncio.run(_look(url))
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
         return Look(problem="it refuses the user or the password", is_refusal=True)
     except (redis.RedisError, OSError, ValueError) as error:
         # Never the error's own text: it may quote the URL.
         return Look(problem=f"it does not answer ({type(error).__name__})")
+
+
+async def _look(url: str) -> Look:
+    async with connect(url, timeout_seconds=LOOK_SECONDS) as client:
+        ask: Any = client.execute_command
+        await ask("PING")
+        return Look(version=version_of_reply(await ask("HELLO")))
 
 
 def check(options: "UpOptions") -> list[str]:

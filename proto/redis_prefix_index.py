@@ -33,6 +33,7 @@ from blockyard.proto.prefix_index import (
     WorkerRecord,
     merge_tiers,
 )
+from blockyard.proto.redis_parser import BoundedParser
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -78,6 +79,7 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
     check_url(url)
     client: Redis = Redis.from_url(
         url,
+        parser_class=BoundedParser,
         socket_timeout=timeout_seconds,
         socket_connect_timeout=timeout_seconds,
         retry=Retry(NoBackoff(), 0),

@@ -9,13 +9,16 @@ import asyncio
 import contextlib
 import os
 import random
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from blockyard.deploy import redis_given
 from blockyard.deploy.redis_server import RedisProcess, start_private_redis
 from blockyard.proto.cluster_identity import is_genuine
 from blockyard.proto.index_schema import ANYWHERE_SUFFIX, bucket_of, key_prefix, pack_berths
@@ -28,6 +31,7 @@ from blockyard.proto.prefix_index import (
     WorkerId,
     WorkerRecord,
 )
+from blockyard.proto.redis_parser import BoundedParser
 from blockyard.proto.redis_prefix_index import (
     MAX_FIELD_BYTES,
     MAX_LISTED,
@@ -221,7 +225,7 @@ class HostileIndex(RuleBasedStateMachine):
             genuine = {known.address for known in listed if is_genuine(known, secret=SECRET, cluster=CLUSTER)}
             assert genuine <= {known.address for known in self.records}
         with contextlib.suppress(PrefixIndexError):
-            assert (await self.index.info()).names >= 0
+            await self.index.info()
 
     # What the attacker does
 
@@ -380,8 +384,8 @@ HELLO = b"%3\r\n+server\r\n+redis\r\n+version\r\n+7.2.0\r\n+proto\r\n:3\r\n"
 
 
 @asynccontextmanager
-async def server_that_answers(reply: Reply) -> AsyncIterator[str]:
-    """To every command but those of a connection's beginning; its URL."""
+async def server_that_answers(reply: Reply, *, more: Reply = b"", times: int = 0) -> AsyncIterator[str]:
+    """Answers every command but those of a connection's beginning, with `more` after it so many times; its URL."""
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
@@ -391,8 +395,12 @@ async def server_that_answers(reply: Reply) -> AsyncIterator[str]:
                     length = int((await reader.readline())[1:])
                     words.append((await reader.readexactly(length + 2))[:-2])
                 starts = {b"HELLO": HELLO, b"CLIENT": b"+OK\r\n"}
-                writer.write(starts.get(words[0].upper(), reply))
+                start = starts.get(words[0].upper())
+                writer.write(reply if start is None else start)
                 await writer.drain()
+                for _ in range(0 if start is not None else times):
+                    writer.write(more)
+                    await writer.drain()
         writer.close()
 
     async with await asyncio.start_server(converse, "127.0.0.1", 0) as listening:
@@ -430,3 +438,79 @@ async def test_whatever_a_replaced_server_answers_is_an_answer_of_ours_or_a_fail
             failure = str(error)
         assert len(failure) < 400
         assert failure.isprintable()
+
+
+CHUNK_BYTES = 1 << 20
+FLOOD_CHUNKS = 256
+MAX_TRACED_BYTES = 16 << 20
+"""Of what is flooded, 256 MiB. The test's own server holds some of it too."""
+FLOODS = {
+    "one string": (b"$2000000000\r\n", b"x" * CHUNK_BYTES),
+    "one verbatim string": (b"=2000000000\r\n", b"x" * CHUNK_BYTES),
+    "one error": (b"!2000000000\r\n", b"x" * CHUNK_BYTES),
+    "strings of some size": (b"*2000000000\r\n", b"$65536\r\n%s\r\n" % (b"x" * 65_536) * 16),
+    "lines of some size": (b"*2000000000\r\n", b"+%s\r\n" % (b"x" * 30_000) * 30),
+    "arrays in arrays": (b"*2000000000\r\n", b"*1\r\n$65536\r\n%s\r\n" % (b"x" * 65_536) * 16),
+    "a map": (b"%2000000000\r\n", b":1\r\n$65536\r\n%s\r\n" % (b"x" * 65_536) * 16),
+    "notices that nobody asked for": (b"", b">2\r\n+message\r\n$65536\r\n%s\r\n" % (b"x" * 65_536) * 16),
+    "numbers": (b"*2000000000\r\n", b":1\r\n" * (CHUNK_BYTES // 4)),
+}
+
+
+@contextmanager
+def memory_is_bounded() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < MAX_TRACED_BYTES
+
+
+@pytest.mark.parametrize("query", ["", "?protocol=2"])
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_replaced_server_fills_no_memory(flood: str, query: str) -> None:
+    head, more = FLOODS[flood]
+    async with (
+        server_that_answers(head, more=more, times=FLOOD_CHUNKS) as url,
+        connect(url + query, timeout_seconds=1.0) as client,
+    ):
+        with memory_is_bounded(), pytest.raises(PrefixIndexError):
+            await RedisPrefixIndex(client, CLUSTER, is_reader=True).directory()
+
+
+async def test_a_replaced_server_fills_no_memory_of_an_operators_command() -> None:
+    head, more = FLOODS["one string"]
+    async with server_that_answers(head, more=more, times=FLOOD_CHUNKS) as url:
+        with memory_is_bounded():
+            assert (await asyncio.to_thread(redis_given.look, url)).problem
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://host", "rediss://host", "unix:///socket", "redis://host?protocol=2"]
+)
+def test_replies_are_read_by_our_parser_whichever_redis_py_would_take(url: str) -> None:
+    pool: Any = connect(url, timeout_seconds=1.0).connection_pool
+    assert type(pool.make_connection()._parser) is BoundedParser
+
+
+async def test_a_replaced_server_sends_no_client_to_another_host() -> None:
+    """redis-py follows a notice of maintenance that a server has moved, and logs in there."""
+    touched: list[bytes] = []
+
+    async def trap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        touched.append(await reader.read(100))
+        writer.close()
+
+    moved = b">4\r\n$6\r\nMOVING\r\n:1\r\n:10\r\n$14\r\n127.0.0.2:6379\r\n"
+    async with server_that_answers(moved + b"*0\r\n") as url:
+        port = urlsplit(url).port
+        async with await asyncio.start_server(trap, "127.0.0.2", port):
+            with_login = url.replace("redis://", "redis://router:password@")
+            async with connect(with_login, timeout_seconds=1.0) as client:
+                index = RedisPrefixIndex(client, CLUSTER, is_reader=True)
+                for _ in range(3):
+                    with contextlib.suppress(PrefixIndexError):
+                        await index.directory()
+    assert not touched

@@ -1,0 +1,58 @@
+"""Reads Redis's replies within bounds, because the server may have been replaced or taken over.
+
+Owns how large a reply may be, and drops notices that the server sends unasked. Does not own what a reply means
+(redis_prefix_index.py).
+"""
+
+import asyncio
+from typing import Any
+
+# Exported by redis-py for its own use alone, from 6.0 on; its choice of a parser depends on whether hiredis is there.
+from redis._parsers import _AsyncRESP3Parser
+from redis.exceptions import InvalidResponse
+
+MAX_REPLY_BYTES = 2 << 20
+MAX_REPLY_ITEMS = 16_384
+"""Lines: each number, string and array has one. A look-up with 4,096 holders has 8,193."""
+ITEMS_A_TURN = 512
+"""Takes about 1 ms. Then others have the event loop."""
+_NULL = -1
+
+
+class BoundedParser(_AsyncRESP3Parser):
+    """redis-py's own parser, for protocol 2 too. It would read whatever length a server claims, and so would hiredis.
+    Raises InvalidResponse for a reply beyond the bounds; the connection is closed then."""
+
+    def __init__(self, socket_read_size: int) -> None:
+        super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
+        self._bytes_left = MAX_REPLY_BYTES
+        self._num_items = 0
+
+    async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
+        self._bytes_left, self._num_items = MAX_REPLY_BYTES, 0
+        return await super().read_response(disable_decoding, push_request)
+
+    async def handle_push_response(self, response: Any, **_: Any) -> None:
+        """Follows no notice: one of maintenance would have the client log in at another host."""
+
+    def on_disconnect(self) -> None:
+        super().on_disconnect()  # type: ignore[no-untyped-call]
+        self._clear()  # type: ignore[no-untyped-call]
+
+    async def _read(self, length: int) -> Any:
+        if length == _NULL:  # protocol 2
+            return None
+        if not 0 <= length <= self._bytes_left:
+            raise InvalidResponse("a string is longer than any of ours")
+        self._bytes_left -= length
+        return await super()._read(length)
+
+    async def _readline(self) -> bytes:
+        self._num_items += 1
+        if self._num_items % ITEMS_A_TURN == 0:
+            await asyncio.sleep(0)
+        line: bytes = await super()._readline()
+        self._bytes_left -= len(line)
+        if self._bytes_left < 0 or self._num_items > MAX_REPLY_ITEMS:
+            raise InvalidResponse("a reply is longer than any of ours")
+        return line
