@@ -390,21 +390,35 @@ DIRECTORY = (
     PRELUDE
     + _LIVE
     + """
-local max_records, max_field_bytes, reply = tonumber(ARGV[1]), tonumber(ARGV[2]), {}
+local after, max_berths, max_records = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local max_field_bytes, bytes_left, reply = tonumber(ARGV[4]), tonumber(ARGV[5]), {}
 
-local function is_short(record)
+local berths = {}
+for berth in pairs(live) do
+  if berth > after and berth <= max_berths and berth % 1 == 0 then berths[#berths + 1] = berth end
+end
+table.sort(berths)
+
+-- Nothing for what is no record of ours. The proof may be missing.
+local function size_of(record)
+  local size = 0
   for index = 1, 6 do
-    if record[index] and #record[index] > max_field_bytes then return false end
+    local field = record[index] or (index == 6 and '')
+    if not field or #field > max_field_bytes then return nil end
+    size = size + #field
   end
-  return true
+  return size
 end
 
-for berth in pairs(live) do
-  if #reply == max_records then break end
+for position, berth in ipairs(berths) do
   local record = redis.pcall('HMGET', berth_key(berth),
     'worker_id', 'incarnation', 'address', 'fingerprint', 'block_size', 'proof')
-  if not record.err and is_short(record) then reply[#reply + 1] = record end
+  local size = not record.err and size_of(record)
+  if size then
+    reply[#reply + 1], bytes_left = record, bytes_left - size
+    if (#reply == max_records or bytes_left <= 0) and position < #berths then return {berth, reply} end
+  end
 end
-return reply
+return {0, reply}
 """
 )

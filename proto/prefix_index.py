@@ -21,6 +21,12 @@ FIRST_SEQUENCE = 1
 MAX_BATCH_NAMES = 512
 """More names in one script would hold up every other client of Redis for about a millisecond."""
 
+MAX_PAGE_RECORDS = 256
+"""To parse and to verify a page takes a few milliseconds, for which a reader's event loop stands still."""
+
+MAX_LISTED = 2048
+"""Records that `directory` returns, and berths that `lookup` returns unless it is told otherwise."""
+
 MAX_BERTHS = 65_535
 """Berths are stored as u16; 0 is never given out."""
 
@@ -103,6 +109,15 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryPage:
+    """Some of the records in the index, ordered by berth."""
+
+    records: Sequence[WorkerRecord]
+    next_after: int
+    """The berth after which the next page begins; 0 on the last page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeProgress:
     """What one slice of the janitor's walk did."""
 
@@ -170,7 +185,7 @@ class PrefixIndexError(Exception):
 
 
 class PrefixIndex(Protocol):
-    """Every method but `info` is one round trip. All raise PrefixIndexError alone."""
+    """Every method but `info` and `directory` is one round trip. All raise PrefixIndexError alone."""
 
     async def register(
         self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
@@ -203,12 +218,18 @@ class PrefixIndex(Protocol):
         """Say goodbye: not live from now on, purgeable at once. A berth that is unknown is left alone."""
         ...
 
-    async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
-        """Each live worker that holds the first block of the chain, with the depths it holds."""
+    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+        """Each live worker that holds the first block of the chain, with the depths it holds. Of more than `most`
+        berths it leaves out some, no matter which."""
         ...
 
     async def directory(self) -> list[WorkerRecord]:
-        """The incarnations whose lease runs. Two of one worker may stand side by side for one lease."""
+        """The incarnations whose lease runs, MAX_LISTED at most. Two of one worker may stand side by side for one
+        lease. One round trip for each page."""
+        ...
+
+    async def directory_page(self, after: int = 0) -> DirectoryPage:
+        """Those with a berth above `after`: up to MAX_PAGE_RECORDS, fewer where they are long."""
         ...
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from blockyard.proto.index_schema import BERTH_BYTES, INDEXED_NAME_BYTES, NUM_BUCKETS, bucket_of
 from blockyard.proto.prefix_index import (
     MAX_BERTHS,
+    MAX_LISTED,
+    MAX_PAGE_RECORDS,
     ApplyResult,
     Batch,
     Berth,
     Depths,
+    DirectoryPage,
     ErrorKind,
     Holder,
     IndexInfo,
@@ -127,7 +130,7 @@ class TwinPrefixIndex:
         for state in self._owned(berth):
             self._retire(state)
 
-    async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
+    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
         self._check_available()
         holding, depths = self._live(), dict[int, int]()
         for depth, name in enumerate(names, start=1):
@@ -137,7 +140,7 @@ class TwinPrefixIndex:
             depths.update(dict.fromkeys(holding, depth))
         on_gpu: Depths = {}
         anywhere: Depths = {}
-        for number, depth in depths.items():
+        for number, depth in itertools.islice(depths.items(), most):
             state = self._berths[number]
             tier = anywhere if state.is_anywhere else on_gpu
             tier[state.record.worker_id, state.record.incarnation] = depth
@@ -145,8 +148,14 @@ class TwinPrefixIndex:
 
     async def directory(self) -> list[WorkerRecord]:
         self._check_available()
-        states = [self._berths[number] for number in self._live()]
-        return [state.record for state in states if not state.is_anywhere]
+        return [self._berths[number].record for number in self._workers()[:MAX_LISTED]]
+
+    async def directory_page(self, after: int = 0) -> DirectoryPage:
+        self._check_available()
+        numbers = [number for number in self._workers() if number > after]
+        page = numbers[:MAX_PAGE_RECORDS]
+        records = [self._berths[number].record for number in page]
+        return DirectoryPage(records=records, next_after=page[-1] if len(page) < len(numbers) else 0)
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
         self._check_available()
@@ -184,6 +193,9 @@ class TwinPrefixIndex:
     def _live(self) -> set[int]:
         now = self._clock()
         return {number for number, state in self._berths.items() if state.deadline > now}
+
+    def _workers(self) -> list[int]:
+        return sorted(number for number in self._live() if not self._berths[number].is_anywhere)
 
     def _owned(self, berth: Berth) -> list[_BerthState]:
         """All that the berth says it is, or nothing."""

@@ -5,6 +5,7 @@ Owns how large a reply may be, and drops notices that the server sends unasked. 
 """
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 # Exported by redis-py for its own use alone, from 6.0 on; its choice of a parser depends on whether hiredis is there.
@@ -25,12 +26,7 @@ class BoundedParser(_AsyncRESP3Parser):
 
     def __init__(self, socket_read_size: int) -> None:
         super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
-        self._bytes_left = MAX_REPLY_BYTES
         self._num_items = 0
-
-    async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:
-        self._bytes_left, self._num_items = MAX_REPLY_BYTES, 0
-        return await super().read_response(disable_decoding, push_request)
 
     async def handle_push_response(self, response: Any, **_: Any) -> None:
         """Follows no notice: one of maintenance would have the client log in at another host."""
@@ -39,20 +35,28 @@ class BoundedParser(_AsyncRESP3Parser):
         super().on_disconnect()  # type: ignore[no-untyped-call]
         self._clear()  # type: ignore[no-untyped-call]
 
-    async def _read(self, length: int) -> Any:
-        if length == _NULL:  # protocol 2
-            return None
-        if not 0 <= length <= self._bytes_left:
-            raise InvalidResponse("a string is longer than any of ours")
-        self._bytes_left -= length
-        return await super()._read(length)
+    # Plain functions that return a coroutine: one more coroutine for each item would cost a third of the time.
 
-    async def _readline(self) -> bytes:
-        self._num_items += 1
-        if self._num_items % ITEMS_A_TURN == 0:
-            await asyncio.sleep(0)
-        line: bytes = await super()._readline()
-        self._bytes_left -= len(line)
-        if self._bytes_left < 0 or self._num_items > MAX_REPLY_ITEMS:
+    def _read(self, length: int) -> Coroutine[Any, Any, Any]:
+        if length == _NULL:
+            return _nothing()
+        if not 0 <= length <= MAX_REPLY_BYTES - self._pos:
+            raise InvalidResponse("a string is longer than any of ours")
+        return _AsyncRESP3Parser._read(self, length)
+
+    def _readline(self) -> Coroutine[Any, Any, bytes]:
+        """`_pos` counts the reply's bytes that were read; each line has two at least."""
+        self._num_items = num_items = self._num_items + 1 if self._pos else 1
+        if self._pos > MAX_REPLY_BYTES or not num_items % ITEMS_A_TURN:
+            return self._readline_in_turn()
+        return _AsyncRESP3Parser._readline(self)
+
+    async def _readline_in_turn(self) -> bytes:
+        if self._pos > MAX_REPLY_BYTES or self._num_items >= MAX_REPLY_ITEMS:
             raise InvalidResponse("a reply is longer than any of ours")
-        return line
+        await asyncio.sleep(0)
+        return await _AsyncRESP3Parser._readline(self)
+
+
+async def _nothing() -> None:
+    """Protocol 2's null."""

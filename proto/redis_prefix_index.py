@@ -17,10 +17,13 @@ from urllib.parse import urlsplit
 from blockyard.proto import index_schema, index_scripts, index_walks
 from blockyard.proto.prefix_index import (
     MAX_BERTHS,
+    MAX_LISTED,
+    MAX_PAGE_RECORDS,
     ApplyResult,
     Batch,
     Berth,
     Depths,
+    DirectoryPage,
     ErrorKind,
     Holder,
     Incarnation,
@@ -42,9 +45,9 @@ from redis.backoff import NoBackoff
 MAX_RECORD_CHARACTERS = 256
 MAX_FIELD_BYTES = 4 * MAX_RECORD_CHARACTERS
 MAX_IDENTITY_BYTES = 2 * MAX_FIELD_BYTES
-MAX_LISTED = 4096
-"""Records in a directory, and holders of a block in a look-up. What is beyond is left out: whoever writes more is not a
-cluster of ours, and may not make a router read megabytes."""
+MAX_PAGE_BYTES = 1 << 18
+MAX_PAGES = 2 * MAX_LISTED // MAX_PAGE_RECORDS
+"""Pages that `directory` reads. A server that was replaced could send empty ones without end."""
 MAX_BLOCK_SIZE_DIGITS = 9
 MAX_ERROR_CHARACTERS = 300
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
@@ -172,19 +175,35 @@ class RedisPrefixIndex:
     async def unclaim(self, holder: str) -> None:
         await self._call(index_scripts.UNCLAIM, holder)
 
-    async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
+    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
         if not names:
             return []
         packed = index_schema.pack_names(names)
-        bounds = index_schema.MAX_BUCKET_ENTRIES, MAX_LISTED, MAX_IDENTITY_BYTES
+        bounds = index_schema.MAX_BUCKET_ENTRIES, most, MAX_IDENTITY_BYTES
         reply = await self._call(index_scripts.LOOKUP, packed, *bounds, nothing=())
         with _of_our_scripts():
-            return _parse_holders(reply, most=len(names))
+            return _parse_holders(_at_most(2 * most, reply), most_blocks=len(names))
 
     async def directory(self) -> list[WorkerRecord]:
-        reply = await self._call(index_scripts.DIRECTORY, MAX_LISTED, MAX_FIELD_BYTES, nothing=())
+        records: list[WorkerRecord] = []
+        after = 0
+        for _ in range(MAX_PAGES):
+            page = await self.directory_page(after)
+            records += page.records
+            after = page.next_after
+            if after == 0 or len(records) >= MAX_LISTED:
+                break
+        return records[:MAX_LISTED]
+
+    async def directory_page(self, after: int = 0) -> DirectoryPage:
+        bounds = MAX_BERTHS, MAX_PAGE_RECORDS, MAX_FIELD_BYTES, MAX_PAGE_BYTES
+        reply = await self._call(index_scripts.DIRECTORY, after, *bounds, nothing=(0, ()))
         with _of_our_scripts():
-            return [record for fields in reply if (record := _parse_record(fields)) is not None]
+            (next_after,), found = _counts(reply[:1], 1), _at_most(MAX_PAGE_RECORDS, reply[1])
+            if next_after and not after < next_after <= MAX_BERTHS:
+                raise ValueError(next_after)
+            records = [record for fields in found if (record := _parse_record(fields)) is not None]
+        return DirectoryPage(records=records, next_after=next_after)
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
         reply = await self._call(
@@ -260,6 +279,13 @@ def _counts(reply: Any, wanted: int) -> tuple[int, ...]:
     return counts
 
 
+def _at_most(bound: int, items: Sequence[Any]) -> Sequence[Any]:
+    """What is longer is a failure and not cut short: those open the breaker, and nobody reads any more of it."""
+    if len(items) > bound:
+        raise ValueError(bound)
+    return items
+
+
 def _shown(error: Exception) -> str:
     """The server has chosen the text."""
     text = str(error)[:MAX_ERROR_CHARACTERS]
@@ -324,12 +350,12 @@ def _check_arguments(check: SpotCheck) -> list[str | bytes]:
     ]
 
 
-def _parse_holders(reply: Sequence[object], *, most: int) -> list[Holder]:
-    """Without what is not of our making. Nobody holds more than the `most` that were asked for."""
+def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]:
+    """Drops entries that our scripts did not write. No holder has more than `most_blocks` blocks."""
     on_gpu: Depths = {}
     anywhere: Depths = {}
     for identity, depth in zip(reply[::2], reply[1::2], strict=True):
-        if not isinstance(identity, bytes) or not isinstance(depth, int) or not 0 < depth <= most:
+        if not isinstance(identity, bytes) or not isinstance(depth, int) or not 0 < depth <= most_blocks:
             continue
         text = identity.decode(errors="replace")
         depths = anywhere if text.endswith(index_schema.ANYWHERE_SUFFIX) else on_gpu

@@ -26,6 +26,10 @@ from blockyard.proto.prefix_index import (
 from blockyard.router.cluster_view import CachedDepth
 
 REMEMBERED_LOOKUPS = 1000
+LEAST_HOLDERS = 256
+HOLDERS_A_WORKER = 4
+"""Berths in the answer to a look-up: a worker has two in each life, and two lives until the earlier one's lease ends.
+Whoever forges more costs hits, and no more time than these."""
 INFO_SECONDS = 2.0
 """For the counting of the whole index, which takes some 10 ms."""
 _NOBODYS_NAME = bytes(16)
@@ -159,7 +163,7 @@ class PrefixLookup:
             self.num_skipped += 1
             return LookupResult(available=False)
         self.num_lookups += 1
-        reply = await self._ask(known)
+        reply = await self._ask(known, most=max(LEAST_HOLDERS, HOLDERS_A_WORKER * len(incarnations)))
         if isinstance(reply, ErrorKind):
             self.errors[reply] += 1
             return LookupResult(available=False)
@@ -208,14 +212,14 @@ class PrefixLookup:
         if self._breaker.state is BreakerState.CLOSED:
             return True
         return self._breaker.admits(self._clock()) and not isinstance(
-            await self._ask((_NOBODYS_NAME,)), ErrorKind
+            await self._ask((_NOBODYS_NAME,), most=LEAST_HOLDERS), ErrorKind
         )
 
-    async def _ask(self, names: Sequence[bytes]) -> list[Holder] | ErrorKind:
+    async def _ask(self, names: Sequence[bytes], *, most: int) -> list[Holder] | ErrorKind:
         """The breaker has admitted it."""
         try:
             async with _patient_timeout(self._config.timeout_seconds):
-                holders = await self._index.lookup(names)
+                holders = await self._index.lookup(names, most=most)
         except (PrefixIndexError, TimeoutError) as error:
             self._breaker.failed(self._clock())
             return error.kind if isinstance(error, PrefixIndexError) else ErrorKind.TIMEOUT

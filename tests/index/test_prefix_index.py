@@ -3,6 +3,7 @@
 import pytest
 from blockyard.proto.prefix_index import (
     FIRST_SEQUENCE,
+    MAX_PAGE_RECORDS,
     ApplyResult,
     Batch,
     Berth,
@@ -158,6 +159,30 @@ async def test_the_directory_returns_live_records_as_registered(harness: IndexHa
     await join(harness, "b")
     found = sorted(await harness.index.directory(), key=lambda entry: entry.worker_id)
     assert found == [record("a"), record("b")]
+
+
+async def test_pages_of_the_directory_have_each_live_record_once_and_go_on_where_the_last_one_ended(
+    harness: IndexHarness,
+) -> None:
+    workers = [f"w{number:03}" for number in range(2 * MAX_PAGE_RECORDS + 3)]
+    for worker_id in workers:
+        await harness.index.register(
+            record(worker_id), lease_seconds=LEASE_SECONDS, has_host_cache=worker_id < "w100"
+        )
+    pages = [await harness.index.directory_page()]
+    while pages[-1].next_after:
+        pages.append(await harness.index.directory_page(pages[-1].next_after))
+    assert [len(page.records) for page in pages] == [MAX_PAGE_RECORDS, MAX_PAGE_RECORDS, 3]
+    assert [known.worker_id for page in pages for known in page.records] == workers
+    assert [known.worker_id for known in await harness.index.directory()] == workers
+
+
+async def test_a_look_up_tells_of_no_more_berths_than_it_is_asked_for(harness: IndexHarness) -> None:
+    names = chain(2)
+    for number in range(9):
+        await join(harness, f"w{number}", *names)
+    assert len(await harness.index.lookup(names, most=5)) == 5
+    assert len(await harness.index.lookup(names, most=9)) == 9
 
 
 async def test_the_purge_waits_for_two_leases_of_service_after_the_lease(harness: IndexHarness) -> None:

@@ -11,9 +11,11 @@ from enum import Enum, auto
 from typing import Any, TypeVar
 
 from blockyard.proto.prefix_index import (
+    MAX_LISTED,
     ApplyResult,
     Batch,
     Berth,
+    DirectoryPage,
     ErrorKind,
     Holder,
     IndexInfo,
@@ -149,11 +151,14 @@ class RemoteIndex:
     async def retire(self, berth: Berth) -> None:
         await self._server.ask(lambda: self._twin.retire(berth))
 
-    async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
-        return await self._server.ask(lambda: self._twin.lookup(names))
+    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+        return await self._server.ask(lambda: self._twin.lookup(names, most=most))
 
     async def directory(self) -> list[WorkerRecord]:
         return await self._server.ask(self._twin.directory)
+
+    async def directory_page(self, after: int = 0) -> DirectoryPage:
+        return await self._server.ask(lambda: self._twin.directory_page(after))
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
         return await self._server.ask(lambda: self._twin.purge(slice_buckets=slice_buckets))
