@@ -355,11 +355,13 @@ def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]
     on_gpu: Depths = {}
     anywhere: Depths = {}
     for identity, depth in zip(reply[::2], reply[1::2], strict=True):
-        if not isinstance(identity, bytes) or not isinstance(depth, int) or not 0 < depth <= most_blocks:
+        if not isinstance(identity, bytes) or len(identity) > MAX_IDENTITY_BYTES:
+            continue
+        if not isinstance(depth, int) or not 0 < depth <= most_blocks:
             continue
         text = identity.decode(errors="replace")
         depths = anywhere if text.endswith(index_schema.ANYWHERE_SUFFIX) else on_gpu
-        parts = text.removesuffix(index_schema.ANYWHERE_SUFFIX).split("\0")
+        parts = text.removesuffix(index_schema.ANYWHERE_SUFFIX).split("\0", 2)
         if len(parts) == 2:
             depths[WorkerId(parts[0]), Incarnation(parts[1])] = depth
     return merge_tiers(on_gpu, anywhere)

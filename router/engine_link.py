@@ -113,16 +113,23 @@ class EngineLink:
         self._last_heard = 0.0
         self._nonce = 0
         self._is_stopped = False
+        self._has_failed = False
 
     @property
     def is_up(self) -> bool:
         """Connected to a worker that was accepted."""
         return self._outgoing is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """The last attempt to connect came to nothing. Not yet after the end of a connection that was up."""
+        return self._has_failed and not self.is_up
+
     async def run(self) -> None:
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while True:
             was_up, reason = await self._one_stream()
+            self._has_failed = not was_up
             if self._is_stopped:
                 return
             self._events.disconnected(self.address, reason)

@@ -113,6 +113,11 @@ class Fleet(LinkEvents):
         self._wanted = frozenset(addresses)
         self._rearrange.set()
 
+    def has_failed(self, address: str) -> bool:
+        """Whether the last attempt to connect to it failed."""
+        link = self.links.get(address)
+        return link is not None and link.has_failed
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             running: dict[str, asyncio.Task[None]] = {}

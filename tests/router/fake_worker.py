@@ -172,6 +172,11 @@ class FakeWorker(EngineServiceServicer):
         if self._server is not None:
             await self._server.stop(None)
 
+    def end_streams(self) -> None:
+        """As a connection that breaks: the worker listens on."""
+        for stream in self._streams:
+            stream.outgoing.put_nowait(None)
+
     def hang(self) -> None:
         for stream in self._streams:
             stream.hung = True

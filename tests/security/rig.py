@@ -16,6 +16,7 @@ from ..router.rig import MODEL as MODEL  # noqa: TID252
 from ..router.rig import Router as Router  # noqa: TID252
 from ..router.rig import config as config  # noqa: TID252
 from ..router.rig import fields_of as fields_of  # noqa: TID252
+from ..router.rig import is_ready as is_ready  # noqa: TID252
 from ..router.rig import reason_of as reason_of  # noqa: TID252
 from ..router.rig import refused as refused  # noqa: TID252
 from ..router.rig import request as request  # noqa: TID252

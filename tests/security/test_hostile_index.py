@@ -585,3 +585,11 @@ async def test_a_replaced_server_that_answers_too_much_is_soon_not_asked() -> No
             found = await lookup.lookup(NAMES, {WorkerId("a"): Incarnation("li")})
             assert not found.available
         assert lookup.num_lookups == PrefixLookupConfig().failures_to_open
+
+
+async def test_a_holder_with_a_name_longer_than_any_of_ours_is_left_out() -> None:
+    names = b"w" * 2000 + b"\0" + b"i" * 2000, b"w\0i"
+    entries = b"".join(b"$%d\r\n%s\r\n:1\r\n" % (len(name), name) for name in names)
+    async with server_that_answers(b"*4\r\n" + entries) as url, connect(url, timeout_seconds=1.0) as client:
+        found = await RedisPrefixIndex(client, CLUSTER, is_reader=True).lookup(NAMES)
+    assert [holder.worker_id for holder in found] == ["w"]

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from ..router.fake_worker import expected_tokens, signed  # noqa: TID252
 from ..router.rig import Router  # noqa: TID252
-from .rig import request, running_router, until, worker_of_model
+from .rig import is_ready, request, running_router, until, worker_of_model
 
 LOOK_SECONDS = 0.02
 PREFIX = key_prefix("default")
@@ -227,6 +227,62 @@ async def test_old_records_are_bounded_in_number(
         await asyncio.sleep(5 * LOOK_SECONDS)
         assert await _knows(router, most)
     await client.aclose()
+
+
+MAX_COMPUTING_SECONDS = 0.04
+"""Of the loop's thread in one tick. Before the directory came in pages it was some 100 ms."""
+
+
+async def test_forged_records_neither_crowd_workers_out_nor_hold_up_the_loop(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have all lower berths, and are as large as any that is read."""
+    monkeypatch.setattr(server_module, "DIRECTORY_SECONDS", LOOK_SECONDS)
+    forged = {"worker_id": "x" * 256, "incarnation": "x" * 256, "fingerprint": "x" * 256}
+    forged |= {"address": "x" * 200 + ":1", "block_size": "16", "proof": "00" * 32}
+    number = 5000
+    client = connect(redis_server.url, timeout_seconds=5.0)
+    async with client.pipeline(transaction=False) as pipe:
+        for berth in range(1, number + 1):
+            pipe.hset(f"{PREFIX}berth:{berth}", mapping=forged)
+        pipe.zadd(f"{PREFIX}leases", {str(berth): FOREVER_MS for berth in range(1, number + 1)})
+        pipe.hset(f"{PREFIX}state", "next", str(number))
+        await pipe.execute()
+    async with worker_of_model("worker-0") as worker, running_router(redis_url=redis_server.url) as router:
+        await asyncio.sleep(10 * LOOK_SECONDS)
+        router.server.loop_watch.take()
+        record = signed(record_of("worker-0", worker.address))
+        berth = await RedisPrefixIndex(client, "default").register(record, lease_seconds=600.0)
+        assert berth.number > number
+        await until(lambda: is_ready(router), seconds=30)
+        assert router.server.loop_watch.seen.worst_computing_seconds < MAX_COMPUTING_SECONDS
+    await client.aclose()
+
+
+@pytest.mark.parametrize("key", ["leases", "berth:1"])
+async def test_a_worker_that_answers_is_kept_when_redis_tells_of_it_no_more(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Also when its connection breaks then: it is tried again before it is given up."""
+    monkeypatch.setattr(server_module, "DIRECTORY_SECONDS", LOOK_SECONDS)
+    client = connect(redis_server.url, timeout_seconds=5.0)
+    async with worker_of_model("worker-0") as worker, running_router(redis_url=redis_server.url) as router:
+        record = signed(record_of("worker-0", worker.address))
+        await RedisPrefixIndex(client, "default").register(record, lease_seconds=600.0)
+        await until(lambda: is_ready(router))
+        await client.delete(PREFIX + key)
+        await asyncio.sleep(5 * LOOK_SECONDS)
+        for _ in range(3):
+            worker.end_streams()
+            await until(lambda: _is_lost(router))
+            await until(lambda: is_ready(router))
+        await worker.kill()
+        await until(lambda: _knows(router, 0), seconds=15)
+    await client.aclose()
+
+
+async def _is_lost(router: Router) -> bool:
+    return not await is_ready(router)
 
 
 async def _knows(router: Router, number: int) -> bool:
