@@ -27,6 +27,7 @@ from blockyard.deploy.processes import (
     command_of,
     environment_of,
     group_of,
+    identify,
     is_alive,
     session_members,
     state_of,
@@ -77,7 +78,8 @@ def parts_of(session: int) -> dict[str, Part]:
 
 
 def as_new_node(command: list[str], node_id: str) -> list[str]:
-    """A raylet's command under another node id: the control service takes none back that it saw die."""
+    """A raylet's command under another node id: the control service takes none back that it saw die. Raises ValueError
+    for a command without one."""
     old = _value(command, "--node_id")
     return [word.replace(old, node_id) for word in command]
 
@@ -90,7 +92,11 @@ def next_pause_seconds(last_seconds: float, alive_seconds: float) -> float:
 
 
 def _value(command: list[str], option: str) -> str:
-    return next(word.partition("=")[2] for word in command if word.startswith(f"{option}="))
+    """Raises ValueError where the command lacks it."""
+    for word in command:
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    raise ValueError(f"its command has no {option}")
 
 
 class Guardian:
@@ -121,25 +127,33 @@ class Guardian:
             self._start_again(part)
 
     def _start_again(self, part: Part) -> None:
+        """A failed start is tried again after a pause, as one that dies at once is."""
         _say(f"{part.name} has died and is started again")
-        if part.name == RAYLET:
-            self._end_workers()
-            for option in ("--raylet_socket_name", "--store_socket_name"):
-                Path(_value(part.command, option)).unlink(missing_ok=True)
-            part.command = as_new_node(part.command, secrets.token_hex(_NODE_ID_BYTES))
         now = time.monotonic()
         part.pause_seconds = next_pause_seconds(part.pause_seconds, now - part.started_at)
         part.started_at, part.num_stopped_looks = now, 0
-        process = subprocess.Popen(
-            part.command,
-            env=part.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-        )
-        started = next((one for one in session_members(self._session) if one.pid == process.pid), None)
-        part.process = started or part.process
+        try:
+            if part.name == RAYLET:
+                self._make_room(part)
+            process = subprocess.Popen(
+                part.command,
+                env=part.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+        except (OSError, ValueError) as error:
+            _say(f"{part.name} could not be started: {error}")
+        else:
+            part.process = identify(process.pid) or part.process
+
+    def _make_room(self, raylet: Part) -> None:
+        """For another raylet after a dead one."""
+        self._end_workers()
+        for option in ("--raylet_socket_name", "--store_socket_name"):
+            Path(_value(raylet.command, option)).unlink(missing_ok=True)
+        raylet.command = as_new_node(raylet.command, secrets.token_hex(_NODE_ID_BYTES))
 
     def _end_workers(self) -> None:
         """Those of a raylet that is dead, and what they have started: they hold ports and devices."""

@@ -18,6 +18,7 @@ from blockyard.deploy.guardian import (
     RAYLET,
     STEADY_SECONDS,
     Part,
+    as_new_node,
     next_pause_seconds,
     parts_of,
 )
@@ -63,7 +64,8 @@ def session(tmp_path: Path) -> Iterator[int]:
     started = tmp_path / "started"
     command = [sys.executable, "-m", "blockyard.deploy.guardian", str(started)]
     head = [sys.executable, "-c", HEAD, str(tmp_path)]
-    guardian = subprocess.Popen([*command, *head], start_new_session=True, stdout=subprocess.DEVNULL)
+    with (tmp_path / "log").open("wb") as log:
+        guardian = subprocess.Popen([*command, *head], start_new_session=True, stdout=log)
     try:
         until(started.exists)
         until(lambda: len(parts_of(guardian.pid)) == 3)
@@ -121,6 +123,22 @@ def test_a_dashboard_that_died_is_started_again_and_the_raylet_left_alone(sessio
     after = parts_of(session)
     assert after[DASHBOARD].command == before[DASHBOARD].command
     assert after[RAYLET].process == before[RAYLET].process
+
+
+def test_a_start_that_fails_is_tried_again(session: int, tmp_path: Path) -> None:
+    before = parts_of(session)
+    (tmp_path / RAYLET).unlink()
+    kill(before[RAYLET].process.pid)
+    until(lambda: (tmp_path / "log").read_text().count("raylet could not be started") == 2)
+    (tmp_path / RAYLET).symlink_to(os.path.realpath(sys.executable))
+    until(lambda: is_other(session, before[RAYLET]))
+    kill(before[DASHBOARD].process.pid)
+    until(lambda: is_other(session, before[DASHBOARD]))
+
+
+def test_a_command_without_a_node_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="no --node_id"):
+        as_new_node([RAYLET, "--node=first"], "second")
 
 
 def test_a_guardian_ends_with_the_control_service(session: int) -> None:
