@@ -52,20 +52,37 @@ HEAD = textwrap.dedent("""
 """)
 
 
+IMPATIENT = (
+    "import sys; from blockyard.deploy import guardian; guardian.MAX_STOPPED_LOOKS = 4; guardian.main()"
+)
+
+
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[int]:
-    """Of a guardian that has started its head."""
+    """A guardian that has started its head leads it."""
+    with guarded(tmp_path, "-m", "blockyard.deploy.guardian") as leader:
+        yield leader
+
+
+@pytest.fixture
+def impatient_session(tmp_path: Path) -> Iterator[int]:
+    """As `session`, with a guardian that kills what is stopped after two seconds, not twenty."""
+    with guarded(tmp_path, "-c", IMPATIENT) as leader:
+        yield leader
+
+
+@contextmanager
+def guarded(folder: Path, *program: str) -> Iterator[int]:
     for name in (GCS, RAYLET):
-        (tmp_path / name).symlink_to(os.path.realpath(sys.executable))
-    (tmp_path / "ray/dashboard").mkdir(parents=True)
-    (tmp_path / "ray/dashboard/dashboard.py").write_text("import time; time.sleep(600)")
+        (folder / name).symlink_to(os.path.realpath(sys.executable))
+    (folder / "ray/dashboard").mkdir(parents=True)
+    (folder / "ray/dashboard/dashboard.py").write_text("import time; time.sleep(600)")
     for name in ("raylet.sock", "store.sock"):
-        (tmp_path / name).touch()
-    started = tmp_path / "started"
-    command = [sys.executable, "-m", "blockyard.deploy.guardian", str(started)]
-    head = [sys.executable, "-c", HEAD, str(tmp_path)]
-    with (tmp_path / "log").open("wb") as log:
-        guardian = subprocess.Popen([*command, *head], start_new_session=True, stdout=log)
+        (folder / name).touch()
+    started = folder / "started"
+    command = [sys.executable, *program, str(started), sys.executable, "-c", HEAD, str(folder)]
+    with (folder / "log").open("wb") as log:
+        guardian = subprocess.Popen(command, start_new_session=True, stdout=log)
     try:
         until(started.exists)
         until(lambda: len(parts_of(guardian.pid)) == 3)
@@ -123,6 +140,16 @@ def test_a_dashboard_that_died_is_started_again_and_the_raylet_left_alone(sessio
     after = parts_of(session)
     assert after[DASHBOARD].command == before[DASHBOARD].command
     assert after[RAYLET].process == before[RAYLET].process
+
+
+@pytest.mark.parametrize("name", [RAYLET, DASHBOARD])
+def test_a_part_that_stays_stopped_is_killed_and_started_again(impatient_session: int, name: str) -> None:
+    before = parts_of(impatient_session)
+    os.kill(before[name].process.pid, signal.SIGSTOP)
+    until(lambda: is_other(impatient_session, before[name]))
+    assert not is_alive(before[name].process)
+    (other,) = {RAYLET, DASHBOARD} - {name}
+    assert parts_of(impatient_session)[other].process == before[other].process
 
 
 def test_a_start_that_fails_is_tried_again(session: int, tmp_path: Path) -> None:
