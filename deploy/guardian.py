@@ -1,10 +1,13 @@
-"""Runs Ray's head and starts again what of it dies or is stopped: its raylet and its dashboard.
+"""Runs Ray's head and starts again what of it dies or hangs: its raylet and its dashboard.
 
     python -m blockyard.deploy.guardian STARTED_FILE COMMAND...
 
 It runs the command, which starts the head; makes the file once that has ended well; and watches the head's processes
 from then on. It leads their session, so that whatever it starts ends with the rest of them. It holds no secret beyond
 the environment that Ray's processes have.
+
+Each part is asked whether it answers (head_probes.py), in a thread, so that a silent one delays no look. One that hangs
+is killed, and then started again as a dead one is.
 
 A raylet takes its workers with it, and is started as another node of the same cluster. Ray's control service then
 starts the supervisor there, which brings everybody back. The control service itself has the cluster in memory: its
@@ -18,9 +21,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from blockyard.deploy import head_probes
+from blockyard.deploy.head_probes import Pulse
 from blockyard.deploy.processes import (
     STOPPED,
     ProcessIdentity,
@@ -29,6 +35,7 @@ from blockyard.deploy.processes import (
     group_of,
     identify,
     is_alive,
+    listening_ports,
     session_members,
     state_of,
 )
@@ -46,6 +53,15 @@ _WORKER_TITLE = "ray::"
 
 
 @dataclass(slots=True, kw_only=True)
+class Question:
+    """One that a part is asked."""
+
+    answer: Future[bool]
+    asked_at: float
+    is_late: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
 class Part:
     """One program of the head, as it was first started."""
 
@@ -54,6 +70,8 @@ class Part:
     command: list[str]
     environment: dict[str, str]
     num_stopped_looks: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
+    question: Question | None = None
     pause_seconds: float = 0.0
     started_at: float = 0.0
 
@@ -99,32 +117,62 @@ def _value(command: list[str], option: str) -> str:
     raise ValueError(f"its command has no {option}")
 
 
+def does_answer(part: Part) -> bool:
+    """Within QUESTION_SECONDS. One that cannot be asked is not held to be silent; nor is a raylet that speaks TLS."""
+    seconds = head_probes.QUESTION_SECONDS
+    if part.name == RAYLET and part.environment.get("RAY_USE_TLS") == "1":
+        return True
+    try:
+        token = head_probes.ray_token(part.environment)
+        if part.name == RAYLET:
+            return head_probes.does_raylet_answer(listening_ports(part.process.pid), token, seconds=seconds)
+        address = _value(part.command, "--host"), int(_value(part.command, "--port"))
+        return head_probes.does_dashboard_answer(address, token, seconds=seconds)
+    except (OSError, ValueError):
+        return True
+
+
 class Guardian:
     """Of the session that this process leads."""
 
     def __init__(self, session: int) -> None:
         self._session = session
         self._parts = parts_of(session)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="questions")
 
     def watch(self) -> None:
         """Until the control service has ended."""
+        woke_at = time.monotonic()
         while is_alive(self._parts[GCS].process):
+            last_at, woke_at = woke_at, time.monotonic()
+            is_late = woke_at - last_at > LOOK_SECONDS + head_probes.LATE_SECONDS
             for name in (RAYLET, DASHBOARD):
                 if (part := self._parts.get(name)) is not None:
-                    self._look(part)
+                    self._look(part, is_late=is_late)
             time.sleep(LOOK_SECONDS)
             _reap()
         _say("Ray's control service has ended")
 
-    def _look(self, part: Part) -> None:
+    def _look(self, part: Part, *, is_late: bool) -> None:
         if is_alive(part.process):
             is_stopped = state_of(part.process.pid) == STOPPED
             part.num_stopped_looks = part.num_stopped_looks + 1 if is_stopped else 0
-            if part.num_stopped_looks >= MAX_STOPPED_LOOKS:
-                _say(f"{part.name} is stopped and is killed")
+            self._ask(part, is_late=is_late)
+            if part.num_stopped_looks >= MAX_STOPPED_LOOKS or part.pulse.hangs:
+                _say(f"{part.name} {'is stopped' if is_stopped else 'does not answer'} and is killed")
                 _kill(part.process)
         elif time.monotonic() >= part.started_at + part.pause_seconds:
             self._start_again(part)
+
+    def _ask(self, part: Part, *, is_late: bool) -> None:
+        """Looks whether the last question was answered, and asks another when it is time."""
+        question, now = part.question, time.monotonic()
+        if question is not None:
+            question.is_late |= is_late
+            if not question.answer.done() or now < question.asked_at + head_probes.QUESTION_SECONDS:
+                return
+            part.pulse = part.pulse.after(answered=question.answer.result(), was_late=question.is_late)
+        part.question = Question(answer=self._threads.submit(does_answer, part), asked_at=now)
 
     def _start_again(self, part: Part) -> None:
         """A failed start is tried again after a pause, as one that dies at once is."""
@@ -132,6 +180,7 @@ class Guardian:
         now = time.monotonic()
         part.pause_seconds = next_pause_seconds(part.pause_seconds, now - part.started_at)
         part.started_at, part.num_stopped_looks = now, 0
+        part.pulse, part.question = Pulse(), None
         try:
             if part.name == RAYLET:
                 self._make_room(part)

@@ -18,6 +18,8 @@ from pathlib import Path
 _POLL_SECONDS = 0.05
 STOPPED = "T"
 """The state of a process after SIGSTOP."""
+_LISTENING = "0A"
+"""A socket's state in /proc/net/tcp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,27 @@ def state_of(pid: int) -> str:
     """One letter, as /proc has it; empty for one that has gone."""
     status = _status(pid)
     return "" if status is None else status.state
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports at which a process takes connections. Raises OSError for one that has gone."""
+    sockets = {_link(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for line in path.read_text(encoding="ascii").splitlines()[1:] if path.exists() else []:
+            fields = line.split()
+            if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def _link(descriptor: Path) -> str:
+    """Empty for one that was closed meanwhile."""
+    try:
+        return os.readlink(descriptor)
+    except FileNotFoundError:
+        return ""
 
 
 def owns_session(session: int, recorded: Iterable[ProcessIdentity]) -> bool:

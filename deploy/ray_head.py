@@ -23,6 +23,7 @@ from typing import Any
 from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE, TAB_VARIABLE
 from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE, TOKEN_FILE_VARIABLE
 from blockyard.deploy.guardian import GCS, RAYLET
+from blockyard.deploy.head_probes import HTTP2_HEAD_BYTES, HTTP2_PREFACE, HTTP2_SETTINGS
 from blockyard.deploy.interruption import handlers_kept
 from blockyard.deploy.processes import STOPPED, command_of, end_session, session_members, state_of
 
@@ -34,11 +35,6 @@ CONNECT_SECONDS = 3.0
 _BY_ITSELF = (
     "it is started again, and all others after it: `blockyard status` in a minute, or `blockyard down`"
 )
-HTTP2_HEAD_BYTES = 9
-"""Of each frame: its length, type, flags and stream."""
-HTTP2_SETTINGS = b"\4"
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
-"""What a client says first, with no settings of its own."""
 METRICS_REPORT_INTERVAL_MS = 1000
 GRAFANA_UID = "blockyard"
 """Of deploy/grafana/dashboard.json."""

@@ -2,16 +2,20 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy.guardian import DASHBOARD, RAYLET, parts_of
-from blockyard.deploy.processes import is_alive
+from blockyard.deploy.processes import STOPPED, is_alive, state_of
 from blockyard.deploy.state import HOME_VARIABLE
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
@@ -29,6 +33,16 @@ TRUTH_SECONDS = 30.0
 ANSWER_SECONDS = 30.0
 """The design gives 10."""
 NUM_CLIENTS = 12
+HOLD = textwrap.dedent("""
+    import ctypes, os, sys, time
+    PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 0x4206, 0x4207, 0x40000000
+    ptrace, pid = ctypes.CDLL(None).ptrace, int(sys.argv[1])
+    ptrace.argtypes, ptrace.restype = [ctypes.c_long] * 4, ctypes.c_long
+    if ptrace(PTRACE_SEIZE, pid, 0, 0) == 0 and ptrace(PTRACE_INTERRUPT, pid, 0, 0) == 0:
+        os.waitpid(pid, WALL)
+        print("held", flush=True)
+        time.sleep(600)
+""")
 READY = cluster_pb2.WORKER_STATE_READY
 
 
@@ -174,6 +188,35 @@ def test_after_the_death_of_the_raylet_all_is_started_again_and_serves_where_it_
     assert all(after[name]["pid"] != before[name]["pid"] for name in before)
     assert _ask(cluster.state.routers[0]) == 4
     measured.update(recovery_seconds=healed, note=f"`status` answers in {took:.1f} s")
+
+
+def test_a_raylet_whose_event_loop_hangs_is_killed_and_all_is_started_again(cluster: Cluster) -> None:
+    assert cluster.state.head is not None
+    session = cluster.state.head.session
+    before = parts_of(session)
+    with hung_main_thread(before[RAYLET].process.pid):
+        assert state_of(before[RAYLET].process.pid) != STOPPED
+        assert eventually(lambda: not is_alive(before[RAYLET].process), seconds=HEAL_SECONDS)
+    assert eventually(lambda: _is_whole(cluster), seconds=HEAL_SECONDS)
+    after = parts_of(session)
+    assert after[RAYLET].process != before[RAYLET].process
+    assert after[DASHBOARD].process == before[DASHBOARD].process
+    assert _ask(cluster.state.routers[0]) == 4
+
+
+@contextmanager
+def hung_main_thread(pid: int) -> Iterator[None]:
+    """Holds the main thread, in which a raylet has its event loop, and lets gRPC's threads run."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(pid)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        try:
+            if holder.stdout.readline() != "held\n":
+                pytest.skip("this machine lets nobody trace another's process")
+            yield
+        finally:
+            holder.kill()
 
 
 def test_down_ends_a_cluster_whose_raylet_and_guardian_are_dead_at_once(cluster: Cluster) -> None:

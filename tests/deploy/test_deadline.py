@@ -22,7 +22,7 @@ from blockyard.deploy.deadline import (
     Child,
     answers_within,
 )
-from blockyard.deploy.ray_head import HTTP2_SETTINGS
+from blockyard.deploy.head_probes import HTTP2_SETTINGS
 from hypothesis import given
 from hypothesis import strategies as st
 

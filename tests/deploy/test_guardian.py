@@ -19,6 +19,7 @@ from blockyard.deploy.guardian import (
     STEADY_SECONDS,
     Part,
     as_new_node,
+    does_answer,
     next_pause_seconds,
     parts_of,
 )
@@ -26,6 +27,7 @@ from blockyard.deploy.processes import (
     STOPPED,
     command_of,
     end_session,
+    identify,
     is_alive,
     session_members,
     state_of,
@@ -35,6 +37,7 @@ from blockyard.deploy.ray_head import (
     RayConnectError,
     RayletDiedError,
     check_alive,
+    free_port,
     is_supervisor_stopped,
 )
 
@@ -46,41 +49,62 @@ HEAD = textwrap.dedent("""
     subprocess.Popen([f"{folder}/gcs_server", *wait])
     sockets = [f"--raylet_socket_name={folder}/raylet.sock", f"--store_socket_name={folder}/store.sock"]
     subprocess.Popen([f"{folder}/raylet", *wait, *sockets, "--node_id=first", "--agent=--node-id=first"])
-    subprocess.Popen([sys.executable, f"{folder}/ray/dashboard/dashboard.py"])
+    address = ["--host=127.0.0.1", f"--port={sys.argv[2]}"]
+    subprocess.Popen([sys.executable, f"{folder}/ray/dashboard/dashboard.py", *address])
     subprocess.Popen(["ray::Worker", *wait], executable=sys.executable)
     subprocess.Popen(["ray::Supervisor", *wait], executable=sys.executable)
 """)
 
 
-IMPATIENT = (
-    "import sys; from blockyard.deploy import guardian; guardian.MAX_STOPPED_LOOKS = 4; guardian.main()"
-)
+SLEEPING = "import time; time.sleep(600)"
+FALLING_SILENT = textwrap.dedent("""
+    import http.server, sys, time
+    class Handler(http.server.BaseHTTPRequestHandler):
+        num_asked = 0
+        def do_GET(self):
+            Handler.num_asked += 1
+            if Handler.num_asked > 3:
+                time.sleep(600)
+            self.send_response(200)
+            self.end_headers()
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[2].partition("=")[2])), Handler).serve_forever()
+""")
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[int]:
     """A guardian that has started its head leads it."""
-    with guarded(tmp_path, "-m", "blockyard.deploy.guardian") as leader:
+    with guarded(tmp_path) as leader:
         yield leader
 
 
 @pytest.fixture
 def impatient_session(tmp_path: Path) -> Iterator[int]:
     """As `session`, with a guardian that kills what is stopped after two seconds, not twenty."""
-    with guarded(tmp_path, "-c", IMPATIENT) as leader:
+    with guarded(tmp_path, "guardian.MAX_STOPPED_LOOKS = 4") as leader:
+        yield leader
+
+
+@pytest.fixture
+def silent_session(tmp_path: Path) -> Iterator[int]:
+    """Its dashboard answers a few questions and then none, of which there is one a second, not one in ten."""
+    settings = "head_probes.QUESTION_SECONDS, head_probes.HUNG_SECONDS = 1.0, 3.0"
+    with guarded(tmp_path, settings, dashboard=FALLING_SILENT) as leader:
         yield leader
 
 
 @contextmanager
-def guarded(folder: Path, *program: str) -> Iterator[int]:
+def guarded(folder: Path, settings: str = "", *, dashboard: str = SLEEPING) -> Iterator[int]:
     for name in (GCS, RAYLET):
         (folder / name).symlink_to(os.path.realpath(sys.executable))
     (folder / "ray/dashboard").mkdir(parents=True)
-    (folder / "ray/dashboard/dashboard.py").write_text("import time; time.sleep(600)")
+    (folder / "ray/dashboard/dashboard.py").write_text(dashboard)
     for name in ("raylet.sock", "store.sock"):
         (folder / name).touch()
     started = folder / "started"
-    command = [sys.executable, *program, str(started), sys.executable, "-c", HEAD, str(folder)]
+    program = f"import sys; from blockyard.deploy import guardian, head_probes; {settings}\nguardian.main()"
+    head = [sys.executable, "-c", HEAD, str(folder), str(free_port())]
+    command = [sys.executable, "-c", program, str(started), *head]
     with (folder / "log").open("wb") as log:
         guardian = subprocess.Popen(command, start_new_session=True, stdout=log)
     try:
@@ -150,6 +174,36 @@ def test_a_part_that_stays_stopped_is_killed_and_started_again(impatient_session
     assert not is_alive(before[name].process)
     (other,) = {RAYLET, DASHBOARD} - {name}
     assert parts_of(impatient_session)[other].process == before[other].process
+
+
+def test_a_part_that_lives_and_answers_no_more_is_killed_and_started_again(
+    silent_session: int, tmp_path: Path
+) -> None:
+    before = parts_of(silent_session)
+    until(lambda: is_other(silent_session, before[DASHBOARD]))
+    assert not is_alive(before[DASHBOARD].process)
+    assert "dashboard does not answer and is killed" in (tmp_path / "log").read_text()
+    assert parts_of(silent_session)[RAYLET].process == before[RAYLET].process
+
+
+def test_what_cannot_be_asked_is_not_held_to_be_silent() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process = identify(child.pid)
+    assert process is not None
+
+    def answers(name: str, command: list[str], **environment: str) -> bool:
+        return does_answer(Part(name=name, process=process, command=command, environment=environment))
+
+    try:
+        assert not answers(RAYLET, [])
+        assert not answers(DASHBOARD, ["--host=127.0.0.1", f"--port={free_port()}"])
+        assert answers(RAYLET, [], RAY_USE_TLS="1")
+        assert answers(RAYLET, [], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/nowhere")
+        assert answers(DASHBOARD, ["--host=127.0.0.1"])
+    finally:
+        child.kill()
+        child.wait()
+    assert answers(RAYLET, []), "it has gone"
 
 
 def test_a_start_that_fails_is_tried_again(session: int, tmp_path: Path) -> None:

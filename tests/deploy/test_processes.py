@@ -2,12 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
-from blockyard.deploy.processes import ProcessIdentity, end_session, identify, is_alive, session_members
+from blockyard.deploy.processes import (
+    ProcessIdentity,
+    end_session,
+    identify,
+    is_alive,
+    listening_ports,
+    session_members,
+)
 
 GRANDCHILD = "import os, time; os.setpgrp(); print(os.getpid(), flush=True); time.sleep(60)"
 LEADER = (
@@ -75,3 +83,25 @@ def test_a_process_that_has_gone_is_not_alive_though_nobody_reaped_it() -> None:
     assert not is_alive(identity)
     child.stdout.close()
     child.wait()
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_the_ports_of_a_process_are_those_at_which_it_takes_connections(
+    family: socket.AddressFamily, host: str
+) -> None:
+    before = listening_ports(os.getpid())
+    with socket.socket(family) as server, socket.socket(family) as bound:
+        try:
+            server.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+        bound.bind((host, 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection((host, port)):
+            assert listening_ports(os.getpid()) == before | {port}
+    assert listening_ports(os.getpid()) == before
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    with pytest.raises(OSError, match="No such file"):
+        listening_ports(child.pid)
