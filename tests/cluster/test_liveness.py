@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ HEAL_SECONDS = 180.0
 TRUTH_SECONDS = 30.0
 """The design gives 5; a command alone takes as long on a busy machine."""
 ANSWER_SECONDS = 30.0
-"""The design gives 10."""
+"""By the wall clock, on a busy machine."""
+OWN_SECONDS = 10.0
+"""What the design gives: without the time in which the command was ready to run and other programs had the CPUs."""
 NUM_CLIENTS = 12
 HOLD = textwrap.dedent("""
     import ctypes, os, sys, time
@@ -94,14 +97,36 @@ def _seconds_until(is_so: Callable[[], bool], *, within_seconds: float) -> float
     return time.monotonic() - begun
 
 
+def _timed(cluster: Cluster, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A command that answers within its time, and how long that takes."""
+    begun = time.monotonic()
+    process = cluster.command.start(*arguments, stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process:
+        stdout, stderr = process.stdout.read(), process.stderr.read()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        took_seconds = time.monotonic() - begun
+        crowded_seconds = _seconds_without_a_cpu(process.pid)
+    assert took_seconds <= ANSWER_SECONDS
+    assert took_seconds - crowded_seconds <= OWN_SECONDS
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr), took_seconds
+
+
+def _seconds_without_a_cpu(pid: int) -> float:
+    """For how long a process's main thread was ready to run and did not; also of one that has ended, before it is
+    reaped. 0 where the kernel does not count that."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except FileNotFoundError:
+        return 0.0
+
+
 def _told(cluster: Cluster, *arguments: str) -> tuple[str, float]:
     """What a command says that cannot answer, and how long that takes."""
-    begun = time.monotonic()
-    result = cluster.command.run(*arguments)
-    took_seconds = time.monotonic() - begun
+    result, took_seconds = _timed(cluster, *arguments)
     assert result.returncode == 1, result.stdout
     assert "Traceback" not in result.stderr
-    assert took_seconds <= ANSWER_SECONDS
     return result.stderr, took_seconds
 
 
@@ -178,9 +203,7 @@ def test_after_the_death_of_the_raylet_all_is_started_again_and_serves_where_it_
     before = {place["name"]: place for place in cluster.command.json("status")["places"]}
     os.kill(parts_of(cluster.state.head.session)[RAYLET].process.pid, signal.SIGKILL)
     begun = time.monotonic()
-    cluster.command.run("status")
-    took = time.monotonic() - begun
-    assert took <= ANSWER_SECONDS
+    _, took = _timed(cluster, "status")
     assert eventually(lambda: _is_whole(cluster), seconds=HEAL_SECONDS)
     healed = time.monotonic() - begun
     after = {place["name"]: place for place in cluster.command.json("status")["places"]}
@@ -229,10 +252,8 @@ def test_down_ends_a_cluster_whose_raylet_and_guardian_are_dead_at_once(cluster:
     said, _ = _told(cluster, "status")
     assert "its raylet has died" in said
     assert "blockyard down" in said
-    begun = time.monotonic()
-    down = cluster.command.run("down")
+    down, _ = _timed(cluster, "down")
     assert down.returncode == 0, down.stderr
-    assert time.monotonic() - begun <= ANSWER_SECONDS
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(HOME_VARIABLE, str(cluster.command.home))
         assert clusters.leftovers(cluster.state) == []
