@@ -117,9 +117,8 @@ def _value(command: list[str], option: str) -> str:
     raise ValueError(f"its command has no {option}")
 
 
-def does_answer(part: Part) -> bool:
-    """Within QUESTION_SECONDS. One that cannot be asked is not held to be silent; nor is a raylet that speaks TLS."""
-    seconds = head_probes.QUESTION_SECONDS
+def does_answer(part: Part, *, seconds: float) -> bool:
+    """Within so many seconds. One that cannot be asked is not held to be silent; nor is a raylet that speaks TLS."""
     if part.name == RAYLET and part.environment.get("RAY_USE_TLS") == "1":
         return True
     try:
@@ -172,7 +171,8 @@ class Guardian:
             if not question.answer.done() or now < question.asked_at + head_probes.QUESTION_SECONDS:
                 return
             part.pulse = part.pulse.after(answered=question.answer.result(), was_late=question.is_late)
-        part.question = Question(answer=self._threads.submit(does_answer, part), asked_at=now)
+        answer = self._threads.submit(does_answer, part, seconds=head_probes.QUESTION_SECONDS)
+        part.question = Question(answer=answer, asked_at=now)
 
     def _start_again(self, part: Part) -> None:
         """A failed start is tried again after a pause, as one that dies at once is."""

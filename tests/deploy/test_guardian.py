@@ -14,6 +14,7 @@ import pytest
 from blockyard.deploy.guardian import (
     DASHBOARD,
     GCS,
+    LOOK_SECONDS,
     MAX_PAUSE_SECONDS,
     RAYLET,
     STEADY_SECONDS,
@@ -186,13 +187,28 @@ def test_a_part_that_lives_and_answers_no_more_is_killed_and_started_again(
     assert parts_of(silent_session)[RAYLET].process == before[RAYLET].process
 
 
+def test_a_guardian_that_wakes_late_each_time_kills_no_part_for_its_silence(tmp_path: Path) -> None:
+    """Every pause is too long for it."""
+    settings = (
+        "head_probes.QUESTION_SECONDS, head_probes.HUNG_SECONDS, head_probes.LATE_SECONDS = 0.5, 1.0, -0.1"
+    )
+    with guarded(tmp_path, settings, dashboard=FALLING_SILENT) as leader:
+        before = parts_of(leader)
+        until(lambda: not does_answer(before[DASHBOARD], seconds=1.0))
+        time.sleep(10 * LOOK_SECONDS)
+        assert parts_of(leader)[DASHBOARD].process == before[DASHBOARD].process
+        assert "does not answer" not in (tmp_path / "log").read_text()
+
+
 def test_what_cannot_be_asked_is_not_held_to_be_silent() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     process = identify(child.pid)
     assert process is not None
 
     def answers(name: str, command: list[str], **environment: str) -> bool:
-        return does_answer(Part(name=name, process=process, command=command, environment=environment))
+        return does_answer(
+            Part(name=name, process=process, command=command, environment=environment), seconds=1.0
+        )
 
     try:
         assert not answers(RAYLET, [])
