@@ -171,8 +171,10 @@ class Guardian:
             if not question.answer.done() or now < question.asked_at + head_probes.QUESTION_SECONDS:
                 return
             part.pulse = part.pulse.after(answered=question.answer.result(), was_late=question.is_late)
-        answer = self._threads.submit(does_answer, part, seconds=head_probes.QUESTION_SECONDS)
-        part.question = Question(answer=answer, asked_at=now)
+            part.question = None
+        with contextlib.suppress(RuntimeError):  # No thread is to be had now: the next look tries again.
+            answer = self._threads.submit(does_answer, part, seconds=head_probes.QUESTION_SECONDS)
+            part.question = Question(answer=answer, asked_at=now)
 
     def _start_again(self, part: Part) -> None:
         """A failed start is tried again after a pause, as one that dies at once is."""
@@ -227,7 +229,8 @@ def _reap() -> None:
 
 
 def _say(what: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
+    with contextlib.suppress(OSError):  # As of a full disk.
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
 
 
 def main() -> int:

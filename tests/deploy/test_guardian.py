@@ -106,7 +106,7 @@ def guarded(folder: Path, settings: str = "", *, dashboard: str = SLEEPING) -> I
     program = f"import sys; from blockyard.deploy import guardian, head_probes; {settings}\nguardian.main()"
     head = [sys.executable, "-c", HEAD, str(folder), str(free_port())]
     command = [sys.executable, "-c", program, str(started), *head]
-    with (folder / "log").open("wb") as log:
+    with (folder / "log").open("ab") as log:
         guardian = subprocess.Popen(command, start_new_session=True, stdout=log)
     try:
         until(started.exists)
@@ -231,6 +231,15 @@ def test_a_start_that_fails_is_tried_again(session: int, tmp_path: Path) -> None
     until(lambda: is_other(session, before[RAYLET]))
     kill(before[DASHBOARD].process.pid)
     until(lambda: is_other(session, before[DASHBOARD]))
+
+
+def test_a_guardian_whose_log_has_no_room_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("/dev/full")
+    with guarded(tmp_path) as leader:
+        for _ in range(2):
+            before = parts_of(leader)[DASHBOARD]
+            kill(before.process.pid)
+            until(lambda before=before: is_other(leader, before))
 
 
 def test_a_command_without_a_node_id_is_refused() -> None:
