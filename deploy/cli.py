@@ -2,7 +2,8 @@
 
 Owns how an operator's mistake looks and the exit codes: 0 done, 1 it could not be done or was interrupted, 2 the
 command line or the configuration is wrong. What is done lives beside it; what is asked goes through the
-public gRPC client, so that everything but `up`, `down`, `restart`, `scale` and `status` needs neither Ray nor torch.
+public gRPC client, so that everything but `serve`, `up`, `down`, `restart`, `scale` and `status` needs neither Ray nor
+torch.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from blockyard.deploy.commands.ask import chat, generate
 from blockyard.deploy.commands.bench import bench
 from blockyard.deploy.commands.configure import config
 from blockyard.deploy.commands.explain import explain
-from blockyard.deploy.commands.lifecycle import down, restart, status, up
+from blockyard.deploy.commands.lifecycle import down, restart, serve, status, up
 from blockyard.deploy.commands.look import blocks, index, workers
 from blockyard.deploy.commands.reckon import doctor, figures_command, size_command
 from blockyard.deploy.commands.scale import scale
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 for command in (
-    *(up, down, restart, scale, status),
+    *(serve, up, down, restart, scale, status),
     *(drain, resume, flush),
     *(workers, top, blocks, index, explain),
     *(generate, chat, bench),

@@ -14,6 +14,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from blockyard.deploy import on_ray, views
@@ -25,6 +26,7 @@ from blockyard.deploy.options import model_path
 from blockyard.deploy.pool_map import cells_of_map, pool_map
 from blockyard.deploy.progress import StageProgress
 from blockyard.deploy.state import ClusterState
+from blockyard.deploy.up_options import SERVE_PORTS
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.router.client import BlockyardError, Client
 from blockyard.worker.config import EngineConfig
@@ -70,7 +72,10 @@ def run(console: Console, *, keep: bool) -> int:
     started_at = time.monotonic()
     engine = EngineConfig(model=model_path("demo"), device="cpu", kv_cache_memory=KV_CACHE_BYTES)
     with StageProgress() as progress:
-        options = UpOptions(cluster=CLUSTER, engine=engine, model_name="demo", num_workers=NUM_WORKERS)
+        options = UpOptions(cluster=CLUSTER, engine=engine, model_names=("demo",), num_workers=NUM_WORKERS)
+        if keep:
+            # Where the examples look for it, or next to that.
+            options = replace(options, movable_ports=frozenset(SERVE_PORTS), **SERVE_PORTS)  # type: ignore[arg-type]
         cluster = up(options, progress.report)
     kept = False
     try:
@@ -213,7 +218,7 @@ def _farewell(console: Console, cluster: ClusterState, *, kept: bool, seconds: f
     console.print(
         f"everything has been stopped and nothing is left: no process, no file ({seconds:.0f} s in all)\n"
         "try next:  make demo KEEP=1            the same, left serving\n"
-        "           .venv/bin/blockyard --help  a cluster of your own: blockyard up --model FOLDER"
+        "           .venv/bin/blockyard --help  a cluster of your own: blockyard serve FOLDER"
     )
     return 0
 
