@@ -16,6 +16,7 @@ from blockyard.deploy import preflight, state, views
 from blockyard.deploy.cli import main
 from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.commands import lifecycle
+from blockyard.deploy.demo import demo_options
 from blockyard.deploy.processes import ProcessIdentity
 from blockyard.deploy.security import SecurityOptions
 from blockyard.deploy.shape import Shape
@@ -279,3 +280,10 @@ def test_serve_says_where_its_ray_has_ended(monkeypatch: pytest.MonkeyPatch) -> 
     state.save(CLUSTER)
     with pytest.raises(RuntimeError, match="Ray has ended"):
         lifecycle.wait_for_end(CLUSTER)
+
+
+def test_a_demo_that_may_stay_is_where_the_examples_look_for_it() -> None:
+    staying, passing = demo_options(may_stay=True), demo_options(may_stay=False)
+    assert {name: getattr(staying, name) for name in SERVE_PORTS} == SERVE_PORTS
+    assert staying.movable_ports == SERVE_PORTS.keys()
+    assert {name: getattr(passing, name) for name in UP_PORTS} == UP_PORTS
