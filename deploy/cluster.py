@@ -40,8 +40,8 @@ from blockyard.router.config import RouterConfig
 
 DRAIN_SECONDS = 5.0
 LOOPBACK_AMONG_HOSTS = (
-    "this Ray cluster has several machines, and each router serves programs of its own machine alone: --host 0.0.0.0 "
-    "opens it to others"
+    "this Ray cluster has several machines, and each router serves programs of its own machine alone: --host opens it "
+    "to others"
 )
 MAX_TEMP_LENGTH = 25
 """A unix socket's path has 107 characters at most; Ray's part and ours take about 80."""

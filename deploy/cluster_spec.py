@@ -27,7 +27,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
     # On a cluster of several nodes routers reach a worker by the address of the node it lands on.
     worker_host = LOOPBACK if options.address is None else ""
     # The commands and the live page of a local cluster are on this machine.
-    told_host = LOOPBACK if options.address is None and is_every_interface(options.host) else ""
+    advertise_host = LOOPBACK if options.address is None and is_every_interface(options.host) else None
     worker = WorkerConfig(
         engine=options.engine,
         stall_seconds=options.limits.stall_seconds,
@@ -46,7 +46,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         cluster=cluster.cluster,
         cluster_secret=cluster.secret,
         host=options.host,
-        told_host=told_host,
+        advertise_host=advertise_host,
         port=options.router_port,
         http_port=options.http_port,
         reuse_port=options.num_routers > 1 and not options.separate_ports,

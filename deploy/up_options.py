@@ -42,7 +42,7 @@ def _checked_host(host: str) -> str:
         if not host or (":" in host and ip_address(without_brackets(host)).version != 6):
             raise ValueError
     except ValueError:
-        raise ValueError(f"is an address without port, such as 0.0.0.0, not {host!r}") from None
+        raise ValueError(f"is an address without port, such as 127.0.0.1, not {host!r}") from None
     return with_brackets(host)
 
 

@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_every_interface(host: str) -> bool:
-    """Whether a server that binds this host is reached by any address of its machine: 0.0.0.0, ::, or nothing."""
+    """Whether a server that binds this host is reached by any address of its machine, as with :: or without a host."""
     try:
         return not host or ip_address(without_brackets(host)).is_unspecified
     except ValueError:

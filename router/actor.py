@@ -43,7 +43,7 @@ class RouterActor:
         self._router_id = router_id
         node_host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         host = config.host or node_host
-        self._told_host = config.told_host or (node_host if is_every_interface(host) else host)
+        self._advertise_host = config.advertise_host or (node_host if is_every_interface(host) else host)
         # Here, because whoever names this class to Ray, `up` and the supervisor, would load all of a router with it.
         from blockyard.router.server import RouterServer
 
@@ -101,7 +101,7 @@ class RouterActor:
         )
 
     def _told(self, address: str) -> str:
-        return address and f"{self._told_host}:{address.rpartition(':')[2]}"
+        return address and f"{self._advertise_host}:{address.rpartition(':')[2]}"
 
 
 def _end_supervisor(name: str) -> None:

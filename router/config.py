@@ -89,8 +89,8 @@ class RouterConfig:
     cluster_secret: str = field(default="", repr=False)
     host: str = "127.0.0.1"
     """The interface to bind."""
-    told_host: str = ""
-    """What clients are told of a Ray actor. Empty: `host`, or the node's address where `host` is none or every
+    advertise_host: str | None = None
+    """What clients are told of a Ray actor. None: `host`, or the node's address where `host` is none or every
     interface."""
     port: int = 0
     """0 takes a free one."""

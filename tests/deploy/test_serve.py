@@ -133,7 +133,7 @@ def test_routers_bind_loopback_unless_they_are_told_another_host(
     opened = spec_of(CLUSTER, options_of(*command, *address, "--host", "0.0.0.0"), ONE_WORKER)
     assert (spec.router.host, opened.router.host) == ("127.0.0.1", "0.0.0.0")
     # Of a joined cluster each node says its own; workers are for routers alone, which have the cluster's secret.
-    assert opened.router.told_host == ("" if address else "127.0.0.1")
+    assert opened.router.advertise_host == (None if address else "127.0.0.1")
     assert spec.worker.host == opened.worker.host == ("" if address else "127.0.0.1")
 
 
@@ -287,3 +287,18 @@ def test_a_demo_that_may_stay_is_where_the_examples_look_for_it() -> None:
     assert {name: getattr(staying, name) for name in SERVE_PORTS} == SERVE_PORTS
     assert staying.movable_ports == SERVE_PORTS.keys()
     assert {name: getattr(passing, name) for name in UP_PORTS} == UP_PORTS
+
+
+def test_a_dry_run_tells_the_ports_that_it_would_take_and_warns_of_strangers() -> None:
+    with listening() as taken:
+        result = CliRunner().invoke(
+            main,
+            ["serve", "demo", "--device", "cpu", "--host", "0.0.0.0", "--dry-run", "--output", "json"],
+            env={"BLOCKYARD_UP_ROUTER_PORT": str(taken)},
+        )
+    plan = json.loads(result.stdout)
+    (router,) = plan["routers"]
+    assert router.startswith(f"0.0.0.0, port {taken}, HTTP on port ")
+    told = {(finding["verdict"], finding["detail"]) for finding in plan["findings"]}
+    assert ("fail", f"--router-port: port {taken} is taken") in told, "a variable asks for it, too"
+    assert any(verdict == "warn" and "MAY CALL EVERYTHING" in detail for verdict, detail in told)
