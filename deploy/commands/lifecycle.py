@@ -116,7 +116,7 @@ def wait_for_end(started: state.ClusterState) -> None:
 def _is_remembered(started: state.ClusterState) -> bool:
     try:
         return state.load(started.cluster).secret == started.secret
-    except ValueError:
+    except state.NoSuchClusterError:
         return False
 
 
