@@ -126,7 +126,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch, ray, grpc and the rest into $(VENV): some minutes, once; pip's own words are in $(VENV)/install.log"
 	@$(BIN)/python -P deploy/quietly.py $(VENV)/install.log \
-		$(PIP) install --progress-bar off -c requirements.lock -e '.[dev]'
+		$(PIP) install --progress-bar off -c requirements.lock -e '.[serve,plots,dev]'
 	@touch $@
 
 # For tools that do not follow setuptools' package-dir: the same tree under its import name.

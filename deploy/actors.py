@@ -4,6 +4,9 @@ Owns the only place that says what Ray is asked for. Does not own who should run
 """
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,12 +14,16 @@ from typing import Any, TypeVar
 import ray
 from blockyard.deploy.liveness import HungError
 from blockyard.deploy.places import SUPERVISOR_NAME, ClusterSpec, OtherCodeError, Place, router_config
+from blockyard.deploy.processes import command_of
 from blockyard.router.actor import RouterActor
 from blockyard.worker.actor import WorkerActor
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 START_SECONDS = 600.0
 CALL_SECONDS = 5.0
+ACTOR_TITLES = ("ray::WorkerActor", "ray::RouterActor")
+"""What Ray calls their processes."""
 Reply = TypeVar("Reply")
 
 
@@ -44,6 +51,20 @@ def adopt_or_create(spec: ClusterSpec, place: Place) -> Any:
 def living_names() -> frozenset[str]:
     """The actors of this process's namespace that live or are being made."""
     return frozenset(ray.util.list_named_actors())
+
+
+def end_process(node_id: str, pid: int) -> None:
+    """Of an actor that hangs. Ray's own kill asks the process first; one that froze before Ray was connected to it is
+    never asked, and keeps its CPUs. Returns at once."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    ray.remote(_sigkill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
+
+
+def _sigkill(pid: int) -> None:
+    """Unless it has gone, and its number is another program's."""
+    if "".join(command_of(pid)[:1]).startswith(ACTOR_TITLES):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 async def answer(reference: Awaitable[Reply], timeout_seconds: float) -> Reply:

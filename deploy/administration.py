@@ -28,7 +28,7 @@ def restart(
     back: then those after it are left alone.
     """
     with on_ray.driver(cluster):
-        places = on_ray.supervisor_report().places
+        places = on_ray.supervisor_report(on_ray.HELLO_SECONDS).places
         order = restart_order([place.name for place in places], names)
         for number, name in enumerate(order):
             _restart_one(name, number, len(order), grace_seconds, report)

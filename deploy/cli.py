@@ -3,26 +3,36 @@
 Owns how an operator's mistake looks and the exit codes: 0 done, 1 it could not be done or was interrupted, 2 the
 command line or the configuration is wrong. What is done lives beside it; what is asked goes through the
 public gRPC client, so that everything but `serve`, `up`, `down`, `restart`, `scale` and `status` needs neither Ray nor
-torch.
+torch. A machine that only calls clusters installs `blockyard` alone: there, commands that need more say what to
+install.
 """
 
+from importlib import import_module
 from typing import Any
 
 import click
 import grpc
-from blockyard.deploy.commands.administer import drain, flush, resume
-from blockyard.deploy.commands.ask import chat, generate
-from blockyard.deploy.commands.bench import bench
-from blockyard.deploy.commands.configure import config
-from blockyard.deploy.commands.explain import explain
-from blockyard.deploy.commands.lifecycle import down, restart, serve, status, up
-from blockyard.deploy.commands.look import blocks, index, workers
-from blockyard.deploy.commands.reckon import doctor, figures_command, size_command
-from blockyard.deploy.commands.scale import scale
-from blockyard.deploy.commands.watch import top
-from blockyard.deploy.tokens import token
 from blockyard.router.client import BlockyardError
 from blockyard.router.client.connection import TOKEN_VARIABLE
+
+COMMANDS = {
+    **{name: f"commands.lifecycle.{name}" for name in ("serve", "up", "down", "restart")},
+    "scale": "commands.scale.scale",
+    "status": "commands.status.status",
+    **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush")},
+    **{name: f"commands.look.{name}" for name in ("workers", "blocks", "index")},
+    "top": "commands.watch.top",
+    "explain": "commands.explain.explain",
+    **{name: f"commands.ask.{name}" for name in ("generate", "chat")},
+    "bench": "commands.bench.bench",
+    "size": "commands.reckon.size_command",
+    "figures": "commands.reckon.figures_command",
+    "doctor": "commands.reckon.doctor",
+    "config": "commands.configure.config",
+    "token": "tokens.token",
+}
+"""Where each command is, below blockyard.deploy."""
+INSTALL_SERVE = "pip install 'blockyard[serve]'"
 
 
 class _Commands(click.Group):
@@ -38,6 +48,12 @@ class _Commands(click.Group):
             raise click.ClickException(_told(error)) from error
         except (ValueError, RuntimeError, OSError) as error:
             raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            if _is_ours(error):
+                raise
+            if error.name == "matplotlib":
+                raise click.ClickException("pictures need: pip install 'blockyard[plots]'") from error
+            raise click.ClickException(f"this needs the packages of a server: {INSTALL_SERVE}") from error
 
 
 def _told(error: BlockyardError) -> str:
@@ -56,14 +72,36 @@ def main() -> None:
     """A distributed LLM serving cluster: gRPC routers, workers on Ray, one prefix index in Redis."""
 
 
-for command in (
-    *(serve, up, down, restart, scale, status),
-    *(drain, resume, flush),
-    *(workers, top, blocks, index, explain),
-    *(generate, chat, bench),
-    *(size_command, figures_command, doctor, config, token),
-):
-    main.add_command(command)
+def _absent(name: str) -> click.Command:
+    """Stands in for a command whose packages are not installed."""
+
+    def tell(**_: object) -> None:
+        raise click.ClickException(f"`blockyard {name}` needs the packages of a server: {INSTALL_SERVE}")
+
+    help_text = f"Needs the packages of a server: {INSTALL_SERVE}"
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(
+        name, callback=tell, help=help_text, context_settings=settings, add_help_option=False
+    )
+
+
+def _is_ours(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").partition(".")[0] == "blockyard"
+
+
+def _command(name: str, place: str) -> click.Command:
+    module, _, attribute = place.rpartition(".")
+    try:
+        command: click.Command = getattr(import_module(f"blockyard.deploy.{module}"), attribute)
+    except ModuleNotFoundError as error:
+        if _is_ours(error):
+            raise
+        return _absent(name)
+    return command
+
+
+for _name, _place in COMMANDS.items():
+    main.add_command(_command(_name, _place))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.dashboard.page_token import draw_page_token
 from blockyard.deploy.interruption import raise_if_asked, undisturbed
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
-from blockyard.deploy.redis_server import RedisProcess, private_server_told, start_private_redis
-from blockyard.deploy.security import redis_user
+from blockyard.deploy.redis_server import RedisProcess, private_server_told, redis_user, start_private_redis
 from blockyard.deploy.serving import (
     Progress,
     Report,
@@ -50,33 +49,46 @@ MAX_TEMP_LENGTH = 25
 def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterState:
     """Returns once every worker and router serves. On any failure, Ctrl-C included, undoes what it has done.
 
-    Raises ClusterStartError, RedisStartError, RayStartError, or ValueError for a cluster that is up
-    already or a model that the engine cannot run."""
-    left = refuse_if_up(options.cluster)
+    Raises ClusterStartError, RedisStartError, RayStartError, NameTakenError, or ValueError for a cluster that is up
+    already or comes up, and for a model that the engine cannot run."""
+    refuse_if_up(options.cluster)
     options, moved_ports = preflight.ports_moved(options)
     preflight.check(options)
     for warning in (*moved_ports, *filter(None, (options.exposure,))):
         report(Progress(stage="looking at ports", warning=warning))
-    for warning in redis_given.check(options):
-        report(Progress(stage="looking at Redis", warning=warning))
-    if options.address is not None:
-        ray_head.check_listening(options.address)
-    if left is not None:
-        _remove_files(left)
-    cluster = ClusterState(
-        cluster=options.cluster,
-        model=options.served_names[0],
-        secret=secrets.token_hex(32),
-        directory=str(_make_directory()),
-        host=options.host,
-        starter=identify(os.getpid()),
-    )
-    state.save(cluster)
+    with redis_given.claimed(options) as keep_claim:
+        for warning in redis_given.check(options):
+            report(Progress(stage="looking at Redis", warning=warning))
+        if options.address is not None:
+            ray_head.check_listening(options.address)
+        cluster = _take_name(options)
 
-    def told(progress: Progress) -> None:
-        raise_if_asked()
-        report(progress)
+        def told(progress: Progress) -> None:
+            raise_if_asked()
+            keep_claim()
+            report(progress)
 
+        return _up(cluster, options, told, report)
+
+
+def _take_name(options: UpOptions) -> ClusterState:
+    """In this home: from here on another `up` of this name is refused."""
+    with state.alone():
+        left = refuse_if_up(options.cluster)
+        if left is not None and left.directory is not None:
+            shutil.rmtree(left.directory, ignore_errors=True)
+        cluster = ClusterState(
+            cluster=options.cluster,
+            model=options.served_names[0],
+            secret=secrets.token_hex(32),
+            directory=str(_make_directory()),
+            host=options.host,
+            starter=identify(os.getpid()),
+        )
+        return _saved(cluster)
+
+
+def _up(cluster: ClusterState, options: UpOptions, told: Report, report: Report) -> ClusterState:
     try:
         if options.address is None:
             cluster = _start_redis(cluster, options, told)
@@ -121,7 +133,7 @@ def leftovers(cluster: ClusterState) -> list[str]:
 
 
 def _say_goodbye(cluster: ClusterState, drain_seconds: float) -> None:
-    if cluster.ray_address is None:
+    if cluster.ray_address is None or not cluster.is_supervised:
         return
     if cluster.head is None:
         with on_ray.driver(cluster):
@@ -215,6 +227,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         shipped() if options.ships_code else contextlib.nullcontext() as wheel,
         on_ray.driver(cluster, wheel) as info,
     ):
+        on_ray.refuse_if_taken(cluster.cluster)
         state.save(cluster)
         if options.address is not None and wheel is None:
             report(Progress(stage="comparing the nodes' code"))
@@ -240,6 +253,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         spec = spec_of(cluster, options, shape)
         with _router_ports(spec.router) as router:
             on_ray.create_supervisor(replace(spec, router=router))
+            cluster = _saved(replace(cluster, is_supervised=True))
             serving = wait_until_all_serve(report)
         cluster = _saved(replace(cluster, routers=serving.routers, gateways=serving.gateways))
         wait_until_connected(shape.num_workers, report)

@@ -8,7 +8,7 @@ one question is under way at a time, so an answer that is slow, as on a busy mac
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from math import inf
+from math import inf, isinf
 from typing import TypeVar
 
 from blockyard.deploy.places import PUSH_SECONDS
@@ -17,8 +17,9 @@ ANSWER_SECONDS = PUSH_SECONDS
 """An answer that takes longer is missed for now, and shows in `status`."""
 QUESTION_SECONDS = PUSH_SECONDS + ANSWER_SECONDS
 """From one missed question to the next: the supervisor pauses between its looks."""
-ADOPTED_SECONDS = 120.0
-"""For one that a new supervisor finds: it may still be importing and loading."""
+STARTING_SECONDS = 120.0
+"""For one that starts, from its first answer on: it answers while it loads, with pauses as long as a library's import
+on a busy machine. And for one that a new supervisor finds, which may have just begun."""
 T = TypeVar("T")
 
 
@@ -31,11 +32,12 @@ class Pulse:
 
     def __init__(self, ask: Callable[[], Awaitable[object]], *, patience_seconds: float = inf) -> None:
         self.patience_seconds = patience_seconds
-        """Silence for so long means that it hangs. Infinite while it starts: loading may keep it from answering."""
+        """Silence for so long means that it hangs. Infinite until its first answer: it may wait for a node."""
         self.num_missed = 0
         """Looks in a row that had no answer."""
         self._ask = ask
-        self._asked: asyncio.Task[object] | None = None
+        # At once: the answer comes as soon as its process has begun, and shows that a later silence is a freeze.
+        self._asked: asyncio.Task[object] | None = asyncio.create_task(_awaited(ask()))
         self._hung = asyncio.Event()
 
     async def look(self) -> object | None:
@@ -48,6 +50,8 @@ class Pulse:
             return None
         asked, self._asked = self._asked, None
         self.num_missed = 0
+        if isinf(self.patience_seconds):
+            self.patience_seconds = STARTING_SECONDS
         return asked.result()
 
     def missed(self) -> None:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockyard.deploy import ray_head
+from blockyard.deploy.deadline import Budget, Child
 from blockyard.deploy.places import SUPERVISOR_NAME
 from blockyard.deploy.state import ClusterState
 
 if TYPE_CHECKING:
+    from blockyard.deploy.nodes import RayNode
     from blockyard.deploy.places import ClusterSpec, SupervisorReport
 
 CALL_SECONDS = 15.0
 HELLO_SECONDS = 4.0
+"""For the supervisor's first word to a command."""
 POLL_SECONDS = 0.2
 
 
@@ -43,12 +46,20 @@ _WITHOUT_HEAD = (
 )
 
 
+_IN_A_MINUTE = (
+    "one that hangs is started again within a minute, and `blockyard workers` asks the routers meanwhile"
+)
+
+
 def silence_of(cluster: ClusterState) -> str:
     """What is said of a Ray that does not answer in time."""
     which = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
+    ends = f"`blockyard down{which}` ends what is left"
+    if cluster.head is None:
+        ends = f"`blockyard down --forget{which}` forgets a Ray that is gone for good"
     return (
         f"Ray at {cluster.ray_address} does not answer; `blockyard workers{which}` asks the routers, who need no Ray, "
-        f"and `blockyard down{which}` ends what is left"
+        f"and {ends}"
     )
 
 
@@ -62,6 +73,8 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
     try:
         if cluster.head is not None:
             ray_head.check_alive(cluster.head.session)
+            if ray_head.is_supervisor_stopped(cluster.head.session):
+                raise RuntimeError(f"the supervisor is stopped and does not answer: {_IN_A_MINUTE}")
         info = ray_head.connect(
             cluster.ray_address,
             namespace=namespace(cluster.cluster),
@@ -79,6 +92,49 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
             yield info
         finally:
             ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What Ray and the supervisor say of a cluster."""
+
+    report: "SupervisorReport"
+    living: "list[RayNode]"
+
+
+def looking(cluster: ClusterState, budget: Budget, supervisor_seconds: float) -> Child:
+    """A look by a child, whose answer is Seen, as `driver` and `supervisor_report` raise."""
+
+    def look(send: Callable[[Any], None]) -> None:
+        from blockyard.deploy.nodes import living_nodes
+
+        with driver(cluster):
+            report = supervisor_report(budget.step_seconds(supervisor_seconds))
+            send(Seen(report=report, living=living_nodes()))
+
+    return Child(look)
+
+
+def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> None:
+    """For a command that is to be a driver: Ray itself would keep it waiting for minutes. Raises TimeoutError where Ray
+    does not answer within the command's budget, and what `driver` and `supervisor_report` raise."""
+    budget = Budget.of_this_process()
+
+    def look(send: Callable[[Any], None]) -> None:
+        with driver(cluster):
+            send(supervisor_report(budget.step_seconds(HELLO_SECONDS)) if asks_supervisor else None)
+
+    Child(look).answer(budget.left_seconds, silence_of(cluster))
+
+
+def check_lets_in(address: str) -> None:
+    """As `check_answers`, of a Ray without a cluster of ours."""
+
+    def look(send: Callable[[Any], None]) -> None:
+        with joined(address):
+            send(None)
+
+    Child(look).answer(Budget.of_this_process().left_seconds, f"Ray at {address} does not answer")
 
 
 @contextlib.contextmanager
@@ -114,33 +170,57 @@ def room() -> list[Mapping[str, float]]:
     return list(state.available_resources_per_node().values())  # type: ignore[no-untyped-call]
 
 
+class NameTakenError(RuntimeError):
+    """A cluster of this name is up on this Ray, or comes up."""
+
+
+def refuse_if_taken(cluster: str) -> None:
+    """Raises NameTakenError where the name has a supervisor on this Ray."""
+    import ray
+
+    with contextlib.suppress(ValueError):
+        ray.get_actor(SUPERVISOR_NAME)
+        raise NameTakenError(
+            f"this Ray has a cluster called {cluster!r} already, brought up from elsewhere: name this one otherwise "
+            "(--cluster), or take that one down"
+        )
+
+
 def create_supervisor(spec: "ClusterSpec") -> None:
-    """Returns at once; the supervisor outlives this driver and any death but `shut_down`."""
+    """Returns at once; the supervisor outlives this driver and any death but `shut_down`. Raises NameTakenError where
+    there is one: of two that come at once Ray lets one have the name."""
     import ray
     from blockyard.deploy.supervisor import Supervisor
     from blockyard.deploy.wish import RayWishStore
 
+    refuse_if_taken(spec.router.cluster)
     # What was asked of a cluster of this name that is gone.
     RayWishStore(spec.namespace).forget_now()
     supervisor = ray.remote(Supervisor).options(
         name=SUPERVISOR_NAME, lifetime="detached", max_restarts=-1, max_task_retries=-1, num_cpus=0
     )
-    supervisor.remote(spec)
+    try:
+        supervisor.remote(spec)
+    except ValueError:
+        refuse_if_taken(spec.router.cluster)
+        raise
 
 
 def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorReport":
     """Who should run and how each is doing. Raises RuntimeError where the supervisor does not say."""
     import ray
-    from ray.exceptions import GetTimeoutError
+    from ray.exceptions import GetTimeoutError, RayError
 
     supervisor: Any = ray.get_actor(SUPERVISOR_NAME)
     try:
         report: SupervisorReport = ray.get(supervisor.report.remote(), timeout=timeout_seconds)
     except GetTimeoutError:
         raise RuntimeError(
-            f"the supervisor did not answer within {timeout_seconds:.0f} s: one that hangs is ended and started again "
-            "within a minute; `blockyard workers` asks the routers meanwhile"
+            f"the supervisor did not answer within {timeout_seconds:.1f} s: {_IN_A_MINUTE}"
         ) from None
+    except RayError as error:
+        what = type(error).__name__
+        raise RuntimeError(f"the supervisor does not answer ({what}): {_IN_A_MINUTE}") from None
     return report
 
 

@@ -53,6 +53,8 @@ MEMORY_MONITOR_OFF = "0"
 on: killing them frees little and ends a cluster for another program's sake. Without it the kernel takes the largest."""
 OBJECT_STORE_BYTES = 100_000_000
 """Near Ray's minimum: tokens never pass through the object store."""
+SUPERVISOR_TITLE = "ray::Supervisor"
+"""What Ray calls its process."""
 _POLL_SECONDS = 0.05
 _LOG_TAIL_BYTES = 2000
 
@@ -208,6 +210,15 @@ def check_alive(session: int) -> None:
         if name == RAYLET:
             raise RayletDiedError(f"no Ray answers: its {name} {what}; {_BY_ITSELF}")
         raise RayConnectError(f"no Ray answers: its {name} {what}")
+
+
+def is_supervisor_stopped(session: int) -> bool:
+    """Of the head that was started here; one on another node is not seen."""
+    return any(
+        state_of(member.pid) == STOPPED
+        for member in session_members(session)
+        if command_of(member.pid)[:1] == [SUPERVISOR_TITLE]
+    )
 
 
 def check_listening(address: str) -> None:

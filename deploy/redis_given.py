@@ -5,7 +5,10 @@ password: no message here has more of it than `masked` leaves.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from blockyard.deploy.wanted_cluster import UpOptions
 
 LOOK_SECONDS = 3.0
+CLAIM_SECONDS = 120.0
+"""For so long the name of an `up` that was killed is refused; and so long an `up` may pause between two renewals."""
+RENEW_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +95,45 @@ def _refuse_name_in_use(url: str, cluster: str) -> None:
             f"{others[0].address} was heard of within seconds. Name this one otherwise (--cluster), or take that one "
             "down; if it has just ended, try again in some seconds"
         )
+
+
+@contextlib.contextmanager
+def claimed(options: "UpOptions") -> Iterator[Callable[[], None]]:
+    """Inside, no other `up` of this name begins on the workers' Redis, as long as what this yields is called now and
+    then. Raises ValueError where another is under way. On a Redis that does not answer nothing is claimed."""
+    url, holder, renewed_at = options.given_redis_url, secrets.token_hex(8), -RENEW_SECONDS
+    if url is None:
+        yield lambda: None
+        return
+
+    def keep() -> None:
+        nonlocal renewed_at
+        if time.monotonic() < renewed_at + RENEW_SECONDS:
+            return
+        renewed_at = time.monotonic()
+        with contextlib.suppress(PrefixIndexError):
+            if not asyncio.run(_claim(url, options.cluster, holder)):
+                raise ValueError(
+                    f"another `up` of cluster {options.cluster!r} is under way on {masked(url)}: name this one "
+                    f"otherwise (--cluster). If that one was killed, try again in {CLAIM_SECONDS / 60:.0f} minutes"
+                )
+
+    keep()
+    try:
+        yield keep
+    finally:
+        with contextlib.suppress(PrefixIndexError):
+            asyncio.run(_unclaim(url, options.cluster, holder))
+
+
+async def _claim(url: str, cluster: str, holder: str) -> bool:
+    async with connect(url, timeout_seconds=LOOK_SECONDS) as client:
+        return await RedisPrefixIndex(client, cluster).claim(holder, lease_seconds=CLAIM_SECONDS)
+
+
+async def _unclaim(url: str, cluster: str, holder: str) -> None:
+    async with connect(url, timeout_seconds=LOOK_SECONDS) as client:
+        await RedisPrefixIndex(client, cluster).unclaim(holder)
 
 
 async def _directory(url: str, cluster: str) -> list[WorkerRecord]:

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import secrets
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import redis
 from blockyard.deploy.redis_versions import OLDEST, ServerVersion, version_of_program
+from blockyard.proto.index_acl import Role, acl_rules, user_name
 from blockyard.proto.index_schema import MAX_BUCKET_ENTRIES, MAX_BUCKET_VALUE_BYTES
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -51,6 +53,11 @@ class RedisUser:
 
     def setting(self) -> str:
         return f"user {self.name} on #{sha256(self.password.encode()).hexdigest()} {self.rules}"
+
+
+def redis_user(role: Role, cluster: str) -> RedisUser:
+    """Makes a user of the private Redis, with a password of its own."""
+    return RedisUser(name=user_name(role), password=secrets.token_hex(16), rules=acl_rules(role, cluster))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def scale(
     and stays out. Raises ValueError, before anything is changed, where the nodes have no room and none is waited for,
     RuntimeError where a new worker does not start."""
     with on_ray.driver(cluster):
-        before = on_ray.supervisor_report()
+        before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
         names = workers_of(before)
         missing = num_workers - len(names)
         if missing > 0 and not waits_for_nodes:

@@ -4,16 +4,12 @@ Owns options. Does not own what tokens mean (router/auth.py), how they are made 
 (router/client/connection.py). A token is never an argument: those can be read by everybody on the machine.
 """
 
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
 import click
 from blockyard.deploy.config_file import config_option
-from blockyard.deploy.redis_server import RedisUser
 from blockyard.deploy.settings import Command, setting
-from blockyard.proto.index_acl import Role as RedisRole
-from blockyard.proto.index_acl import acl_rules, user_name
 from blockyard.proto.secret_files import read_secret_file
 from blockyard.proto.tls import server_credentials, session_channels
 from blockyard.proto.tls_files import ServerTls, SessionTls, server_tls, session_tls
@@ -39,11 +35,6 @@ class SecurityOptions:
         server_credentials(self.tls)
         server_credentials(self.session_tls)
         session_channels(self.session_tls, secret="", cluster="")
-
-
-def redis_user(role: RedisRole, cluster: str) -> RedisUser:
-    """Of the private Redis, with a password of its own."""
-    return RedisUser(name=user_name(role), password=secrets.token_hex(16), rules=acl_rules(role, cluster))
 
 
 def security_options(command: Command) -> Command:

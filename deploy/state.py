@@ -5,9 +5,11 @@ only: it holds the cluster secret and the Redis URL. Does not own the processes 
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,8 @@ class ClusterState:
     """None on a cluster that we joined."""
     redis: RedisState | None = None
     """None where the operator named a Redis."""
+    is_supervised: bool = False
+    """The supervisor of this name on its Ray is this cluster's. Without one there is nobody to say goodbye to."""
     starter: ProcessIdentity | None = None
     """The `up` that makes it: while it lives, the cluster is its alone."""
 
@@ -110,6 +114,18 @@ def save(state: ClusterState) -> None:
     partial.replace(path)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, no other command with this home decides whose a name is."""
+    home().mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(home(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def load(cluster: str) -> ClusterState:
     """Raises NoSuchClusterError, with the names of those there are."""
     path = state_path(cluster)
@@ -117,7 +133,10 @@ def load(cluster: str) -> ClusterState:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = ", ".join(known_clusters()) or "none"
-        raise NoSuchClusterError(f"no cluster {cluster!r} is known here (known: {known})") from None
+        raise NoSuchClusterError(
+            f"no cluster {cluster!r} is known here (known: {known}): start one with `blockyard up --model demo`, "
+            "or name a router with --router"
+        ) from None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return _from_document(document)
@@ -137,6 +156,7 @@ def _from_document(document: dict[str, Any]) -> ClusterState:
     head, redis = document.pop("head"), document.pop("redis")
     document["routers"] = tuple(document["routers"])
     document["gateways"] = tuple(document.get("gateways", ()))
+    document.setdefault("is_supervised", True)  # of a version that did not say
     if document.get("starter") is not None:
         document["starter"] = ProcessIdentity(**document["starter"])
     if head is not None:

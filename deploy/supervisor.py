@@ -25,12 +25,13 @@ from blockyard.deploy.actors import (
     adopt_or_create,
     all_of,
     answer,
+    end_process,
     living_names,
     reason,
 )
 from blockyard.deploy.dashboard.announcing import announcement_of, keep_announced, withdraw
 from blockyard.deploy.joining import Joining
-from blockyard.deploy.liveness import ADOPTED_SECONDS, Pulse
+from blockyard.deploy.liveness import STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.places import (
     PUSH_SECONDS,
     ClusterSpec,
@@ -144,6 +145,9 @@ class Supervisor:
     def _kill(self, actor: Any) -> None:
         ray.kill(actor)
 
+    def _end_process(self, place: Place) -> None:
+        end_process(place.node_id, place.pid)
+
     def _living(self) -> frozenset[str]:
         return living_names()
 
@@ -243,6 +247,8 @@ class Supervisor:
             except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
                 place.error = "" if place.is_leaving else reason(error)
                 logger.warning("%s ended: %s", place.name, place.error or "it was told to")
+                if isinstance(error, HungError | TimeoutError) and place.pid:
+                    self._end_process(place)
             if place.is_retiring:
                 return
             was_taken_out = place.was_taken_out
@@ -271,11 +277,14 @@ class Supervisor:
 
     async def _run_once(self, place: Place) -> None:
         """Adopts the actor of this name or makes it; raises RayError when it dies, HungError when it hangs."""
+        place.pid, place.node_id = 0, ""
         actor = self._actors[place.name] = adopt_or_create(self._spec, place)
         async with self._pulse(place, actor) as pulse:
             if place.name in self._found:
                 self._found.discard(place.name)
-                pulse.patience_seconds = ADOPTED_SECONDS
+                pulse.patience_seconds = STARTING_SECONDS
+            whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
+            place.node_id, place.pid = await pulse.unless_hung(whereabouts)
             self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._remember_addresses())
             pulse.patience_seconds = self._spec.hung_seconds

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ def new(
     """Draw a token and print it, this once, on stdout."""
     limit = RateLimit(requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute)
     ends = None if expires is None else parse_time(expires, "--expires")
+    if ends is not None and ends <= datetime.now(UTC):
+        raise ValueError(f"--expires must be in the future, not {expires}")
     drawn, entry = new_token(name, role, tenant, limit=limit, expires=ends)
     if auth_file is not None:
         append_entry(auth_file, entry)
@@ -122,8 +124,8 @@ def rotate(name: str, auth_file: Path, overlap_seconds: float, output: str) -> N
 
     def change(document: Document) -> Document:
         nonlocal drawn, entries
-        overlap = timedelta(seconds=overlap_seconds)
-        drawn, entries = rotated(document.entries, name, overlap=overlap, now=datetime.now(UTC))
+        now = datetime.now(UTC)
+        drawn, entries = rotated(document.entries, name, overlap_seconds=overlap_seconds, now=now)
         return replace(document, entries=entries)
 
     change_file(auth_file, change)

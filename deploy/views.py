@@ -208,14 +208,21 @@ def place_dict(place: "Place") -> dict[str, object]:
 
 def status_view(
     cluster: ClusterState,
-    report: "SupervisorReport",
+    report: "SupervisorReport | None",
     info: cluster_pb2.ClusterInfo | None,
     nodes: Sequence["RayNode"],
 ) -> RenderableType:
-    table = _places_table(report.places, nodes)
-    num_workers = sum(place.kind == "worker" for place in report.places)
+    """Without a report nothing is known of the places: the routers' word is all there is."""
+    num_workers = cluster.num_workers
+    if report is not None:
+        num_workers = sum(place.kind == "worker" for place in report.places)
     counts = Text("no router answers", "red") if info is None else Text(_counts(num_workers, info))
+    if report is None:
+        return Group(
+            counts, Text("the supervisor has said nothing: what each place does is not known", "red")
+        )
     where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
+    table = _places_table(report.places, nodes)
     return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from blockyard.router.client import AsyncClient, BlockyardError
 
+if len(sys.argv) < 3:
+    sys.exit("usage: python examples/batch_file.py IN.jsonl OUT.jsonl [HOST:PORT]")
 SOURCE, TARGET = Path(sys.argv[1]), Path(sys.argv[2])
 ADDRESS = sys.argv[3] if len(sys.argv) > 3 else "127.0.0.1:50051"
 IN_FLIGHT = 16

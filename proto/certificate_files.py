@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Generic, TypeVar
 
 from blockyard.proto.secret_files import read_file, read_secret_file
@@ -22,6 +22,8 @@ WARNING_TIME = timedelta(days=14)
 """So long before a certificate expires the log says so, at each start and once a day."""
 LOOK_SECONDS = 1.0
 """Files are looked at so often at most, when somebody connects."""
+PATIENCE_SECONDS = 0.05
+"""A caller waits so long for a look. After that it goes on with what was made before, and so do all others."""
 READ_AGAIN_SECONDS = 24 * 3600.0
 """Files that have not changed are checked again so often, for their dates."""
 
@@ -88,28 +90,44 @@ def _warn_of_expiry(certificates: Iterable[x509.Certificate], what: str) -> None
 
 class Reloaded(Generic[Made]):
     """What is made of files, made again when they change. Files that cannot be used are said in the log, and what was
-    made before stays. Thread-safe."""
+    made before stays. Thread-safe.
+
+    Files are read in a thread of their own: on a lost file server a look may take minutes, and callers are event loops.
+    """
 
     def __init__(self, paths: Sequence[str], make: Callable[[], Made]) -> None:
         """Raises what `make` raises."""
         self._paths = paths
         self._make = make
         self._lock = Lock()
-        self._state = self._look()
+        self._look: Thread | None = None
+        """Under way, or the last one."""
+        self._state = self._states()
         self._looked_at = self._read_at = time.monotonic()
         self._made = make()
 
     def current(self) -> Made:
-        """What was made last, of the files as they are."""
+        """What was made last, of the files as they are. Blocks for PATIENCE_SECONDS at most."""
+        if look := self._new_look():
+            look.join(PATIENCE_SECONDS)
+            if look.is_alive():
+                logger.error("%s: reading takes long, what was read before stays in use", self._paths[0])
+        return self._made
+
+    def _new_look(self) -> Thread | None:
+        """None where the last one is recent, or goes on still."""
         with self._lock:
             now = time.monotonic()
-            if now - self._looked_at >= LOOK_SECONDS:
-                self._looked_at = now
-                self._read_again(now)
-            return self._made
+            goes_on = self._look is not None and self._look.is_alive()
+            if goes_on or now - self._looked_at < LOOK_SECONDS:
+                return None
+            self._looked_at = now
+            self._look = Thread(target=self._read_again, args=(now,), name="certificates", daemon=True)
+            self._look.start()
+            return self._look
 
     def _read_again(self, now: float) -> None:
-        state = self._look()
+        state = self._states()
         has_changed = state != self._state
         if not has_changed and now - self._read_at < READ_AGAIN_SECONDS:
             return
@@ -122,7 +140,7 @@ class Reloaded(Generic[Made]):
             if has_changed:
                 logger.info("read again: %s", ", ".join(self._paths))
 
-    def _look(self) -> list[tuple[int, ...] | None]:
+    def _states(self) -> list[tuple[int, ...] | None]:
         """Links are followed: a Kubernetes Secret changes by them."""
         return [_state_of(path) for path in self._paths]
 

@@ -12,6 +12,7 @@ Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`
     names        HASH  berth -> identity (what a look-up returns): worker_id NUL incarnation [NUL "anywhere"]
     free         SET   berth numbers that may be used again
     condemned    SET   berths that the walk under way strikes out
+    claim        HASH  holder, until (ms of Redis's clock): the `up` under way, so that there is one of a name
     state        HASH  next (highest number given), beat, beat_lease, since (service), cursor (walk)
 
 Only the first 8 bytes of a name are kept. Their first 12 bits choose one of 4,096 buckets, small enough to

@@ -211,6 +211,32 @@ return 'OK'
 """
 )
 
+# A claim that runs for longer than any of ours does is no claim.
+CLAIM = (
+    PRELUDE
+    + """
+local claim, now, lease_ms = prefix .. 'claim', now_ms(), tonumber(ARGV[2])
+local held = redis.pcall('HMGET', claim, 'holder', 'until')
+if held.err then
+  redis.call('DEL', claim)
+elseif held[1] and held[1] ~= ARGV[1] then
+  local left_ms = (tonumber(held[2] or '') or 0) - now
+  if left_ms > 0 and left_ms <= lease_ms then return {0} end
+end
+redis.call('HSET', claim, 'holder', ARGV[1], 'until', now + lease_ms)
+return {1}
+"""
+)
+
+UNCLAIM = (
+    PRELUDE
+    + """
+local claim = prefix .. 'claim'
+if redis.pcall('HGET', claim, 'holder') == ARGV[1] then redis.call('DEL', claim) end
+return 'OK'
+"""
+)
+
 APPLY = (
     PRELUDE
     + """

@@ -50,6 +50,7 @@ _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 _DATABASE = re.compile(r"(/[0-9]*)?")
 _SCRIPTS = (
     *(index_scripts.REGISTER, index_scripts.APPLY, index_scripts.RENEW, index_scripts.RETIRE),
+    *(index_scripts.CLAIM, index_scripts.UNCLAIM),
     *(index_scripts.LOOKUP, index_scripts.DIRECTORY, index_walks.PURGE, index_walks.INFO),
 )
 
@@ -159,6 +160,15 @@ class RedisPrefixIndex:
 
     async def retire(self, berth: Berth) -> None:
         await self._call(index_scripts.RETIRE, berth.number, berth.epoch, berth.anywhere or 0)
+
+    async def claim(self, holder: str, *, lease_seconds: float) -> bool:
+        """Whether the cluster's name is this holder's from now on, for so long: not while another's claim runs."""
+        reply = await self._call(index_scripts.CLAIM, holder, _milliseconds(lease_seconds))
+        with _of_our_scripts():
+            return _counts(reply, 1) == (1,)
+
+    async def unclaim(self, holder: str) -> None:
+        await self._call(index_scripts.UNCLAIM, holder)
 
     async def lookup(self, names: Sequence[bytes]) -> list[Holder]:
         if not names:

@@ -93,25 +93,69 @@ def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
     """The same for a port that speaks HTTP; None for plaintext. Raises ValueError for files that cannot be used."""
     if tls is None:
         return None
-    files = Reloaded(_paths(tls.cert, tls.key, tls.client_ca), partial(_https_context, tls))
-    first = files.current()
+    return _HttpsContext.of(tls)
 
-    def show_current(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = files.current()
 
+class _HttpsContext(ssl.SSLContext):
+    """A server's context whose connections each take the context that the files make at that time.
+
+    A resumed session is not verified again: neither its certificate's dates, nor a CA that was replaced since. Where
+    clients show certificates, a connection therefore begins in a context of its own, which knows no earlier session.
+    """
+
+    _current: Callable[[], ssl.SSLContext]
+    _asks_for_certificate: bool
+
+    @classmethod
+    def of(cls, tls: ServerTls) -> "_HttpsContext":
+        """Raises ValueError."""
+        port = cls(ssl.PROTOCOL_TLS_SERVER)
+        files = Reloaded(_paths(tls.cert, tls.key, tls.client_ca), partial(_loaded_context, tls))
+        port._current, port._asks_for_certificate = files.current, tls.client_ca is not None
+        return port
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        current = self._current()
+        begins_in = _unresumable(current) if self._asks_for_certificate else current
+        return begins_in.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+
+
+def _unresumable(context: ssl.SSLContext) -> ssl.SSLContext:
+    """A new context that takes certificates and CAs of the given one. OpenSSL looks for sessions in the first alone."""
+
+    def proceed(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = context
+
+    first = _https_context(asks_for_certificate=True)
+    # Without them OpenSSL would issue sessions that no later connection can resume.
+    first.num_tickets = 0
+    first.options |= ssl.OP_NO_TICKET
     # Called with each connection's first message, whether it names a server or not.
-    first.sni_callback = show_current
+    first.sni_callback = proceed
     return first
 
 
-def _https_context(tls: ServerTls) -> ssl.SSLContext:
+def _loaded_context(tls: ServerTls) -> ssl.SSLContext:
     read_pair(tls.key, tls.cert)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context = _https_context(asks_for_certificate=tls.client_ca is not None)
     context.load_cert_chain(tls.cert, tls.key, password=no_password)
-    context.set_alpn_protocols(["http/1.1"])
     if tls.client_ca is not None:
         context.load_verify_locations(cadata=read_ca(tls.client_ca).decode("ascii"))
+    return context
+
+
+def _https_context(*, asks_for_certificate: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if asks_for_certificate:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

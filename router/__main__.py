@@ -160,7 +160,7 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
 
 
 def _redis_url(given: str | None) -> str | None:
-    """What everybody on the machine can read may hold no password."""
+    """Refuses a password in an argument, which every user of the machine can read."""
     if given is not None and ("@" in given or "password" in given.lower()):
         raise ValueError(
             f"--redis-url names a user or a password: set {REDIS_URL_VARIABLE} instead of an argument"

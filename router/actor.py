@@ -56,6 +56,10 @@ class RouterActor:
     def __repr__(self) -> str:
         return self._router_id
 
+    async def whereabouts(self) -> tuple[str, int]:
+        """Its node and its process: by them one that hangs is ended."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     async def start(self) -> StartedRouter:
         """Idempotent: a supervisor that adopts a running router asks again."""
         if self._starting is None:

@@ -6,7 +6,8 @@ Owns the bounds of its fields, the deadline of each call and the audit line. Who
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -33,7 +34,16 @@ ANSWER_SECONDS = 10.0
 """For a worker to do what takes no grace: it does so between two steps."""
 HAND_OVER_SECONDS = 60.0
 """Beyond the grace, where the client sets no deadline: the step under way has to end."""
+SETTLE_SECONDS = 0.5
+"""So long after one router has heard of a drain all have: a worker tells all at once, and again with each pong."""
+LOOK_SECONDS = 0.02
 T = TypeVar("T")
+
+
+def leaves_a_worker(worker_id: str, ready: Iterable[str], asked: Collection[str]) -> bool:
+    """Whether another worker takes requests without this one. `asked` are those whose drain is under way here: they may
+    not have said so yet."""
+    return any(other != worker_id and other not in asked for other in ready)
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -42,13 +52,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, parts: RouterParts, *, principal: Callable[[], str] = principal_name) -> None:
         self._parts = parts
         self._principal = principal
+        self._asked: Counter[str] = Counter()
+        """Drains under way here, by worker, until every router knows of them."""
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: Context
     ) -> admin_pb2.DrainWorkerResponse:
         grace_seconds = _grace_seconds(request)
         link = self._link(request.worker_id)
-        if not request.force:
+        is_checked = not (request.force or self._is_draining(request.worker_id))
+        if is_checked:
             self._refuse_last(request.worker_id)
         forced = " force" if request.force else ""
         self._audit("DrainWorker", f"{request.worker_id} grace_seconds={grace_seconds:g}{forced}")
@@ -57,10 +70,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if left_seconds is not None:
             timeout_seconds = min(left_seconds, MAX_GRACE_SECONDS + HAND_OVER_SECONDS)
         asked = admin_pb2.DrainWorkerRequest(worker_id=request.worker_id, grace_seconds=grace_seconds)
-        drained: admin_pb2.DrainWorkerResponse = await _answer(
+        drain: Awaitable[admin_pb2.DrainWorkerResponse] = _answer(
             link.call("DrainWorker", asked, timeout_seconds)
         )
-        return drained
+        return await (self._checked_again(request.worker_id, link, drain) if is_checked else drain)
 
     async def ResumeWorker(
         self, request: admin_pb2.ResumeWorkerRequest, context: Context
@@ -129,18 +142,43 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise UnknownWorker("worker_id: no worker of this id is known")
         return link
 
+    async def _checked_again(
+        self, worker_id: str, link: EngineLink, drain: Awaitable[admin_pb2.DrainWorkerResponse]
+    ) -> admin_pb2.DrainWorkerResponse:
+        """The drain. It is taken back where another router has drained the last of the others at the same moment: both
+        mark first and look then, so that one of them at least sees the other's mark."""
+        self._asked[worker_id] += 1
+        draining = asyncio.ensure_future(drain)
+        try:
+            try:
+                while not (draining.done() or self._is_draining(worker_id)):
+                    await asyncio.wait({draining}, timeout=LOOK_SECONDS)
+                if draining.done():
+                    draining.result()
+                await asyncio.sleep(SETTLE_SECONDS)
+            finally:
+                self._asked -= Counter((worker_id,))
+            try:
+                self._refuse_last(worker_id)
+            except LastWorker:
+                resumed = admin_pb2.ResumeWorkerRequest(worker_id=worker_id)
+                await _answer(link.call("ResumeWorker", resumed, ANSWER_SECONDS))
+                raise
+            return await draining
+        finally:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+
+    def _is_draining(self, worker_id: str) -> bool:
+        worker = self._parts.fleet.view.find(worker_id)
+        return worker is not None and worker.is_draining
+
     def _refuse_last(self, worker_id: str) -> None:
-        view = self._parts.fleet.view
-        worker = view.find(worker_id)
-        if (
-            worker is None
-            or worker.is_draining
-            or any(other.worker_id != worker_id for other in view.ready())
-        ):
-            return
-        raise LastWorker(
-            "no other worker takes requests: bring one up first, or drain this one with `force` (--force)"
-        )
+        ready = (worker.worker_id for worker in self._parts.fleet.view.ready())
+        if not leaves_a_worker(worker_id, ready, self._asked):
+            raise LastWorker(
+                "no other worker takes requests: bring one up first, or drain this one with `force` (--force)"
+            )
 
     def _audit(self, method: str, about: str) -> None:
         """Names alone, which have passed their rule: nothing of a prompt, nothing that breaks a line."""

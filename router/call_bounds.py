@@ -115,6 +115,12 @@ class CallBounds:
             raise DeadlinePassed("the deadline passed before the answer was complete") from None
 
 
+def caller_client(peer: str) -> str:
+    """Whoever is charged before a call is read: the tenant where it is proven, else the address of `peer`."""
+    principal = PRINCIPAL.get()
+    return client_address(peer) if principal is None else principal.tenant
+
+
 def client_address(peer: str) -> str:
     """What stands for a client that has no name: its address, without the port; of IPv6 the network."""
     kind, _, rest = peer.partition(":")

@@ -63,9 +63,9 @@ class RouterParts:
     ledger: AdmissionLedger
     registry: RequestRegistry
     limits: SamplingLimits
+    grammar_places: GrammarPlaces
     clock: Callable[[], float] = time.monotonic
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
-    grammar_places: GrammarPlaces = field(default_factory=GrammarPlaces)
 
     @property
     def max_model_len(self) -> int:

@@ -1,4 +1,4 @@
-"""What has not come whole yet: requests whose bytes a client still sends, bounded in number, size and time.
+"""Bounds requests that a client is still sending: their number, size and time.
 
 Admission (admission.py) charges whole requests alone. The incomplete ones are charged here, to one budget of bytes for
 all protocols of a router, and one client has half of it at most. An ordinary request is whole at once and is never
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn, TypeVar
 
-from blockyard.router.auth import PRINCIPAL
+from blockyard.router.call_bounds import caller_client
 from blockyard.router.errors import DeadlinePassed, Overloaded
 
 MESSAGE_SECONDS = 10.0
@@ -50,10 +50,9 @@ class Intake:
         """Messages, charged or not."""
 
     @contextmanager
-    def charge(self, address: str) -> Iterator[Charge]:
-        """To the tenant of the call at hand, or to the address where clients do not authenticate."""
-        principal = PRINCIPAL.get()
-        client = f"address {address}" if principal is None else f"tenant {principal.tenant}"
+    def charge(self, peer: str) -> Iterator[Charge]:
+        """`peer` is the other end of the connection, as gRPC writes it."""
+        client = caller_client(peer)
         charge = Charge(self, client)
         try:
             yield charge
@@ -73,7 +72,7 @@ class Intake:
         self._held_by[client] += num_bytes
 
     async def message(
-        self, reading: Callable[[], Awaitable[T]], *, most_bytes: int, address: Callable[[], str]
+        self, reading: Callable[[], Awaitable[T]], *, most_bytes: int, peer: Callable[[], str]
     ) -> T:
         """What `reading` returns. Raises Overloaded, and DeadlinePassed where it is not whole in time."""
         if self.num_incomplete >= MAX_INCOMPLETE:
@@ -83,7 +82,7 @@ class Intake:
 
         def charge_late() -> None:
             try:
-                stack.enter_context(self.charge(address())).grow(most_bytes)
+                stack.enter_context(self.charge(peer())).grow(most_bytes)
                 patience.reschedule(loop.time() + MESSAGE_SECONDS - PROMPT_SECONDS)
             except Overloaded as error:
                 refusal.append(error)

@@ -19,9 +19,10 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
+from blockyard.router.call_bounds import caller_client
 from blockyard.router.call_gate import CallGate, answer_to
 from blockyard.router.errors import DeadlinePassed, MalformedMessage, Overloaded, RouterError
-from blockyard.router.intake import Intake
+from blockyard.router.intake import PROMPT_SECONDS, Intake
 from blockyard.router.status import code_of, trailing_metadata
 from google.protobuf.message import DecodeError
 
@@ -34,6 +35,7 @@ LASTING_METHODS = frozenset(
 """They end when the client likes, and nothing else counts them."""
 MAX_LASTING = 256
 """Of each, at once."""
+MAX_LASTING_A_CLIENT = 32
 LASTING_RETRY_SECONDS = 5.0
 
 
@@ -69,7 +71,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, gate: CallGate, intake: Intake, *, message_bytes: int) -> None:
         """`message_bytes`: the largest message that the server reads."""
         self._gate, self._intake, self._message_bytes = gate, intake, message_bytes
-        self._num_lasting: Counter[str] = Counter()
+        self._num_lasting: Counter[tuple[str, str]] = Counter()
+        """By method and client. Under the client "" are all of a method."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -99,7 +102,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             try:
                 if method not in LASTING_METHODS:
                     return await inner(context)
-                with self._lasting(method):
+                with self._lasting(method, caller_client(context.peer())):
                     return await inner(context)
             except grpc.aio.AbortError:
                 raise
@@ -122,12 +125,16 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
     def _of_stream(self, handler: Any) -> Callable[[Context], Awaitable[None]]:
         """Of reflection, the one method whose requests are a stream; its handler is an async generator. A client that
-        asks nothing for a while is told that this was all: it opens another stream for its next question."""
+        asks nothing for a while is told that this was all: it opens another stream for its next question. So a stream
+        is never charged while its client has nothing to ask."""
 
         async def requests(context: Context) -> AsyncIterator[Any]:
-            with suppress(DeadlinePassed):
-                while (raw := await self._read(context)) is not grpc.aio.EOF:
+            with suppress(DeadlinePassed, TimeoutError):
+                raw = await self._read(context)
+                while raw is not grpc.aio.EOF:
                     yield _parsed(handler.request_deserializer, raw)
+                    async with asyncio.timeout(PROMPT_SECONDS):
+                        raw = await context.read()
 
         async def behave(context: Context) -> None:
             async with aclosing(handler.stream_stream(requests(context), context)) as responses:
@@ -137,22 +144,27 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         return behave
 
     async def _read(self, context: Context) -> Any:
-        return await self._intake.message(
-            context.read, most_bytes=self._message_bytes, address=lambda: _address(context)
-        )
+        return await self._intake.message(context.read, most_bytes=self._message_bytes, peer=context.peer)
 
     @contextmanager
-    def _lasting(self, method: str) -> Iterator[None]:
+    def _lasting(self, method: str, client: str) -> Iterator[None]:
         """Raises Overloaded for a call beyond those that may last at once."""
-        if self._num_lasting[method] >= MAX_LASTING:
-            raise Overloaded(
-                f"{MAX_LASTING} such calls run already", retry_after_seconds=LASTING_RETRY_SECONDS
-            )
-        self._num_lasting[method] += 1
+        everybody, own = (method, ""), (method, client)
+        for key, most, whose in (
+            (own, MAX_LASTING_A_CLIENT, " of this client"),
+            (everybody, MAX_LASTING, ""),
+        ):
+            if self._num_lasting[key] >= most:
+                raise Overloaded(
+                    f"{most} such calls{whose} run already", retry_after_seconds=LASTING_RETRY_SECONDS
+                )
+        self._num_lasting.update((everybody, own))
         try:
             yield
         finally:
-            self._num_lasting[method] -= 1
+            self._num_lasting.subtract((everybody, own))
+            if not self._num_lasting[own]:
+                del self._num_lasting[own]
 
 
 async def _end_without_message(context: Context) -> NoReturn:
@@ -161,11 +173,6 @@ async def _end_without_message(context: Context) -> NoReturn:
         await _abort(context, MalformedMessage("the call has no message"), "a call")
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
-
-
-def _address(context: Context) -> str:
-    """Without the port."""
-    return context.peer().rpartition(":")[0]
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

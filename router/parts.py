@@ -16,6 +16,7 @@ from blockyard.router.config import RouterConfig
 from blockyard.router.engine_link import CHANNEL_OPTIONS
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
+from blockyard.router.grammar_places import GrammarPlaces
 from blockyard.router.model_facts import model_names, read_facts, resolve_model
 from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup
@@ -67,6 +68,8 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         max_queue_seconds=config.max_queue_seconds,
         tenant_weights=config.tenant_weights,
     )
+    grammar_places = GrammarPlaces(lambda: len(fleet.view.ready()))
+    fleet.on_change(grammar_places.hand_out)
     parts = RouterParts(
         facts=facts,
         cluster_secret=config.cluster_secret,
@@ -81,6 +84,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         ),
         registry=RequestRegistry(),
         limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
+        grammar_places=grammar_places,
     )
     return parts, _index(config, stack)
 

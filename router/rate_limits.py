@@ -82,8 +82,8 @@ class _Bucket:
 class RateCharge:
     """What one call has taken; at its end all goes back but for what it used."""
 
-    def __init__(self, taken: Sequence[tuple[_Bucket, Kind, float]]) -> None:
-        self._taken = taken
+    def __init__(self, taken: Sequence[tuple[_Bucket, Kind, float]], clock: Callable[[], float]) -> None:
+        self._taken, self._clock = taken, clock
         self._used: dict[Kind, int] = {"requests": 1, "tokens": 0}
 
     def use(self, tokens: int) -> None:
@@ -95,7 +95,10 @@ class RateCharge:
         self._used = {"requests": 0, "tokens": 0}
 
     def settle(self) -> None:
+        now = self._clock()
         for bucket, kind, amount in self._taken:
+            # What fills it meanwhile may not depend on whether another call has looked at it.
+            bucket.fill(bucket.per_minute, now)
             bucket.level = min(bucket.level + amount - self._used[kind], bucket.per_minute)
 
 
@@ -127,7 +130,7 @@ class RateLimits:
             raise RateLimited(f"{told}: come back in {seconds:.1f} s", retry_after_seconds=seconds)
         for bucket, _, amount in taken:
             bucket.level -= amount
-        charge = RateCharge(taken)
+        charge = RateCharge(taken, self._clock)
         try:
             yield charge
         finally:

@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import MAXYEAR, UTC, datetime, timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -100,7 +100,7 @@ def _parsed(entry: Any, number: int) -> tuple[bytes, KnownToken]:
     if not isinstance(entry, dict):
         raise ValueError(f"entry {number} is no JSON object")
     name = entry.get("name")
-    # What is no name may be anything that was put into the wrong place, a token for one: not repeated.
+    # Do not repeat an invalid name: it may be a token in the wrong field.
     if not isinstance(name, str) or not is_id(name):
         raise ValueError(f"entry {number}: name must be {NAME_RULE}, not empty")
     told = f"entry {number} ({name})"
@@ -173,14 +173,22 @@ def new_token(
 
 
 def rotated(
-    entries: Sequence[Entry], name: str, *, overlap: timedelta, now: datetime
+    entries: Sequence[Entry], name: str, *, overlap_seconds: float, now: datetime
 ) -> tuple[str, list[Entry]]:
     """A new token of this name, and the entries with it: earlier ones of the name end after the overlap, or when they
-    would have ended before it. The new one lasts as long as the longest of them would have. Raises ValueError."""
+    would have ended before it. The new one lasts as long as the longest of them would have. Raises ValueError, also
+    where they have all ended: the new one would be refused from the beginning."""
     earlier = _of_name(entries, name)
     last = max(earlier, key=_end)
+    if _end(last) <= now:
+        raise ValueError(
+            f"every token of {name!r} has expired, the last on {last['expires']}: revoke the name and make a new token"
+        )
+    try:
+        soon = now + timedelta(seconds=overlap_seconds)
+    except (OverflowError, ValueError):
+        raise ValueError(f"an overlap of {overlap_seconds:g} s ends after the year {MAXYEAR}") from None
     token, digest = _drawn()
-    soon = now + overlap
     kept = [
         {**entry, "expires": _written(soon)} if entry["name"] == name and _end(entry) > soon else entry
         for entry in entries

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT, CONSTRAINTS, LOCK = ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / "requirements.lock"
 PYTHONS = ("3.11", "3.12", "3.13")
 LOCKED_PYTHON = PYTHONS[0]
+PRODUCT = ("serve", "plots")
+"""The extras that are no development."""
 PLATFORM = "x86_64-manylinux_2_28"
 RESOLVE_SECONDS = 120.0
 HEAD = """\
@@ -54,7 +56,8 @@ def resolve(options: Sequence[str], constraints: Iterable[Path], *, with_dev: bo
     """Lines `name==version` with their markers. Raises UnreachableError or UnresolvableError."""
     uv = Path(sysconfig.get_path("scripts")) / "uv"
     command = [str(uv), "pip", "compile", "--no-config", "--no-header", "--no-annotate", "--quiet"]
-    command += [*options, str(PROJECT), *(["--extra", "dev"] if with_dev else [])]
+    command += [*options, str(PROJECT)]
+    command += [word for extra in (*PRODUCT, *(["dev"] if with_dev else [])) for word in ("--extra", extra)]
     command += [word for path in constraints for word in ("--constraints", str(path))]
     try:
         result = subprocess.run(

@@ -11,6 +11,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def document(parts: Iterable[Part], project: dict[str, Any]) -> str:
 def stale(project: dict[str, Any], lock: Iterable[Part], constraints: str) -> list[str]:
     """Requirements and constraints that the lock does not meet."""
     pinned = {part.name: part.version for part in lock}
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
     wanted += [line for line in constraints.splitlines() if line and line[0] != "#"]
     requirements = [Requirement(text) for text in wanted]
     return [

@@ -5,11 +5,12 @@ call that ends with the actor. Does not own serving; tokens never pass through R
 """
 
 import asyncio
+import importlib
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from blockyard.proto.code_version import code_version
@@ -19,6 +20,9 @@ from blockyard.proto.metric_table import WORKER_METRICS
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.openmp import bound_spinning
+
+if TYPE_CHECKING:
+    from blockyard.worker.server import WorkerServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +43,20 @@ class WorkerActor:
     def __init__(self, config: WorkerConfig) -> None:
         self._worker_id = config.worker_id
         self._model = Path(config.engine.model).name
-        bound_spinning()
-        # Here, because whoever names this class to Ray, `up` and the supervisor, would load torch with it.
-        from blockyard.worker.server import WorkerServer
-
-        self._server = WorkerServer(_placed(config))
-        # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
-        configure_logging(config.log, worker_id=config.worker_id, incarnation=self._server.incarnation)
+        self._config = config
+        self._server: WorkerServer | None = None
+        """None until its libraries have been imported."""
+        self._started: StartedWorker | None = None
         self._starting: asyncio.Task[StartedWorker] | None = None
         self._reporting: asyncio.Task[None] | None = None
         self._serving = ExitStack()
 
     def __repr__(self) -> str:
         return f"{self._worker_id}({self._model})"
+
+    async def whereabouts(self) -> tuple[str, int]:
+        """Its node and its process: by them one that hangs is ended."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def start(self) -> StartedWorker:
         """Idempotent: a supervisor that adopts a running worker asks again."""
@@ -62,33 +67,44 @@ class WorkerActor:
     async def until_stopped(self) -> None:
         """Answers only by the actor's death, which Ray reports to the caller within milliseconds, or if the
         engine has failed, with RuntimeError."""
+        assert self._server is not None
         await self._server.failed.wait()
         raise RuntimeError("the engine has failed; the worker's log says why")
 
     async def is_draining(self) -> bool:
-        """Whether it takes nothing new, whoever said so."""
-        return self._server.is_draining
+        """Whether it takes nothing new, whoever said so. One that starts answers too, which shows that it lives."""
+        return self._server is not None and self._started is not None and self._server.is_draining
 
     async def stop(self, grace_seconds: float) -> None:
         """Drains, and says goodbye to routers and index; the caller ends the actor."""
         if self._reporting is not None:
             self._reporting.cancel()
-        await self._server.stop(grace_seconds)
+        if self._server is not None:
+            await self._server.stop(grace_seconds)
         self._serving.close()
 
     async def _start(self) -> StartedWorker:
+        bound_spinning()
+        # Aside, so that it answers meanwhile. And not before, because whoever names this class to Ray, `up` and the
+        # supervisor, would load torch with it.
+        server = await asyncio.to_thread(importlib.import_module, "blockyard.worker.server")
+        self._server = server.WorkerServer(_placed(self._config))
+        # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
+        log, worker_id = self._config.log, self._config.worker_id
+        configure_logging(log, worker_id=worker_id, incarnation=self._server.incarnation)
         address = await self._server.start()
         self._serving.enter_context(spared_by_garbage_collection())
         self._reporting = asyncio.create_task(
             keep_reporting(WORKER_METRICS, ("worker", self._worker_id), self._server.stats)
         )
-        return StartedWorker(
+        self._started = StartedWorker(
             address=address,
             pid=os.getpid(),
             incarnation=self._server.incarnation,
             node_id=ray.get_runtime_context().get_node_id(),
             code=code_version(),
         )
+        return self._started
 
 
 def _placed(config: WorkerConfig) -> WorkerConfig:

@@ -4,6 +4,7 @@ Synchronous, and owned by one thread (engine_thread.py); needs no Ray, Redis or 
 they are late, what is told of them. What runs is the scheduler's choice.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ MAX_FAILURES_IN_A_ROW = 8
 """Requests whose steps raised, and no step succeeded between: then the device, not they, is what fails. The engine
 ends, and its worker is started afresh."""
 DEFAULT_AGEING_SECONDS = 10.0
+HELD_SECONDS = 0.05
+"""The longest that a step waits where all sequences are held: then deadlines are looked at again."""
 SHED_AT_SHARE_OF_ESTIMATE = 0.5
 """A waiting request is shed once less than this share of its estimated prefill time is left: then not even a prefill
 twice as fast as measured would meet its deadline."""
@@ -99,6 +102,7 @@ class Engine:
         self._counters = _Counters()
         self._decode_times = DecodeTimes(smoothing=RATE_SMOOTHING)
         self._failures_in_a_row = 0
+        self._woken = threading.Event()
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +157,7 @@ class Engine:
                 rank=now + request.priority * self._ageing_seconds,
                 priority=request.priority,
                 tenant=request.tenant,
+                client=request.client,
                 request_id=request_id,
                 index=part.index,
                 num_outputs=sampling.n if forks else 1,
@@ -179,14 +184,26 @@ class Engine:
         """Plans, runs and commits one step, or starts it and commits the one before. Where one raises, those end as
         FAILED that it raises for.
 
-        Raises EngineFailed at the beginning of a step after MAX_FAILURES_IN_A_ROW.
+        Where every sequence is held it waits for `wake`, HELD_SECONDS at most, and brings nothing. Raises EngineFailed
+        at the beginning of a step after MAX_FAILURES_IN_A_ROW.
         """
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
         now = self.cache.now_seconds = self._clock()
         expired = self._expire(now)
-        outputs = [*expired, *(output for ended in self.steps.turn() for output in self._take(ended))]
+        outputs, has_turned = expired, self.steps.is_any_in_flight
+        for ended in self.steps.turn():
+            outputs += self._take(ended)
+            has_turned = True
+        if not (has_turned or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
+            self._woken.wait(HELD_SECONDS)
+            # Whoever sets it between the two calls has queued a command or made a mask before: both are seen next.
+            self._woken.clear()
         return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
+
+    def wake(self) -> None:
+        """Ends a step that waits: a sequence may be held no more, or there is something new. For any thread."""
+        self._woken.set()
 
     def _take(self, ended: EndedStep) -> list[SequenceOutput]:
         if ended.num_blamed:

@@ -48,6 +48,7 @@ class EngineThread:
     def stop(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread after the current step, for which it waits so long at most."""
         self._commands.put(None)
+        self._engine.wake()
         self._thread.join(timeout_seconds)
 
     def call(self, command: Callable[[Engine], T]) -> "Future[T]":
@@ -63,6 +64,7 @@ class EngineThread:
                 future.set_exception(error)
 
         self._commands.put(run)
+        self._engine.wake()
         return future
 
     def _run(self) -> None:

@@ -38,6 +38,8 @@ class EngineRequest:
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
     """On whose account it is cached."""
+    client: int = 0
+    """Whose turn its slow masks take; 0 is nobody's in particular."""
     continuations: tuple[Continuation, ...] = ()
     """A replay of a request with several outputs: those that are unfinished. `token_ids` is then the prompt alone."""
     grammar: object | None = None

@@ -65,6 +65,7 @@ class Queues:
             rank=parent.rank,
             priority=parent.priority,
             tenant=parent.tenant,
+            client=parent.client,
             request_id=parent.request_id,
             index=index,
             group=parent.group,

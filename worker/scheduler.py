@@ -104,8 +104,8 @@ class Scheduler:
         self.next_decodes_go_alone = False
         """Whether the next step that decodes takes no prompt, so that it can be measured. `plan` unsets it."""
         self.holds: Callable[[Sequence], bool] | None = None
-        """Whether a sequence with a grammar must wait for what its next token may be: it is left out of a step unless
-        nothing else is there to run."""
+        """Whether a sequence with a grammar must wait for the mask of its next token. Until then no step has it, so a
+        plan may be empty although there is work."""
         self.num_preemptions = 0
         self.num_swaps = 0
         self._moves: dict[int, Moves] = {}
@@ -185,10 +185,8 @@ class Scheduler:
         rows: dict[SequenceId, ScheduledRow] = {}
         budget = self.config.max_num_batched_tokens
         chunks: list[tuple[Sequence, int]] = []
-        held: list[Sequence] = []
         for sequence in tuple(self.running):
             if sequence.grammar is not None and self._is_held(sequence):
-                held.append(sequence)
                 continue
             start = sequence.num_scheduled
             is_plain = start < sequence.plain_until
@@ -219,9 +217,6 @@ class Scheduler:
         for sequence, todo in chunks:
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
-        for sequence in held if not rows else ():
-            todo = self._tokens_to_compute(sequence)
-            budget -= self._schedule_running(sequence, min(todo, budget), rows)
         step, self._next_step = self._next_step, self._next_step + 1
         moves = self.tables.take_moves()
         plan = StepPlan(
@@ -238,7 +233,7 @@ class Scheduler:
         return plan
 
     def _is_held(self, sequence: Sequence) -> bool:
-        return self.holds is not None and not sequence.num_in_flight and self.holds(sequence)
+        return self.holds is not None and not sequence.num_samples_in_flight and self.holds(sequence)
 
     def _tokens_to_compute(self, sequence: Sequence) -> int:
         if sequence.state is not SequenceState.RUNNING:
@@ -343,16 +338,15 @@ class Scheduler:
             budget -= todo
 
     def _next_waiting(self) -> Sequence | None:
-        """The first, but for beams whose search runs already: it goes on only with all of them. Those that are held are
-        passed over while anything runs."""
+        """The first that is not held, but for beams whose search runs already: it goes on only with all of them."""
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
                 if beam.state is SequenceState.WAITING:
                     return beam
-        for sequence in self.waiting if self.holds is not None and self.running else ():
+        for sequence in self.waiting:
             if sequence.grammar is None or not self._is_held(sequence):
                 return sequence
-        return None if self.holds is not None and self.running else self.waiting[0]
+        return None
 
     def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
         """A request alone always fits: submit and the constructor saw to that."""

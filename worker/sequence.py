@@ -191,6 +191,8 @@ class Sequence:
     priority: int = 0
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
+    client: int = 0
+    """Whose turn its slow masks take."""
     request_id: RequestId = RequestId(0)
     index: int = 0
     """Which of the request's outputs."""

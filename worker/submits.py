@@ -70,6 +70,7 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
         deadline_seconds=submit.deadline_seconds or None,
         priority=submit.priority,
         tenant=TenantId(submit.tenant),
+        client=submit.client,
         continuations=continuations,
     )
 

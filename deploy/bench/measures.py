@@ -7,15 +7,15 @@
   message, so its mean is not TPOT's.
 - Goodput: finished requests a second that kept every bound given. With one token TPOT counts as 0.
 
-Percentiles are interpolated linearly, as numpy does by default.
+Percentiles are interpolated linearly, as numpy does by default. Needs no numpy: a client installs none.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, quantiles
 
-import numpy as np
-
-PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9}
+PERCENTILES = {"p50": 500, "p90": 900, "p99": 990, "p99.9": 999}
+"""In thousandths."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,11 +66,13 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> "Spread":
-        values = np.fromiter(seconds, dtype=np.float64) * 1000
-        if not values.size:
+        values = [value * 1000 for value in seconds]
+        if not values:
             return cls(mean=None, p50=None, p90=None, p99=None, p99_9=None)
-        p50, p90, p99, p99_9 = (float(value) for value in np.percentile(values, list(PERCENTILES.values())))
-        return cls(mean=float(values.mean()), p50=p50, p90=p90, p99=p99, p99_9=p99_9)
+        # One value alone stands for all; `quantiles` wants two.
+        cuts = quantiles(values * 2 if len(values) == 1 else values, n=1000, method="inclusive")
+        p50, p90, p99, p99_9 = (cuts[thousandths - 1] for thousandths in PERCENTILES.values())
+        return cls(mean=fmean(values), p50=p50, p90=p90, p99=p99, p99_9=p99_9)
 
     def as_dict(self) -> dict[str, float | None]:
         values = (self.p50, self.p90, self.p99, self.p99_9)

@@ -3,13 +3,14 @@
 import click
 from blockyard.deploy import administration
 from blockyard.deploy.commands.shown import (
-    ASK_SECONDS,
     as_dict,
+    asking,
     connected,
     naming_workers,
     show,
     which_cluster,
 )
+from blockyard.deploy.deadline import ANSWER_SECONDS
 from blockyard.deploy.options import cluster_option, grace_option, output_option, router_option
 from blockyard.deploy.security import connection_options
 
@@ -28,9 +29,12 @@ def drain(
     worker: str, grace_seconds: float, force: bool, cluster: str, routers: tuple[str, ...], output: str
 ) -> None:
     """Let WORKER take nothing new, and wait until nothing runs there: what outlives the grace goes on elsewhere."""
-    with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
-        if force and administration.ready_workers(client.list_workers()) == [worker]:
-            click.echo(administration.last_line(worker, which_cluster(cluster, routers)), err=True)
+    # A drain lasts as long as its operator wishes; that no router answers is said at once.
+    with asking(cluster, routers) as client:
+        ready = administration.ready_workers(client.list_workers())
+    if force and ready == [worker]:
+        click.echo(administration.last_line(worker, which_cluster(cluster, routers)), err=True)
+    with connected(cluster, routers, ANSWER_SECONDS) as client, naming_workers(client, worker):
         moved = client.drain_worker(worker, grace_seconds=grace_seconds, force=force)
     show(output, {"worker": worker, "moved": moved}, administration.drained_line(worker, moved))
 
@@ -43,7 +47,7 @@ def drain(
 @output_option
 def resume(worker: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
     """Take a drain of WORKER back."""
-    with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
+    with asking(cluster, routers) as client, naming_workers(client, worker):
         client.resume_worker(worker)
     show(output, {"worker": worker, "resumed": True}, f"{worker} takes new requests")
 
@@ -56,6 +60,6 @@ def resume(worker: str, cluster: str, routers: tuple[str, ...], output: str) -> 
 @output_option
 def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
     """Empty the prefix cache of WORKER, or of all."""
-    with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
+    with asking(cluster, routers) as client, naming_workers(client, worker):
         flushed = client.flush_cache(worker)
     show(output, as_dict(flushed), administration.flushed_line(flushed))

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 from blockyard.deploy import answers
-from blockyard.deploy.commands.shown import ASK_SECONDS, connected, which_cluster
+from blockyard.deploy.commands.shown import connected, which_cluster
+from blockyard.deploy.deadline import ANSWER_SECONDS
 from blockyard.deploy.options import cluster_option, output_option, router_option
 from blockyard.deploy.patience import told_while_waiting
 from blockyard.deploy.request_options import answer_options, sampling_options
@@ -79,7 +80,7 @@ def _asking(
     which = which_cluster(cluster, routers)
     with (
         connected(cluster, routers, timeout_seconds, tenant) as client,
-        connected(cluster, routers, ASK_SECONDS) as onlooker,
+        connected(cluster, routers, ANSWER_SECONDS) as onlooker,
     ):
 
         def ask(*prompt: str, **arguments: Any) -> Iterable[Delta]:

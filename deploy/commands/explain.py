@@ -4,7 +4,7 @@ import sys
 
 import click
 from blockyard.deploy import views
-from blockyard.deploy.commands.shown import ASK_SECONDS, as_dict, connected, show
+from blockyard.deploy.commands.shown import as_dict, asking, show
 from blockyard.deploy.options import cluster_option, output_option, router_option
 from blockyard.deploy.security import connection_options
 from blockyard.proto.v1 import cluster_pb2
@@ -39,7 +39,7 @@ def explain(
 ) -> None:
     """Where PROMPT (`-` reads it from stdin) would run, and what each worker would cost. Runs nothing."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    with connected(cluster, routers, ASK_SECONDS, tenant) as client:
+    with asking(cluster, routers, tenant) as client:
         explained = client.explain_placement(
             text, session_id=session_id, cache_salt=cache_salt, public_prefix=public_prefix
         )

@@ -1,32 +1,25 @@
-"""`blockyard serve`, `up`, `down`, `restart` and `status`: the commands that need Ray.
+"""`blockyard serve`, `up`, `down` and `restart`: the commands that start and end what runs.
 
 Owns words, tables and options. What is done lives in cluster.py and administration.py, what a dry run finds out in
 dry_run.py.
 """
 
 import time
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import click
-from blockyard.deploy import administration, dry_run, effective, nodes, on_ray, state, views
+from blockyard.deploy import administration, dry_run, effective, on_ray, state, views
 from blockyard.deploy import cluster as clusters
-from blockyard.deploy.commands.shown import as_dict, show
-from blockyard.deploy.deadline import ANSWER_SECONDS, answers_within
+from blockyard.deploy.commands.shown import show
 from blockyard.deploy.from_vllm import VllmCommand
 from blockyard.deploy.interruption import end_like_ctrl_c, undisturbed
 from blockyard.deploy.options import cluster_option, grace_option, output_option
 from blockyard.deploy.processes import owns_session
 from blockyard.deploy.progress import StageProgress
-from blockyard.deploy.security import client_connection, connection_options
 from blockyard.deploy.up_options import SERVE_PORTS, up_options, up_settings
 from blockyard.deploy.wanted_cluster import UpOptions
-from blockyard.proto.v1.cluster_pb2 import ClusterInfo
-from blockyard.router.client import BlockyardError, Client
 from click.core import ParameterSource
 
-LOOK_SECONDS = 3.0
-"""Of `status`, for the supervisor and for the routers."""
 END_LOOK_SECONDS = 1.0
 MOST_LOOKS_WITHOUT_RAY = 10
 
@@ -133,8 +126,11 @@ def _down_words(cluster: str) -> str:
 @output_option
 def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
     """Stop everything that `up` started."""
+    remembered = state.load(cluster)
+    if remembered.head is None and remembered.ray_address is not None and not forget:
+        on_ray.check_answers(remembered, asks_supervisor=False)
     with StageProgress() as progress:
-        clusters.down(state.load(cluster), drain_seconds=drain_seconds, forget=forget, report=progress.report)
+        clusters.down(remembered, drain_seconds=drain_seconds, forget=forget, report=progress.report)
     show(output, {"cluster": cluster, "down": True}, _down_words(cluster))
 
 
@@ -148,41 +144,10 @@ def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: 
 
     Each drains first, and the next waits until it serves again. A cluster with one router serves nobody while that one
     restarts."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
     with StageProgress() as progress:
         restarted = administration.restart(
-            state.load(cluster), names, grace_seconds=grace_seconds, report=progress.report
+            remembered, names, grace_seconds=grace_seconds, report=progress.report
         )
     show(output, {"restarted": restarted}, f"restarted {', '.join(restarted)}")
-
-
-@click.command()
-@cluster_option
-@connection_options
-@output_option
-def status(cluster: str, output: str) -> None:
-    """Who should run, who does, and what the routers see."""
-    remembered = state.load(cluster)
-    with answers_within(ANSWER_SECONDS, on_ray.silence_of(remembered)):
-        with on_ray.driver(remembered):
-            report, living = on_ray.supervisor_report(LOOK_SECONDS), nodes.living_nodes()
-        info = _cluster_info(remembered)
-    document = {
-        "supervisor_pid": report.pid,
-        "code": report.code,
-        "places": [views.place_dict(place) for place in report.places],
-        "nodes": [asdict(node) for node in living],
-        "cluster": None if info is None else as_dict(info),
-    }
-    show(output, document, views.status_view(remembered, report, info, living))
-
-
-def _cluster_info(remembered: state.ClusterState) -> ClusterInfo | None:
-    """None while no router answers: what the supervisor says is worth showing all the same."""
-    try:
-        connection = client_connection()
-        with Client(
-            list(remembered.routers), timeout_seconds=LOOK_SECONDS, retries=0, **connection
-        ) as client:
-            return client.cluster_info()
-    except (BlockyardError, ValueError):
-        return None

@@ -2,7 +2,7 @@
 
 import click
 from blockyard.deploy import index_view, pool_map, views
-from blockyard.deploy.commands.shown import ASK_SECONDS, as_dict, connected, console, naming_workers, show
+from blockyard.deploy.commands.shown import as_dict, asking, console, naming_workers, show
 from blockyard.deploy.options import cluster_option, output_option, router_option
 from blockyard.deploy.security import connection_options
 from blockyard.worker.pool_map import block_cells
@@ -15,7 +15,7 @@ from blockyard.worker.pool_map import block_cells
 @output_option
 def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
     """The workers as a router sees them."""
-    with connected(cluster, routers, ASK_SECONDS) as client:
+    with asking(cluster, routers) as client:
         known = client.list_workers()
     show(output, [as_dict(worker) for worker in known], views.workers_table(known))
 
@@ -28,7 +28,7 @@ def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
 @output_option
 def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
     """Each worker's block pool as a map, or one worker's."""
-    with connected(cluster, routers, ASK_SECONDS) as client, naming_workers(client, worker):
+    with asking(cluster, routers) as client, naming_workers(client, worker):
         names = [worker] if worker else [known.worker_id for known in client.list_workers()]
         pools = [client.block_pool(name) for name in names]
     if output == "json":
@@ -62,6 +62,6 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
 
     Look-ups and stale are of the router that answers, since its start. A - stands where nothing was counted or told
     yet, with the reason beside it."""
-    with connected(cluster, routers, ASK_SECONDS) as client:
+    with asking(cluster, routers) as client:
         info = client.index_info()
     show(output, as_dict(info) | index_view.derived(info), index_view.index_view(info))

@@ -8,7 +8,7 @@ from typing import get_args
 
 import click
 from blockyard.deploy import doctor as doctors
-from blockyard.deploy import figures, figures_plots, findings, size, views
+from blockyard.deploy import figures, figures_plots, findings, on_ray, size, views
 from blockyard.deploy.commands.shown import console, show
 from blockyard.deploy.options import model_path, output_option, ray_address
 from blockyard.deploy.redis_given import checked_redis_url
@@ -107,6 +107,8 @@ def doctor(model: str | None, redis_url: str | None, address: str | None, output
     would."""
     looks = [doctors.examine(model, redis_url)]
     if address is not None:
+        # First, for the looks at this machine take seconds.
+        on_ray.check_lets_in(address)
         looks.append(doctors.examine_nodes(address, model, redis_url))
     told = []
     for finding in itertools.chain.from_iterable(looks):

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 import click
-from blockyard.deploy import scaling, state
+from blockyard.deploy import on_ray, scaling, state
 from blockyard.deploy.commands.shown import show
 from blockyard.deploy.options import cluster_option, grace_option, output_option
 from blockyard.deploy.progress import StageProgress
@@ -26,9 +26,11 @@ def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster
     New ones take requests once they are warm. Of those beyond, the highest numbers leave: they drain, what outlives the
     grace goes on elsewhere, and they end. A worker that was drained and taken out counts, and stays out until
     `blockyard restart` has it back."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
     with StageProgress() as progress:
         scaled = scaling.scale(
-            state.load(cluster),
+            remembered,
             num_workers,
             grace_seconds=grace_seconds,
             waits_for_nodes=waits_for_nodes,

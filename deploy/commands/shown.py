@@ -10,15 +10,13 @@ from typing import Any
 
 import click
 from blockyard.deploy import state
+from blockyard.deploy.deadline import Budget, answers_within
 from blockyard.deploy.security import client_connection
 from blockyard.deploy.settings import wrong_values_are_usage
 from blockyard.router.client import Client, NotFoundError
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
-
-ASK_SECONDS = 8.0
-"""For the commands that only look: with the start of Python they answer within ten seconds, whatever is dead."""
 
 
 def connected(
@@ -28,6 +26,21 @@ def connected(
     addresses = list(routers or state.load(cluster).routers)
     with wrong_values_are_usage():
         return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant, **client_connection())
+
+
+@contextmanager
+def asking(
+    cluster: str, routers: tuple[str, ...], tenant: str | None = None, *, extra_seconds: float = 0.0
+) -> Iterator[Client]:
+    """The client of a command that looks. All its calls share the command's budget, and `extra_seconds` that it sleeps:
+    then the process ends with a sentence."""
+    budget = Budget.of_this_process()
+    sentence = "the routers did not answer in time; `blockyard status` says whether they run"
+    with (
+        connected(cluster, routers, budget.step_seconds(), tenant) as client,
+        answers_within(budget.left_seconds + extra_seconds, sentence),
+    ):
+        yield client
 
 
 @contextmanager

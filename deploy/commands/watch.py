@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 import click
 from blockyard.deploy import top as tops
-from blockyard.deploy.commands.shown import connected, console
+from blockyard.deploy.commands.shown import asking, connected, console
 from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked
 from blockyard.deploy.options import cluster_option, output_option, router_option
 from blockyard.deploy.security import connection_options
@@ -49,10 +49,11 @@ def top(interval_seconds: float, once: bool, cluster: str, routers: tuple[str, .
     """The workers live: what runs and waits, memory, hits, tokens a second. `q` or Ctrl-C ends it.
 
     `--output json` prints one document a line."""
-    with connected(cluster, routers, ASK_SECONDS) as client:
-        if once:
+    if once:
+        with asking(cluster, routers, extra_seconds=interval_seconds) as client:
             _show_once(client, interval_seconds, output)
-            return
+        return
+    with connected(cluster, routers, ASK_SECONDS) as client:
         end_like_ctrl_c()
         with suppress(KeyboardInterrupt):
             if output == "json":

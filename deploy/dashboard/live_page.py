@@ -50,6 +50,8 @@ MAX_SHOWN_PREFIX = 1000
 """Blocks of a prefix that are looked for on each holder."""
 MAX_HOLDERS = 8
 """Whose blocks are looked for."""
+MAX_ASKED_AT_ONCE = 32
+"""Requests of all browsers that read state or ask a cluster. More are answered 503."""
 OTHER_VERSION = "a cluster on this Ray speaks another version of this page, which cannot show it"
 _NUMBER = re.compile(r"\d{1,15}")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -63,6 +65,7 @@ class LivePage:
         self._announced = announced
         self._watches: dict[str, ClusterWatch] = {}
         self._trouble = ""
+        self._num_asking = 0
         self._questions: dict[str, Callable[[ClusterWatch, Query, Query], Awaitable[dict[str, Any]]]] = {
             "api/blocks": self._blocks,
             "api/sequences": self._sequences,
@@ -83,10 +86,19 @@ class LivePage:
             )
         if target := frame_target(path, query):
             return aiohttp.web.Response(status=302, headers={**HEADERS, "Location": target})
+        if path != "api/state" and path not in self._questions:
+            return _json({"error": "there is nothing of this name"}, status=404)
+        if self._num_asking >= MAX_ASKED_AT_ONCE:
+            return _json({"error": "too many questions at once: ask again later"}, status=503)
+        self._num_asking += 1
+        try:
+            return await self._asked(path, query, headers)
+        finally:
+            self._num_asking -= 1
+
+    async def _asked(self, path: str, query: Query, headers: Query) -> aiohttp.web.Response:
         if path == "api/state":
             return _json(await self._state(query))
-        if path not in self._questions:
-            return _json({"error": "there is nothing of this name"}, status=404)
         watch = self._watches.get(query.get("cluster", ""))
         if watch is None:
             return _json({"error": "cluster: none of this name is known here"}, status=404)

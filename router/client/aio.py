@@ -19,6 +19,7 @@ from blockyard.router.client.errors import BlockyardError, from_rpc
 from blockyard.router.client.requests import Call, GenerateCall, Response
 from blockyard.router.client.results import Completion, Delta, completion
 from blockyard.router.client.retry import (
+    DEFAULT_CONNECT_SECONDS,
     DEFAULT_TIMEOUT_SECONDS,
     HAND_OVER_SECONDS,
     AddressRotation,
@@ -50,9 +51,11 @@ class AsyncClient:
         tenant: str | None = None,
         tls: TlsOptions | None = None,
         allow_plaintext_token: bool = False,
+        connect_seconds: float = DEFAULT_CONNECT_SECONDS,
     ) -> None:
         """`token`: None takes that of BLOCKYARD_TOKEN, if it is set. Without `tls` it is sent over loopback only,
-        unless `allow_plaintext_token`. Raises ValueError, TypeError."""
+        unless `allow_plaintext_token`. A new connection without a greeting is given up after `connect_seconds`. Raises
+        ValueError, TypeError."""
         self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
         self._rotation = AddressRotation(self._config.addresses)
         self._connection = Connection.of(
@@ -61,6 +64,7 @@ class AsyncClient:
             tenant=tenant,
             tls=tls,
             allow_plaintext_token=allow_plaintext_token,
+            connect_seconds=connect_seconds,
         )
         # Opened at first use: a channel belongs to the event loop that runs when it is made.
         self._channels: dict[str, grpc.aio.Channel] = {}

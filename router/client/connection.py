@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from blockyard.proto.certificate_files import read_ca, read_pair
 from blockyard.proto.loopback import host_of, is_loopback
-from blockyard.router.client.retry import CHANNEL_OPTIONS, call_metadata
+from blockyard.router.client.retry import DEFAULT_CONNECT_SECONDS, call_metadata, channel_options
 
 TOKEN_VARIABLE = "BLOCKYARD_TOKEN"
 
@@ -43,6 +43,7 @@ class Connection:
 
     metadata: tuple[tuple[str, str], ...] = field(repr=False)
     credentials: grpc.ChannelCredentials | None
+    options: tuple[tuple[str, int], ...]
 
     @classmethod
     def of(
@@ -53,6 +54,7 @@ class Connection:
         tenant: str | None,
         tls: TlsOptions | None,
         allow_plaintext_token: bool,
+        connect_seconds: float = DEFAULT_CONNECT_SECONDS,
     ) -> "Connection":
         """A token that is None is the environment's. Raises ValueError, TypeError."""
         shown = os.environ.get(TOKEN_VARIABLE) if token is None else token
@@ -61,6 +63,7 @@ class Connection:
         return cls(
             metadata=call_metadata(shown or None, tenant),
             credentials=None if tls is None else tls.credentials(),
+            options=channel_options(connect_seconds),
         )
 
     @property
@@ -69,13 +72,13 @@ class Connection:
 
     def channel(self, address: str) -> grpc.Channel:
         if self.credentials is None:
-            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return grpc.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)
+            return grpc.insecure_channel(address, options=self.options)
+        return grpc.secure_channel(address, self.credentials, options=self.options)
 
     def aio_channel(self, address: str) -> grpc.aio.Channel:
         if self.credentials is None:
-            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(address, options=self.options)
+        return grpc.aio.secure_channel(address, self.credentials, options=self.options)
 
 
 def _check_private_way(addresses: Sequence[str]) -> None:

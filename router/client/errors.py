@@ -178,7 +178,7 @@ def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: 
 
 
 def _is_silent(details: str) -> bool:
-    """gRPC's words for a connection that brought neither TLS's nor HTTP/2's greeting within CONNECT_SECONDS."""
+    """gRPC's words for a connection that brought neither TLS's nor HTTP/2's greeting in time (`connect_seconds`)."""
     return "before receiving SETTINGS frame" in details or "Endpoint closing" in details
 
 

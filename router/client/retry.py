@@ -6,7 +6,7 @@ A call is retried as long as nothing of its answer came: on UNAVAILABLE, and on 
 server says when to come back (without that it may be a message that is too large for ever).
 
 Behind one address may be several routers, and a frozen one of them takes connections and says nothing. Such a
-connection is given up after CONNECT_SECONDS. Nothing can have begun on it, so another one is tried until the deadline.
+connection is given up after `connect_seconds`. Nothing can have begun on it, so another is tried until the deadline.
 """
 
 import math
@@ -32,27 +32,37 @@ _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 HAND_OVER_SECONDS = 60.0
 """Of a drain, beyond its grace: the step under way has to end."""
 
-CONNECT_SECONDS = 2
-"""For TLS's and HTTP/2's greetings on a new connection; gRPC's own bound is 20 s."""
+DEFAULT_CONNECT_SECONDS = 2.0
+"""For a new connection, with the greetings of TLS and HTTP/2; gRPC's own bound is 20 s."""
+MAX_CONNECT_SECONDS = 3600.0
 KEEPALIVE_SECONDS = 10
 """A router that froze in mid-call is noticed after twice that."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # gRPC's own 4 MiB holds neither a million token ids nor a large pool.
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    # A router that came back is found within 2 s; by default it may take 2 minutes.
-    ("grpc.min_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),
     # However long a first token takes.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
+    # A router that came back is found within 2 s; by default it may take 2 minutes.
     ("grpc.max_reconnect_backoff_ms", 2000),
     # Each client is a connection of its own. Behind a port that routers share a connection is one of them: clients of
     # one program that shared it, as they would by default, would all use the same router.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def channel_options(connect_seconds: float) -> tuple[tuple[str, int], ...]:
+    """Raises ValueError."""
+    if not 0.0 < connect_seconds <= MAX_CONNECT_SECONDS:
+        raise ValueError(
+            f"connect_seconds must be positive and at most {MAX_CONNECT_SECONDS:g}, not {connect_seconds}"
+        )
+    # gRPC names it after the pause between attempts; it bounds each attempt as well.
+    return (*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", math.ceil(connect_seconds * 1000)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from blockyard.router.client.errors import BlockyardError, from_rpc
 from blockyard.router.client.requests import Call, GenerateCall, Response
 from blockyard.router.client.results import Completion, Delta, completion
 from blockyard.router.client.retry import (
+    DEFAULT_CONNECT_SECONDS,
     DEFAULT_TIMEOUT_SECONDS,
     HAND_OVER_SECONDS,
     AddressRotation,
@@ -49,9 +50,11 @@ class Client:
         tenant: str | None = None,
         tls: TlsOptions | None = None,
         allow_plaintext_token: bool = False,
+        connect_seconds: float = DEFAULT_CONNECT_SECONDS,
     ) -> None:
         """`token`: None takes that of BLOCKYARD_TOKEN, if it is set. Without `tls` it is sent over loopback only,
-        unless `allow_plaintext_token`. Raises ValueError, TypeError."""
+        unless `allow_plaintext_token`. A new connection without a greeting is given up after `connect_seconds`. Raises
+        ValueError, TypeError."""
         self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
         self._rotation = AddressRotation(self._config.addresses)
         self._connection = Connection.of(
@@ -60,6 +63,7 @@ class Client:
             tenant=tenant,
             tls=tls,
             allow_plaintext_token=allow_plaintext_token,
+            connect_seconds=connect_seconds,
         )
         self._channels = {address: self._connection.channel(address) for address in self._config.addresses}
 

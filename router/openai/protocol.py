@@ -52,7 +52,7 @@ class _Connection(RequestHandler):
             told = f"the limit of {most} connections is reached"
             self._end_with(Overloaded(told, retry_after_seconds=RETRY_SECONDS))
         else:
-            self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_is_late)
+            self._restart_head_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_head_timer()
@@ -62,19 +62,36 @@ class _Connection(RequestHandler):
         heads_before = self._request_count
         super().data_received(data)
         if self._request_count != heads_before:
-            self._stop_head_timer()
             self._head_bytes = 0
+            # The next head may have begun behind them.
+            self._restart_head_timer()
         elif self._awaits_head and data:
+            if not self._head_bytes and self._request_count:
+                self._restart_head_timer()
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._end_with(HeadTooLarge(f"the head must have at most {MAX_HEAD_BYTES} bytes"))
-            elif self._head_timer is None:
-                self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_is_late)
 
     @property
     def _awaits_head(self) -> bool:
         """Neither a request nor the rest of a body is under way."""
         return self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+
+    @property
+    def _is_within_head(self) -> bool:
+        """Of a connection that awaits a head. The parser does not say what it holds. Between requests it skips empty
+        lines; within a head they end it, or break it. So the connection cannot be used after a yes."""
+        if self._parser is None:
+            return False
+        try:
+            messages, _, _ = self._parser.feed_data(b"\r\n\r\n")
+        except HttpProcessingError:
+            return True
+        return bool(messages)
+
+    def _restart_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_is_late)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -83,10 +100,12 @@ class _Connection(RequestHandler):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if not self._head_bytes:
+        if not self._awaits_head:
+            self._restart_head_timer()
+        elif self._head_bytes or (self._request_count and self._is_within_head):
+            self._end_with(HeadTooSlow(f"the head did not come within {HEAD_SECONDS:g} s"))
+        elif not self._request_count:
             self.force_close()  # who has said nothing is told nothing
-            return
-        self._end_with(HeadTooSlow(f"the head did not come within {HEAD_SECONDS:g} s"))
 
     def _end_with(self, answer: RouterError) -> None:
         """Answers what is no request yet, and hangs up."""

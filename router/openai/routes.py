@@ -98,7 +98,7 @@ class Routes:
         async def handle(request: BaseRequest, request_id: str) -> StreamResponse:
             bounds = self._calls.bounds
             call = http_call(request, default_timeout_seconds=bounds.default_timeout_seconds)
-            with self._intake.charge(request.remote or "") as charge:
+            with self._intake.charge(call.peer()) as charge:
                 body = await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
             wanted = parse(body)
             events = EventStream(

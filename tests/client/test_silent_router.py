@@ -8,8 +8,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Thread
 
 import pytest
 from blockyard.router.client import AsyncClient, Client, UnavailableError
@@ -18,6 +20,8 @@ NUM_CLIENTS = 16
 """That none of them is led to the frozen router happens once in 65,536 runs."""
 ANSWER_SECONDS = 90.0
 GIVE_UP_SECONDS = 6.0
+GREETING_SECONDS = 3.0
+"""More than clients wait for unless they are told to."""
 ROUTER = textwrap.dedent("""
     import sys
     from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +74,39 @@ def _router(address: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", ROUTER, address], stdout=subprocess.PIPE, text=True)
 
 
+@contextmanager
+def slow_to_greet(router: str) -> Iterator[str]:
+    """An address whose connections reach the router GREETING_SECONDS late."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while piece := await reader.read(65_536):
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(GREETING_SECONDS)
+        host, _, port = router.rpartition(":")
+        onward, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, back), pump(onward, writer))
+
+    async def main(found: "Future[str]", is_over: asyncio.Event) -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            found.set_result(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await is_over.wait()
+
+    found: Future[str] = Future()
+    is_over, loop = asyncio.Event(), asyncio.new_event_loop()
+    thread = Thread(target=lambda: loop.run_until_complete(main(found, is_over)))
+    thread.start()
+    try:
+        yield found.result(ANSWER_SECONDS)
+    finally:
+        loop.call_soon_threadsafe(is_over.set)
+        thread.join()
+
+
 def _ask(address: str) -> int:
     with Client(address, timeout_seconds=ANSWER_SECONDS) as client:
         return len(client.list_models())
@@ -107,3 +144,30 @@ def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_de
         pytest.raises(UnavailableError, match="no router answers at"),
     ):
         client.list_models()
+
+
+def test_a_router_that_is_slow_to_greet_is_reached_by_a_client_with_more_time_to_connect(
+    shared: Shared,
+) -> None:
+    shared.frozen.send_signal(signal.SIGCONT)
+    with slow_to_greet(shared.address) as address:
+        with (
+            Client(address, timeout_seconds=GIVE_UP_SECONDS) as hasty,
+            pytest.raises(UnavailableError, match="no router answers at"),
+        ):
+            hasty.list_models()
+        with Client(address, timeout_seconds=ANSWER_SECONDS, connect_seconds=ANSWER_SECONDS) as client:
+            assert client.list_models() == []
+
+        async def ask() -> int:
+            async with AsyncClient(address, connect_seconds=ANSWER_SECONDS) as patient:
+                return len(await patient.list_models())
+
+        assert asyncio.run(ask()) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_to_connect_that_makes_no_sense_is_refused(seconds: float) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="connect_seconds must be positive"):
+            kind("127.0.0.1:1", connect_seconds=seconds)

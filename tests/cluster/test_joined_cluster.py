@@ -57,6 +57,28 @@ def test_up_joins_a_ray_cluster_and_down_leaves_it_as_it_was(head: RayHead, tmp_
     assert not command.home.exists() or list(command.home.iterdir()) == []
 
 
+def test_of_two_clusters_of_one_name_that_come_at_once_one_comes_up(head: RayHead, tmp_path: Path) -> None:
+    """From two homes, as from two machines: the one that is refused leaves the other alone."""
+    twins = [Command(home=tmp_path / name, cluster="twin") for name in ("one", "other")]
+    arguments = ("up", *SIMULATED, "--workers", "1", "--router-port", "0", "--address", head.address)
+    starts = [twin.start(*arguments) for twin in twins]
+    errors = [start.communicate()[1] for start in starts]
+    codes = [start.returncode for start in starts]
+    assert sorted(codes) == [0, 1], errors
+    winner, loser = twins[codes.index(0)], twins[codes.index(1)]
+    try:
+        assert "has a cluster called 'twin' already" in errors[codes.index(1)]
+        assert not loser.home.exists() or list(loser.home.iterdir()) == []
+        again = loser.run(*arguments)
+        assert again.returncode == 1
+        assert "has a cluster called 'twin' already" in again.stderr
+        with Client(remembered_state(winner).routers[0]) as client:
+            assert client.generate("one", max_tokens=4, ignore_eos=True).finish.completion_tokens == 4
+    finally:
+        assert winner.run("down", "--drain", "0").returncode == 0
+    assert eventually(lambda: actors_of(head) == [], seconds=10)
+
+
 def test_a_worker_that_cannot_start_fails_up_with_its_reason(head: RayHead, tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="small")
     model = tmp_path / "model"

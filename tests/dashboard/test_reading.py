@@ -1,5 +1,6 @@
 """What the live page makes of messages, announcements, headers and commands. No process, no browser."""
 
+import asyncio
 import base64
 import json
 import subprocess
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement, decode, encode
-from blockyard.deploy.dashboard.live_page import LivePage
+from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
 from blockyard.deploy.dashboard.picture import MAX_CELLS, cells, drawn, of_nothing
 from blockyard.deploy.dashboard.questions import HEADER, prompt_arguments
 from blockyard.deploy.dashboard.reach import CannotReach, client_of
@@ -86,6 +87,24 @@ async def test_one_cluster_that_speaks_another_version_hides_no_other() -> None:
     assert "another version" in state["trouble"]
     said[:] = [encode(ANNOUNCEMENT)]
     assert (await state_of(page))["trouble"] == ""
+    await page.close()
+
+
+async def test_questions_beyond_a_number_are_refused_at_once_and_leave_no_trace() -> None:
+    answers = asyncio.Event()
+
+    async def announced() -> list[bytes]:
+        await answers.wait()
+        return [encode(ANNOUNCEMENT)]
+
+    page = LivePage(announced)
+    waiting = [asyncio.create_task(page.answer("api/state", {}, {})) for _ in range(MAX_ASKED_AT_ONCE)]
+    await asyncio.sleep(0)
+    assert [(await page.answer(path, {}, {})).status for path in ("api/state", "api/prefix")] == [503, 503]
+    assert (await page.answer("app.js", {}, {})).status == 200
+    answers.set()
+    assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * MAX_ASKED_AT_ONCE
+    assert (await page.answer("api/state", {}, {})).status == 200
     await page.close()
 
 

@@ -55,8 +55,8 @@ class Worker:
         self.stop = Remote(self._stop)
 
     async def _is_draining(self) -> bool:
-        if self.is_frozen:
-            await asyncio.Event().wait()
+        while self.is_frozen:  # noqa: ASYNC110 - nothing wakes who waits for a value
+            await asyncio.sleep(1.0)
         await asyncio.sleep(self.answers_after_seconds)
         return self.draining
 
@@ -110,6 +110,7 @@ class WithoutActors(Supervisor):
 
     def __init__(self, left: Outlives | None = None) -> None:
         self.left = left or Outlives()
+        self.ended_processes: list[int] = []
         super().__init__(SPEC, self.left)
 
     def _living(self) -> frozenset[str]:
@@ -123,6 +124,9 @@ class WithoutActors(Supervisor):
             actor.ended.set()
         elif isinstance(actor, Router):
             actor.num_kills, actor.is_frozen = actor.num_kills + 1, False
+
+    def _end_process(self, place: Place) -> None:
+        self.ended_processes.append(place.pid)
 
     async def _announce(self) -> None:
         """Nobody looks."""
@@ -141,6 +145,8 @@ class Lives(WithoutActors):
         self.fails_to_start = False
         self.never_starts = False
         self.loads_for_seconds = 0.0
+        self.is_without_room = False
+        """A life answers nothing, from its beginning on."""
         self.known: tuple[str, ...] | None = None
         """What the router says of whom it gives requests to; None: whoever lives."""
         self.router = Router(self._ready)
@@ -155,14 +161,16 @@ class Lives(WithoutActors):
                 await pulse.unless_hung(asyncio.Event().wait())
         if self.never_starts:
             await asyncio.Event().wait()
-        await asyncio.sleep(self.loads_for_seconds)
         if self.fails_to_start:
             raise RuntimeError("no such model")
         life = self._adopt_or_make(place.name)
-        place.phase, place.address, place.incarnation = "serving", f"{place.name}:1", life.incarnation
-        place.num_starts += 1
-        self._changed.set()
+        place.pid = len(self.lives)
         async with self._pulse(place, life) as pulse:
+            if self.loads_for_seconds:
+                await pulse.unless_hung(asyncio.sleep(self.loads_for_seconds))
+            place.phase, place.address, place.incarnation = "serving", f"{place.name}:1", life.incarnation
+            place.num_starts += 1
+            self._changed.set()
             pulse.patience_seconds = self._spec.hung_seconds
             await pulse.unless_hung(life.ended.wait())
         raise RuntimeError("it ended")
@@ -171,6 +179,7 @@ class Lives(WithoutActors):
         life = self.left.workers.get(name)
         if life is None or life.ended.is_set():
             life = self.left.workers[name] = Worker(incarnation=f"life-{len(self.lives)}")
+            life.is_frozen = self.is_without_room
             self.lives.append(life)
         self._actors[name] = life
         return life

@@ -69,7 +69,7 @@ def test_everything_that_pip_installs_is_pinned() -> None:
         words = shlex.split(command)
         assert words[words.index("--constraint") + 1] == "/build/requirements.lock"
         what = words[-1]
-        assert what in pinned or what == "/build"
+        assert what in pinned or what == "/build[serve]"
 
 
 def test_it_does_not_run_as_root_and_starts_with_a_command_of_ours() -> None:
@@ -110,4 +110,4 @@ def test_it_installs_this_version() -> None:
     assert [source for source in config["file_mounts"].values() if source.endswith(".whl")] == [
         f"dist/{wheel}"
     ]
-    assert any(line.endswith(wheel) and "-c " in line for line in config["setup_commands"])
+    assert any(f'{wheel}[serve]"' in line and "-c " in line for line in config["setup_commands"])

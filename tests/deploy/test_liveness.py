@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from blockyard.deploy.liveness import QUESTION_SECONDS, HungError, Pulse
+from blockyard.deploy.liveness import QUESTION_SECONDS, STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.views import place_dict
 from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, SupervisorWatch
@@ -78,12 +78,46 @@ async def test_a_worker_whose_answers_are_slow_is_left_alone() -> None:
 @in_virtual_time
 async def test_a_worker_that_starts_for_long_is_left_alone() -> None:
     supervisor = Lives()
-    supervisor.loads_for_seconds = 10 * DEFAULT_HUNG_SECONDS
-    await asyncio.sleep(9 * DEFAULT_HUNG_SECONDS)
+    supervisor.loads_for_seconds = 10 * STARTING_SECONDS
+    await asyncio.sleep(5 * STARTING_SECONDS)
+    supervisor.lives[0].answers_after_seconds = 0.75 * STARTING_SECONDS
+    await asyncio.sleep(4 * STARTING_SECONDS)
     worker = await supervisor.place("worker")
     assert (worker.phase, worker.error) == ("starting", "")
-    await asyncio.sleep(2 * DEFAULT_HUNG_SECONDS)
+    supervisor.lives[0].answers_after_seconds = 0.0
+    await asyncio.sleep(2 * STARTING_SECONDS)
     assert (worker.phase, len(supervisor.lives)) == ("serving", 1)
+    await supervisor.leave()
+
+
+@in_virtual_time
+async def test_a_worker_that_freezes_while_it_starts_is_replaced() -> None:
+    supervisor = Lives()
+    supervisor.loads_for_seconds = 10 * STARTING_SECONDS
+    await asyncio.sleep(10.0)
+    supervisor.lives[0].is_frozen = True
+    await asyncio.sleep(STARTING_SECONDS - 2 * QUESTION_SECONDS)
+    assert len(supervisor.lives) == 1
+    await asyncio.sleep(4 * QUESTION_SECONDS)
+    worker = await supervisor.place("worker")
+    assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
+    assert (worker.phase, len(supervisor.lives)) == ("starting", 2)
+    assert "did not answer for 120 s" in worker.error
+    assert supervisor.ended_processes == [1]
+    await supervisor.leave()
+
+
+@in_virtual_time
+async def test_a_worker_that_waits_for_a_node_is_left_alone() -> None:
+    """Nothing of it runs yet, and so nothing answers."""
+    supervisor = Lives()
+    supervisor.loads_for_seconds = 10 * STARTING_SECONDS
+    supervisor.is_without_room = True
+    await asyncio.sleep(4 * STARTING_SECONDS)
+    assert len(supervisor.lives) == 1
+    supervisor.lives[0].is_frozen = False
+    await asyncio.sleep(10 * STARTING_SECONDS)
+    assert (len(supervisor.lives), (await supervisor.place("worker")).phase) == (1, "serving")
     await supervisor.leave()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from blockyard.deploy.redis_server import (
     RedisProcess,
     find_redis_servers,
     private_server_told,
+    redis_user,
     start_private_redis,
 )
 from blockyard.deploy.redis_versions import SOUND, ServerVersion, version_of_program, version_of_reply
-from blockyard.deploy.security import redis_user
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.cluster_identity import record_proof
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
@@ -164,6 +165,59 @@ def test_a_second_cluster_of_one_name_on_one_redis_is_refused_in_words(server: R
     redis_given.check(options(server.url, cluster="of-another-name"))
     asyncio.run(register("shared", 0.5))
     redis_given.check(options(server.url, cluster="shared"))
+
+
+def test_of_several_who_claim_a_name_at_once_one_has_it_until_it_is_done(server: RedisProcess) -> None:
+    async def claims(*holders: str, lease_seconds: float = redis_given.CLAIM_SECONDS) -> list[bool]:
+        async with connect(server.url_of(WORKER), timeout_seconds=5.0) as client:
+            index = RedisPrefixIndex(client, "default")
+            return list(
+                await asyncio.gather(
+                    *(index.claim(holder, lease_seconds=lease_seconds) for holder in holders)
+                )
+            )
+
+    async def unclaim(holder: str) -> None:
+        async with connect(server.url_of(WORKER), timeout_seconds=5.0) as client:
+            await RedisPrefixIndex(client, "default").unclaim(holder)
+
+    everybody = [f"up-{number}" for number in range(8)]
+    first = asyncio.run(claims(*everybody))
+    assert first.count(True) == 1
+    assert asyncio.run(claims(*everybody)) == first, "whoever has it renews it"
+    with (
+        pytest.raises(ValueError, match="another `up` of cluster 'default' is under way"),
+        redis_given.claimed(options(server.url_of(WORKER))),
+    ):
+        pass
+    winner = everybody[first.index(True)]
+    asyncio.run(unclaim("somebody-else"))
+    assert asyncio.run(claims("next")) == [False]
+    asyncio.run(unclaim(winner))
+    with redis_given.claimed(options(server.url_of(WORKER))):
+        assert asyncio.run(claims("next")) == [False]
+    assert asyncio.run(claims("next", lease_seconds=0.1)) == [True]
+    time.sleep(0.3)
+    assert asyncio.run(claims("after-its-lease")) == [True]
+
+
+@pytest.mark.parametrize("value", ["nan", "9e99", "-1", "", "never"])
+def test_what_is_no_claim_of_ours_keeps_nobody_from_a_name(server: RedisProcess, value: str) -> None:
+    async def claim() -> bool:
+        async with connect(server.url, timeout_seconds=5.0) as client:
+            await client.flushall()
+            if value:
+                await client.hset("blockyard:default:v1:claim", mapping={"holder": "x", "until": value})
+            else:
+                await client.set("blockyard:default:v1:claim", "x")
+            return await RedisPrefixIndex(client, "default").claim("mine", lease_seconds=60.0)
+
+    assert asyncio.run(claim())
+
+
+def test_on_a_redis_that_does_not_answer_nothing_is_claimed() -> None:
+    with redis_given.claimed(options(f"redis://127.0.0.1:{dead_port()}/0")) as keep:
+        keep()
 
 
 @pytest.mark.parametrize(

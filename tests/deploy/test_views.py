@@ -65,6 +65,14 @@ def test_status_tells_each_nodes_metrics_port_and_which_node_a_place_is_on() -> 
     assert rows == {"worker-0": "10.0.0.1", "worker-1": "10.0.0.2"}
 
 
+def test_without_the_supervisors_word_status_tells_what_the_routers_say() -> None:
+    cluster = ClusterState(cluster="default", model="demo", secret="s", num_workers=3)
+    info = cluster_pb2.ClusterInfo(workers_ready=2, index_available=True)
+    told = printed(status_view(cluster, None, info, ()))
+    assert "on 2 of 3 workers" in told
+    assert "the supervisor has said nothing" in told
+
+
 def test_with_one_node_status_names_no_nodes() -> None:
     told = status_on(HEAD)
     assert "http://10.0.0.1:4001/metrics (ray_blockyard_*)" in told

@@ -49,6 +49,10 @@ def test_a_batch_is_answered_in_the_files_order_and_says_which_row_failed(
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": f"def f{number}(", "id": number} for number in range(20)] + [{"prompt": "", "id": 20}]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    without_arguments = subprocess.run(
+        [sys.executable, str(EXAMPLES / "batch_file.py")], capture_output=True, text=True, timeout=RUN_SECONDS
+    )
+    assert (without_arguments.returncode, without_arguments.stderr[:6]) == (1, "usage:")
     assert run("batch_file.py", str(source), str(target), router) == "21 prompts, 1 failed\n"
     answered = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
     assert [row["id"] for row in answered] == list(range(21))

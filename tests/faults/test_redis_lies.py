@@ -21,6 +21,8 @@ from .redis_course import survives
 from .redis_rig import RedisCluster
 
 FOREIGN_BERTH = 4711
+REFUSED_SECONDS = 30.0
+"""Within which a router finds forged records; it looks each second."""
 
 
 def overwrite_values(cluster: RedisCluster) -> None:
@@ -209,19 +211,26 @@ def expel_rogues(cluster: RedisCluster) -> None:
 async def test_workers_that_an_attacker_introduces_get_no_connection(
     redis_cluster: RedisCluster, measured: dict[str, Any]
 ) -> None:
-    trap = Trap()
+    trap, router = Trap(), redis_cluster.router
+
+    def introduce_and_wait() -> None:
+        introduce_rogues(redis_cluster, trap.address)
+        deadline = time.monotonic() + REFUSED_SECONDS
+        while "not signed by this cluster" not in router.log_text():
+            assert time.monotonic() < deadline, "the router did not refuse them"
+            time.sleep(0.1)
+
     resident_bytes = Usage.of(redis_cluster.router.pid).resident_bytes
     await survives(
         redis_cluster,
         measured,
-        harm=lambda: introduce_rogues(redis_cluster, trap.address),
+        harm=introduce_and_wait,
         hold_seconds=3.0,
         is_degraded=False,
         heal=lambda: expel_rogues(redis_cluster),
     )
     assert trap.num_connections() == 0, "not even to ask who is there"
     assert Usage.of(redis_cluster.router.pid).resident_bytes - resident_bytes < MAX_MORE_BYTES
-    assert "not signed by this cluster" in redis_cluster.router.log_text()
 
 
 def num_damages(info: cluster_pb2.IndexInfo) -> int:

@@ -30,9 +30,10 @@ def literal(name: str, value: str) -> bytes:
 class Connection:
     """To "host:port". `serve` does what has been asked for: it sends within the windows, and reads what comes."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, source: str = "") -> None:
+        """`source`: the address that the connection comes from."""
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=10)
+        self._socket = socket.create_connection((host, int(port)), timeout=10, source_address=(source, 0))
         self._socket.sendall(PREFACE + frame(SETTINGS, 0, 0))
         self._host = address
         self._window = FIRST_WINDOW_BYTES

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.intake import BUDGET_BYTES, MESSAGE_SECONDS
-from blockyard.router.interceptor import MAX_LASTING
+from blockyard.router.interceptor import MAX_LASTING, MAX_LASTING_A_CLIENT
 from blockyard.router.server_options import MAX_CONNECTIONS, MIN_MESSAGE_BYTES
 from grpc_health.v1 import health_pb2
 
@@ -95,15 +95,22 @@ def test_a_call_without_a_message_is_invalid_and_one_with_two_is_answered_by_its
     house.check()
 
 
-def test_calls_that_last_are_counted(house: House) -> None:
+def test_calls_that_last_are_counted_by_client_and_in_all(house: House) -> None:
+    """Nobody needs a token for a Watch, and none of them has a deadline."""
     raw = health_pb2.HealthCheckRequest().SerializeToString()
     watch = house.channel.unary_stream(f"{HEALTH}/Watch")
-    taken = [watch(raw, timeout=120) for _ in range(MAX_LASTING)]
+    taken = [watch(raw, timeout=120) for _ in range(MAX_LASTING_A_CLIENT)]
     assert all(next(call) for call in taken)
     with pytest.raises(grpc.RpcError) as caught:
         next(watch(raw, timeout=30))
     assert outcome_of(caught.value).reason == "OVERLOADED"
     assert house.channel.unary_unary(f"{HEALTH}/Check")(raw, timeout=30)
+    with ExitStack() as stack:
+        for number in range(2, MAX_LASTING // MAX_LASTING_A_CLIENT + 1):
+            others = stack.enter_context(Connection(house.router.address, source=f"127.0.0.{number}"))
+            assert num_refused(others, MAX_LASTING_A_CLIENT + 1) == 1
+        newcomer = stack.enter_context(Connection(house.router.address, source="127.0.0.100"))
+        assert num_refused(newcomer, 1) == 1
     for call in taken:
         call.cancel()
 
@@ -115,17 +122,32 @@ def test_calls_that_last_are_counted(house: House) -> None:
     until(is_free)
 
 
-def test_a_reflection_that_asks_nothing_more_ends_well(house: House) -> None:
+def num_refused(connection: Connection, num_watches: int) -> int:
+    """How many of so many Watches are ended at once, of which one at least is."""
+    for _ in range(num_watches):
+        # So many bytes are one field that no request has.
+        connection.call(f"{HEALTH}/Watch", 20, 20)
+    serve_until(connection, lambda: bool(connection.ended) and not connection.unsent_bytes)
+    connection.serve(0.5)
+    return len(connection.ended)
+
+
+def test_reflections_that_ask_nothing_more_end_well_and_hold_nothing_of_the_budget(house: House) -> None:
+    """More than a client may have messages on their way, of the largest size."""
     is_over = threading.Event()
 
     def questions() -> Iterator[bytes]:
         yield b"\x3a\x00"  # list_services
         is_over.wait(PATIENCE_SECONDS)
 
-    call: Any = house.channel.stream_stream(REFLECT)(questions(), timeout=PATIENCE_SECONDS)
-    assert b"blockyard.v1.InferenceService" in next(call)
-    assert list(call) == []
-    assert call.code() is grpc.StatusCode.OK
+    reflect = house.channel.stream_stream(REFLECT)
+    calls: list[Any] = [
+        reflect(questions(), timeout=PATIENCE_SECONDS)
+        for _ in range(BUDGET_BYTES // MIN_MESSAGE_BYTES // 2 + 4)
+    ]
+    assert all(b"blockyard.v1.InferenceService" in next(call) for call in calls)
+    assert [list(call) for call in calls] == len(calls) * [[]]
+    assert {call.code() for call in calls} == {grpc.StatusCode.OK}
     is_over.set()
 
 

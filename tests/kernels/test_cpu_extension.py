@@ -169,7 +169,7 @@ def test_who_has_waited_too_long_builds_beside_the_other_and_both_have_kernels(
     [
         ("CXX", '"', "No closing quotation"),
         ("HOME", None, "home directory"),
-        ("FLAGS", ("-Dby_attend=other",), "by_attend"),
+        pytest.param("FLAGS", ("-Dby_attend=other",), "by_attend", marks=pytest.mark.slow),  # compiles all
     ],
 )
 def test_whatever_is_wrong_a_worker_serves_with_torch(

@@ -2,13 +2,26 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from blockyard.router.openai import body, protocol
+from blockyard.router.server_options import MIN_MESSAGE_BYTES
 
-from .rig import CHAT, HELLO, Answer, FakeWorker, Gateway, is_idle, read_answer, running_gateway, until
+from .rig import (
+    CHAT,
+    HELLO,
+    Answer,
+    FakeWorker,
+    Gateway,
+    Script,
+    is_idle,
+    read_answer,
+    running_gateway,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,6 +54,34 @@ async def test_a_head_that_never_ends_is_answered_when_its_time_is_over(
     writer.close()
 
 
+@pytest.mark.parametrize("begun", [b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_head_that_begins_in_the_packet_of_a_whole_request_has_no_more_time(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    reader, writer = await gateway.connect()
+    async with asyncio.timeout(30):
+        writer.write(f"{HEAD}content-length: {len(VALID)}\r\n\r\n".encode() + VALID + begun)
+        assert (await read_answer(reader)).status == 200
+        answer = await read_answer(reader)
+        assert (answer.status, answer.error["code"]) == (408, "head_too_slow")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_connection_between_requests_may_be_silent_for_longer_than_a_head(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    reader, writer = await gateway.connect()
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            writer.write(f"{HEAD}content-length: {len(VALID)}\r\n\r\n".encode() + VALID)
+            assert (await read_answer(reader)).status == 200
+            await asyncio.sleep(0.5)
+    writer.close()
+
+
 async def drip(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"y")
@@ -54,6 +95,25 @@ async def test_a_connection_that_says_nothing_is_closed(
     reader, writer = await gateway.connect()
     async with asyncio.timeout(30):
         assert await reader.read() == b""
+    writer.close()
+
+
+async def test_heads_behind_a_running_stream_wait_in_the_client_and_are_answered_after_it(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiohttp has had a bound on requests of one connection since 3.14.1."""
+    monkeypatch.setattr(worker, "script", lambda submit: Script(step_seconds=0.1))
+    num_heads = 3000
+    stream = json.dumps({"messages": HELLO, "max_tokens": 20, "ignore_eos": True, "stream": True}).encode()
+    reader, writer = await gateway.connect()
+    writer.write(f"{HEAD}content-length: {len(stream)}\r\n\r\n".encode() + stream)
+    writer.write(num_heads * (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx: " + 8000 * b"y" + b"\r\n\r\n"))
+    async with asyncio.timeout(60):
+        await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+        # The kernel holds some 10 MB of 24.
+        assert writer.transport.get_write_buffer_size() > 4 * 2**20
+        for _ in range(num_heads):
+            assert (await read_answer(reader)).status == 200
     writer.close()
 
 
@@ -132,6 +192,26 @@ async def test_bodies_on_their_way_are_charged_to_one_budget(
     await asyncio.gather(*waiting, return_exceptions=True)
     await until(lambda: intake.held_bytes == 0)
     await until(lambda: is_idle(gateway.router))
+
+
+async def test_a_client_has_one_half_of_the_budget_on_both_ports(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of gRPC that takes long holds all of it."""
+    intake = gateway.router.server.intake
+    monkeypatch.setattr(intake, "_budget_bytes", 2 * MIN_MESSAGE_BYTES)
+
+    async def unsaid() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    call = gateway.router.channel.stream_unary("/blockyard.v1.InferenceService/Generate")(unsaid())
+    await until(lambda: intake.held_bytes == MIN_MESSAGE_BYTES)
+    answer = await gateway.post({"messages": HELLO, "user": "x" * 200_000})
+    assert (answer.status, answer.error["code"]) == (429, "overloaded")
+    assert "of this client" in answer.error["message"]
+    call.cancel()
+    await until(lambda: intake.held_bytes == 0)
 
 
 async def test_a_body_of_small_numbers_is_refused_before_it_is_parsed(gateway: Gateway) -> None:

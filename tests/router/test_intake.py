@@ -1,7 +1,7 @@
 """Incomplete requests: what they may hold at once, alone and together, and for how long."""
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 from blockyard.router import intake as bounds
@@ -12,8 +12,12 @@ from blockyard.router.intake import Intake
 BUDGET = 1000
 
 
-def address() -> str:
-    return "ipv4:10.0.0.1"
+A, B, C = (f"ipv4:10.0.0.{host}:50000" for host in (1, 2, 3))
+"""Addresses of clients."""
+
+
+def peer() -> str:
+    return A
 
 
 async def never() -> bytes:
@@ -23,7 +27,7 @@ async def never() -> bytes:
 
 def test_bytes_are_given_back_when_a_request_is_whole_or_refused() -> None:
     intake = Intake(budget_bytes=BUDGET)
-    with intake.charge("a") as charge:
+    with intake.charge(A) as charge:
         charge.grow(300)
         charge.grow(200)
         assert intake.held_bytes == 500
@@ -32,14 +36,14 @@ def test_bytes_are_given_back_when_a_request_is_whole_or_refused() -> None:
         assert refused.value.retry_after_seconds == bounds.RETRY_SECONDS
         assert intake.held_bytes == 500
     assert intake.held_bytes == 0
-    with intake.charge("a") as charge:
+    with intake.charge(A) as charge:
         charge.grow(500)
 
 
 def test_one_client_has_half_of_the_budget_at_most_and_all_together_have_one() -> None:
     intake = Intake(budget_bytes=BUDGET)
     with ExitStack() as stack:
-        first, second, third = (stack.enter_context(intake.charge(name)) for name in ("a", "b", "c"))
+        first, second, third = (stack.enter_context(intake.charge(name)) for name in (A, B, C))
         first.grow(500)
         with pytest.raises(Overloaded, match="of this client"):
             first.grow(1)
@@ -49,11 +53,29 @@ def test_one_client_has_half_of_the_budget_at_most_and_all_together_have_one() -
             third.grow(1)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "is_one"),
+    [
+        ("ipv4:10.0.0.1:50000", "ipv4:10.0.0.1:50001", True),
+        ("ipv4:10.0.0.1:50000", "ipv4:10.0.0.2:50000", False),
+        ("ipv6:[2001:db8:0:1::1]:50000", "ipv6:%5B2001:db8:0:1:ffff::2%5D:50000", True),
+        ("ipv6:[2001:db8:0:1::1]:50000", "ipv6:[2001:db8:0:2::1]:50000", False),
+        ("ipv6:[::ffff:10.0.0.1]:50000", "ipv4:10.0.0.1:50000", True),
+    ],
+)
+def test_an_address_is_one_client_and_so_is_a_network_of_ipv6(first: str, second: str, is_one: bool) -> None:
+    intake = Intake(budget_bytes=BUDGET)
+    with intake.charge(first) as one, intake.charge(second) as other:
+        one.grow(500)
+        with pytest.raises(Overloaded, match="of this client") if is_one else nullcontext():
+            other.grow(500)
+
+
 def test_a_tenant_is_one_client_whatever_its_addresses() -> None:
     intake = Intake(budget_bytes=BUDGET)
     token = PRINCIPAL.set(Principal(name="ann", role=Role.USER, tenant="acme"))
     try:
-        with intake.charge("a") as charge, intake.charge("b") as other:
+        with intake.charge(A) as charge, intake.charge(B) as other:
             charge.grow(500)
             with pytest.raises(Overloaded, match="of this client"):
                 other.grow(1)
@@ -66,10 +88,10 @@ async def test_a_message_that_is_there_is_never_charged_even_when_all_is_taken()
         return b"whole"
 
     intake = Intake(budget_bytes=BUDGET)
-    with intake.charge("a") as charge, intake.charge("b") as other:
+    with intake.charge(A) as charge, intake.charge(B) as other:
         charge.grow(500)
         other.grow(500)
-        assert await intake.message(there, most_bytes=10**9, address=address) == b"whole"
+        assert await intake.message(there, most_bytes=10**9, peer=peer) == b"whole"
 
 
 async def test_a_slow_message_is_charged_as_the_largest_and_refused_where_there_is_no_room(
@@ -78,13 +100,13 @@ async def test_a_slow_message_is_charged_as_the_largest_and_refused_where_there_
     monkeypatch.setattr(bounds, "PROMPT_SECONDS", 0.01)
     intake = Intake(budget_bytes=BUDGET)
     with pytest.raises(Overloaded):
-        await intake.message(never, most_bytes=501, address=address)
-    waiting = asyncio.ensure_future(intake.message(never, most_bytes=500, address=address))
+        await intake.message(never, most_bytes=501, peer=peer)
+    waiting = asyncio.ensure_future(intake.message(never, most_bytes=500, peer=peer))
     async with asyncio.timeout(20):
         while not intake.held_bytes:  # noqa: ASYNC110 - a timer changes it
             await asyncio.sleep(0.01)
         with pytest.raises(Overloaded):
-            await intake.message(never, most_bytes=1, address=address)
+            await intake.message(never, most_bytes=1, peer=peer)
     assert (intake.held_bytes, intake.num_incomplete) == (500, 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -97,7 +119,7 @@ async def test_a_message_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bounds, "MESSAGE_SECONDS", 0.05)
     intake = Intake(budget_bytes=BUDGET)
     with pytest.raises(DeadlinePassed, match="not whole"):
-        await intake.message(never, most_bytes=1, address=address)
+        await intake.message(never, most_bytes=1, peer=peer)
     assert (intake.held_bytes, intake.num_incomplete) == (0, 0)
 
 
@@ -106,8 +128,8 @@ async def test_messages_beyond_their_number_are_refused_before_they_are_read(
 ) -> None:
     monkeypatch.setattr(bounds, "MAX_INCOMPLETE", 1)
     intake = Intake(budget_bytes=BUDGET)
-    waiting = asyncio.ensure_future(intake.message(never, most_bytes=1, address=address))
+    waiting = asyncio.ensure_future(intake.message(never, most_bytes=1, peer=peer))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await intake.message(never, most_bytes=1, address=address)
+        await intake.message(never, most_bytes=1, peer=peer)
     waiting.cancel()

@@ -74,8 +74,8 @@ def test_whoever_comes_back_when_it_is_told_to_is_let_in(
 def test_a_refused_call_takes_nothing_of_any_bucket() -> None:
     limits = RateLimits(Clock())
     token, tenant = limited("t", requests=10, tokens=1000), limited("acme", tokens=50)
-    for _ in range(100):
-        assert ask(limits, token, tenant, tokens=40, used=40) is None or True
+    answers = [ask(limits, token, tenant, tokens=40, used=40) for _ in range(100)]
+    assert [answer is None for answer in answers] == [True] + 99 * [False]
     standing = limits.standing((token,), "requests")
     assert standing is not None
     assert standing.remaining == 9
@@ -107,6 +107,27 @@ def test_a_call_larger_than_a_minute_takes_a_full_bucket_and_owes_the_rest() -> 
     assert refusal is not None
     clock.now += MINUTE_SECONDS
     assert ask(limits, ann, tokens=100) is None
+
+
+@settings(deadline=None)
+@given(st.integers(0, 900), st.integers(0, 900), st.lists(st.floats(0, 90), max_size=5))
+def test_what_a_call_owes_does_not_depend_on_who_looks_while_it_runs(
+    wanted: int, used: int, pauses: list[float]
+) -> None:
+    remaining = []
+    for is_looked_at in (False, True):
+        clock = Clock()
+        limits, ann = RateLimits(clock), limited(tokens=100)
+        with limits.charge((ann,), tokens=wanted) as charge:
+            for pause in pauses:
+                clock.now += pause
+                if is_looked_at:
+                    limits.standing((ann,), "tokens")
+            charge.use(used)
+        standing = limits.standing((ann,), "tokens")
+        assert standing is not None
+        remaining.append(standing.full_in_seconds)
+    assert remaining[0] == pytest.approx(remaining[1], abs=1e-6)
 
 
 def test_a_limit_that_changes_counts_from_then_on() -> None:

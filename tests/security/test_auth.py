@@ -233,7 +233,7 @@ def test_an_entrys_end_and_limits_and_a_tenants_limits_are_read() -> None:
 def test_a_rotated_token_is_good_for_the_overlap_beside_the_new_one_of_the_same_limits() -> None:
     now = datetime(2030, 1, 1, tzinfo=UTC)
     first, made = new_token("ann", "user", "acme", limit=RateLimit(requests_per_minute=5))
-    second, entries = rotated([made], "ann", overlap=timedelta(hours=1), now=now)
+    second, entries = rotated([made], "ann", overlap_seconds=3600.0, now=now)
     assert entries[0] == {**made, "expires": "2030-01-01T01:00:00Z"}
     table = parse_tokens(json.dumps(entries))
     both = [table.find(first), table.find(second)]
@@ -242,19 +242,37 @@ def test_a_rotated_token_is_good_for_the_overlap_beside_the_new_one_of_the_same_
         == both[1]
         == Principal(name="ann", role=Role.USER, tenant="acme", limit=RateLimit(requests_per_minute=5))
     )
-    third, entries = rotated(entries, "ann", overlap=timedelta(hours=9), now=now + timedelta(minutes=59))
+    third, entries = rotated(entries, "ann", overlap_seconds=9 * 3600.0, now=now + timedelta(minutes=59))
     assert [entry.get("expires") for entry in entries] == [
         "2030-01-01T01:00:00Z",
         "2030-01-01T09:59:00Z",
         None,
     ]
-    _, entries = rotated(entries, "ann", overlap=timedelta(0), now=now + timedelta(hours=2))
+    _, entries = rotated(entries, "ann", overlap_seconds=0.0, now=now + timedelta(hours=2))
     assert len(entries) == 3, "what has expired already is taken out"
     assert parse_tokens(json.dumps(entries)).find(third) is not None
     other = entry("bob")
     assert revoked([*entries, other], "ann") == [other]
     with pytest.raises(ValueError, match="no entry has the name 'ann'"):
         revoked([other], "ann")
+
+
+def test_a_name_whose_tokens_have_all_expired_is_not_rotated() -> None:
+    """The new token would have the same end as the last of them."""
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    ends = [now - timedelta(days=1), now]
+    entries = [new_token("ann", "user", expires=end)[1] for end in ends]
+    with pytest.raises(ValueError, match=r"'ann' has expired, the last on 2030-01-01T00:00:00Z"):
+        rotated(entries, "ann", overlap_seconds=60.0, now=now)
+    _, entries = rotated(entries, "ann", overlap_seconds=60.0, now=now - timedelta(hours=1))
+    assert [entry["expires"] for entry in entries] == ["2029-12-31T23:01:00Z", "2030-01-01T00:00:00Z"]
+
+
+@pytest.mark.parametrize("overlap_seconds", [1e12, 1e15, float("inf"), float("nan")])
+def test_an_overlap_that_no_date_ends_is_refused(overlap_seconds: float) -> None:
+    made = new_token("ann", "user")[1]
+    with pytest.raises(ValueError, match="ends after the year 9999"):
+        rotated([made], "ann", overlap_seconds=overlap_seconds, now=datetime(2030, 1, 1, tzinfo=UTC))
 
 
 def test_an_empty_list_means_nobody(tmp_path: Path) -> None:

@@ -3,20 +3,28 @@
 import asyncio
 import logging
 import shutil
+import socket
 import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 
 import grpc
 import pytest
 from blockyard.proto import certificate_files
-from blockyard.proto.certificate_files import read_ca, read_pair
+from blockyard.proto.certificate_files import Reloaded, read_ca, read_pair
 from blockyard.proto.tls import https_context, listen, server_credentials, session_channels
 from blockyard.proto.tls_files import ServerTls, SessionTls
 
 from .certificates import DAY, Authority, Pair
 
 SECONDS = 20.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+"""What a client of gRPC says first."""
 
 
 @pytest.fixture
@@ -27,6 +35,7 @@ def ca(tmp_path: Path) -> Authority:
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "PATIENCE_SECONDS", SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,31 @@ def test_the_log_warns_of_a_certificate_that_expires_within_two_weeks(
     assert "soon.pem expires on 20" in record.getMessage()
 
 
+def test_a_file_server_that_hangs_keeps_no_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Callers are event loops, and gRPC's threads for handshakes."""
+    monkeypatch.setattr(certificate_files, "PATIENCE_SECONDS", 0.05)
+    path, answers = tmp_path / "file", Event()
+    path.write_text("old")
+    answers.set()
+
+    def read() -> str:
+        answers.wait(SECONDS)
+        return path.read_text()
+
+    files = Reloaded([str(path)], read)
+    answers.clear()
+    path.write_text("newer")
+    assert [files.current() for _ in range(20)] == 20 * ["old"]
+    assert "reading takes long" in caplog.text
+    answers.set()
+    deadline = time.monotonic() + SECONDS
+    while files.current() != "newer":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def put(pair: Pair, at: Pair) -> None:
     """The files of one in the place of the other's."""
     for source, destination in ((pair.cert, at.cert), (pair.key, at.key)):
@@ -109,20 +143,73 @@ async def test_a_replaced_certificate_is_shown_to_the_next_connection_and_a_brok
         await server.stop(0)
 
 
-async def comes_in(port: int, ca: str, own: Pair) -> bool:
-    """Whether this client trusts the HTTP port, and the port trusts it."""
+@asynccontextmanager
+async def https_port(tls: ServerTls) -> AsyncIterator[int]:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.readline()
+            writer.write(b"hello")
+            await writer.drain()
+            writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=https_context(tls))
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
+async def grpc_port(tls: ServerTls) -> AsyncIterator[int]:
+    server = grpc.aio.server()
+    port = listen(server, "127.0.0.1:0", server_credentials(tls))
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+Port = Callable[[ServerTls], AbstractAsyncContextManager[int]]
+
+
+def client_context(ca: str, own: Pair, version: ssl.TLSVersion | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=ca)
     context.load_cert_chain(own.cert, own.key)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    if version is not None:
+        context.minimum_version = context.maximum_version = version
+    return context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeted:
+    """What a client of either port saw."""
+
+    is_in: bool
+    is_resumed: bool = False
+    session: ssl.SSLSession | None = None
+
+
+def greeted(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> Greeted:
+    """Blocks: asyncio resumes no session."""
     try:
-        async with asyncio.timeout(SECONDS):
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=context, server_hostname="localhost"
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(PREFACE)
+            # A client hears only here that its own certificate is refused.
+            return Greeted(
+                is_in=connection.recv(100) != b"",
+                is_resumed=bool(connection.session_reused),
+                session=connection.session,
             )
-            answer = await reader.read()  # a client hears only here that its own certificate is refused
-            writer.close()
     except (ssl.SSLError, ConnectionError):
-        return False
-    return answer == b"hello"
+        return Greeted(is_in=False)
+
+
+async def comes_in(port: int, ca: str, own: Pair) -> bool:
+    """Whether this client trusts the HTTP port, and the port trusts it."""
+    return (await asyncio.to_thread(greeted, port, client_context(ca, own))).is_in
 
 
 async def test_an_https_port_takes_a_replaced_certificate_and_client_ca(
@@ -131,16 +218,7 @@ async def test_an_https_port_takes_a_replaced_certificate_and_client_ca(
     shown, other = ca.pair("shown"), Authority(tmp_path, "other")
     clients = shutil.copy(ca.ca, tmp_path / "clients.pem")
     ours, theirs = ca.pair("ours"), other.pair("theirs")
-
-    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"hello")
-        await writer.drain()
-        writer.close()
-
-    tls = ServerTls(cert=shown.cert, key=shown.key, client_ca=str(clients))
-    server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=https_context(tls))
-    port = server.sockets[0].getsockname()[1]
-    async with server:
+    async with https_port(ServerTls(cert=shown.cert, key=shown.key, client_ca=str(clients))) as port:
         assert await comes_in(port, ca.ca, ours)
         assert not await comes_in(port, ca.ca, theirs)
         put(other.pair("new"), shown)
@@ -148,3 +226,27 @@ async def test_an_https_port_takes_a_replaced_certificate_and_client_ca(
         assert await comes_in(port, other.ca, theirs)
         assert not await comes_in(port, other.ca, ours)
         assert not await comes_in(port, ca.ca, theirs)
+        await asyncio.to_thread(Path(clients).unlink)
+        assert await comes_in(port, other.ca, theirs), "what was read before stays"
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("serve", [https_port, grpc_port])
+@pytest.mark.parametrize("has_tickets", [True, False], ids=["tickets", "session ids"])
+async def test_no_session_outlives_the_client_ca_that_it_was_verified_by(
+    tmp_path: Path, ca: Authority, version: ssl.TLSVersion, has_tickets: bool, serve: Port
+) -> None:
+    """A client that resumes its session shows no certificate again. On the HTTP port none is resumed at all."""
+    shown, other = ca.pair("shown"), Authority(tmp_path, "other")
+    clients = shutil.copy(ca.ca, tmp_path / "clients.pem")
+    context = client_context(ca.ca, ca.pair("ours"), version)
+    if not has_tickets:
+        context.options |= ssl.OP_NO_TICKET
+    async with serve(ServerTls(cert=shown.cert, key=shown.key, client_ca=str(clients))) as port:
+        first = await asyncio.to_thread(greeted, port, context)
+        again = await asyncio.to_thread(greeted, port, context, first.session)
+        assert (first.is_in, again.is_in) == (True, True)
+        assert not again.is_resumed or serve is grpc_port
+        shutil.copy(other.ca, clients)
+        assert not (await asyncio.to_thread(greeted, port, context, first.session)).is_in
+        assert not (await asyncio.to_thread(greeted, port, context)).is_in

@@ -7,8 +7,11 @@ import ast
 import importlib
 import pkgutil
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from blockyard.router.sampling_checks import SamplingLimits
 from blockyard.router.structured_output import structured_problem
 from blockyard.router.validation import valid_generation, valid_tenant
 from blockyard.worker.submits import Refused, engine_request
+from google.protobuf.message import Message
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 PACKAGES = ("router", "router.openai", "proto", "worker", "worker.grammar", "deploy.dashboard")
@@ -164,47 +168,42 @@ def parse(text: str) -> None:
     body.parse_json(text.encode(), most_values=2**17)
 
 
+def attempt(read: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """A refusal is as good an end as another."""
+    with suppress(RouterError, ValueError, Refused):
+        read(*arguments, **named)
+
+
 def wanted(text: str) -> None:
-    for read in (chat_wanted, completion_wanted):
-        for field in (
-            "messages",
-            "prompt",
-            "stop",
-            "user",
-            "model",
-            "regex",
-            "json_schema",
-            "logit_bias",
-            text,
-        ):
-            try:
-                read({"messages": [{"role": "user", "content": text}], field: text})
-            except RouterError:
-                continue
+    fields = ("messages", "prompt", "stop", "user", "model", "regex", "json_schema", "logit_bias", text)
+    for read, field in product((chat_wanted, completion_wanted), fields):
+        attempt(read, {"messages": [{"role": "user", "content": text}], field: text})
 
 
 def generation(text: str) -> None:
     for fields in (
         {"request_id": text},
+        {"session_id": text},
         {"cache_salt": text},
         {"sampling": {"stop": [text]}},
         {"prompt": text},
     ):
         message = inference_pb2.GenerateRequest(**{"prompt": "x", **fields})
-        valid_generation(message, FACTS, max_model_len=2**15, limits=SamplingLimits())
+        attempt(valid_generation, message, FACTS, max_model_len=2**15, limits=SamplingLimits())
 
 
 def structure(text: str) -> None:
     for kind in ("json_schema", "regex"):
-        structured_problem(inference_pb2.StructuredOutput(**{kind: text}))
+        attempt(structured_problem, inference_pb2.StructuredOutput(**{kind: text}))
 
 
 def submit(text: str) -> None:
     data = text.encode()
-    split_names(data[: len(data) // 16 * 16])
-    unpack_tokens(data[: len(data) // 4 * 4])
-    message = session_pb2.Submit(request_id=text, token_ids=data, block_names=data, prompt_tokens=2**15)
-    engine_request(message, vocab_size=4096, block_size=16, max_model_len=2**15)
+    attempt(split_names, data[: len(data) // 16 * 16])
+    attempt(unpack_tokens, data[: len(data) // 4 * 4])
+    for fields in ({"request_id": text}, {"token_ids": data, "block_names": data}):
+        message = session_pb2.Submit(prompt_tokens=2**15, **fields)
+        attempt(engine_request, message, vocab_size=4096, block_size=16, max_model_len=2**15)
 
 
 READERS: dict[str, Callable[[str], Any]] = {
@@ -222,12 +221,27 @@ UNITS = ("a", "[", '{"a":', '"', '\\"', "\\", "1,", '"",', ":", "Bearer ", "(a+)
 
 @pytest.mark.parametrize("name", READERS)
 def test_what_reads_a_whole_input_is_linear(name: str) -> None:
-    def read(text: str) -> None:
-        try:
-            READERS[name](text)
-        except (RouterError, ValueError, Refused):
-            return
-
     for size in SIZES:
         for text in pumped(UNITS, size):
-            assert cpu_seconds(lambda text=text: read(text)) < MAX_CPU_SECONDS, (text[:20], size)  # type: ignore[misc]
+            seconds = cpu_seconds(lambda text=text: attempt(READERS[name], text))  # type: ignore[misc]
+            assert seconds < MAX_CPU_SECONDS, (text[:20], size)
+
+
+def test_each_field_is_read_whatever_is_refused_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that no field may hold."""
+    seen: list[set[str]] = []
+
+    def noted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(message: Message, *arguments: Any, **named: Any) -> Any:
+            seen[-1] |= {field.name for field, value in message.ListFields() if value != "x"}
+            return read(message, *arguments, **named)
+
+        return call
+
+    for reader in ("valid_generation", "engine_request"):
+        monkeypatch.setattr(sys.modules[__name__], reader, noted(globals()[reader]))
+    for read in (generation, submit):
+        seen.append(set())
+        read("a b!" * 2**12)
+    assert seen[0] == {"request_id", "session_id", "cache_salt", "sampling", "prompt"}
+    assert seen[1] == {"request_id", "token_ids", "block_names", "prompt_tokens"}

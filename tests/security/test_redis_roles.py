@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import redis
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.deploy.security import redis_user
+from blockyard.deploy.redis_server import RedisProcess, redis_user, start_private_redis
 from blockyard.proto.block_hash import NAME_BYTES
 from blockyard.proto.index_acl import COMMANDS, Role
 from blockyard.proto.index_schema import bucket_of, key_prefix

@@ -5,12 +5,13 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.security import redis_user
+from blockyard.deploy.redis_server import redis_user
 from blockyard.deploy.state import ClusterState
 from blockyard.deploy.tokens import append_entry
 from blockyard.deploy.wanted_cluster import UpOptions
@@ -126,6 +127,25 @@ def test_tokens_are_listed_rotated_and_revoked_without_a_secret_in_the_file(tmp_
     assert table.limit_of_tenant("acme").requests_per_minute == 5
     run("revoke", name="bob")
     assert len(TokenFile(path).tokens) == 0
+
+
+def test_a_command_for_a_token_that_nobody_could_use_fails_and_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+
+    def told(*arguments: str, name: str = "ann") -> str:
+        result = CliRunner().invoke(main, ["token", *arguments, "--name", name, "--auth-file", str(path)])
+        assert result.exit_code == 1
+        return result.output
+
+    past = "2001-01-01T00:00:00Z"
+    assert past in told("new", "--role", "user", "--expires", past)
+    assert not path.exists()
+    append_entry(path, new_token("ann", "user", expires=datetime(2001, 1, 1, tzinfo=UTC))[1])
+    append_entry(path, new_token("bob", "user")[1])
+    before = path.read_text()
+    assert past in told("rotate")
+    assert "1e+15 s" in told("rotate", "--overlap-seconds", "1e15", name="bob")
+    assert path.read_text() == before
 
 
 def test_a_file_that_would_be_bad_is_left_as_it_was(tmp_path: Path) -> None:

@@ -63,7 +63,12 @@ def regex(text: str) -> Grammar:
 
 
 def row_of(
-    grammar: object | None, output: Iterable[int] = (), *, sequence_id: int = 1, num_outputs: int = 1
+    grammar: object | None,
+    output: Iterable[int] = (),
+    *,
+    sequence_id: int = 1,
+    num_outputs: int = 1,
+    client: int = 0,
 ) -> ScheduledRow:
     """One that samples the token after `output`."""
     tokens = [*PROMPT, *output]
@@ -75,6 +80,7 @@ def row_of(
         names=[],
         grammar=grammar,
         num_outputs=num_outputs,
+        client=client,
     )
     return ScheduledRow(sequence=sequence, start=len(tokens) - 1, num_tokens=1, samples=True)
 

@@ -44,12 +44,14 @@ def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
 def test_forks_get_the_tokens_that_each_would_get_alone() -> None:
     scheduler = make_scheduler(64)
     leader = make_sequence(0, prompt(37), max_tokens=9, n=3)
+    leader.client = 7
     scheduler.submit(leader)
     outputs: dict[int, Sequence] = {}
     while scheduler.has_work:
         for update in step(scheduler):
             outputs[update.sequence.index] = update.sequence
     assert sorted(outputs) == [0, 1, 2]
+    assert all(sequence.client == 7 for sequence in outputs.values())
     for index, sequence in outputs.items():
         expected = make_sequence(9, prompt(37))
         while len(expected.tokens) < 37 + 9:

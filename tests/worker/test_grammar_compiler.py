@@ -160,9 +160,12 @@ async def test_whose_grammar_was_slow_has_others_known_for_slow_from_the_start()
     async with open_compiler() as compiler:
         first = await compiler.compile(regex("a+"), 1)
         assert not (await compiler.compile(regex("b+"), 1)).is_slow
-        first.is_slow = True
-        assert (await compiler.compile(regex("c+"), 1)).is_slow
+        first.hold_for_slow(3)
+        assert (await compiler.compile(regex("c+"), 1)).times_slow == 3
         assert not (await compiler.compile(regex("d+"), 2)).is_slow
+        # Also after it has proved fast again.
+        first.is_slow = False
+        assert (await compiler.compile(regex("e+"), 1)).is_slow
 
 
 async def test_clients_take_turns_and_one_may_fill_half_of_the_queue() -> None:

@@ -57,6 +57,50 @@ def test_a_storm_of_submits_and_cancels_conserves_blocks(seed: int, num_blocks: 
     assert scheduler.pool.num_used == 0
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(13, 40), share=st.floats(0.0, 1.0))
+def test_no_step_has_a_sequence_that_is_held_and_all_others_go_on(
+    seed: int, num_blocks: int, share: float
+) -> None:
+    chance = random.Random(seed)
+    scheduler = make_scheduler(num_blocks, max_num_batched_tokens=chance.choice([16, 64]), max_num_seqs=8)
+    held: set[int] = set()
+    scheduler.holds = lambda sequence: sequence.sequence_id in held
+    sequences = [random_sequence(number, chance) for number in range(16)]
+    for sequence in sequences:
+        sequence.grammar = "slow" if chance.random() < share else None
+        scheduler.submit(sequence)
+    for _ in range(20_000):
+        if not scheduler.has_work:
+            break
+        held = {s.sequence_id for s in sequences if s.grammar and chance.random() < 0.7}
+        plan = scheduler.plan()
+        planned = {row.sequence.sequence_id for row in plan.rows}
+        assert not planned & held
+        first = [*scheduler.running, *scheduler.waiting][:1]
+        if not planned:
+            assert any(s.sequence_id in held for s in first), "the first of all has nothing to wait for"
+        scheduler.commit(plan, run(plan))
+        scheduler.check_invariants()
+    assert all(sequence.is_over for sequence in sequences)
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_newcomer_joins_where_all_others_are_held() -> None:
+    scheduler = make_scheduler(40)
+    scheduler.holds = lambda sequence: True
+    running, waiting, newcomer = (make_sequence(number, [5 + number] * 20) for number in range(3))
+    running.grammar = None
+    scheduler.submit(running)
+    plan = scheduler.plan()
+    scheduler.commit(plan, run(plan))
+    running.grammar = waiting.grammar = "slow"
+    scheduler.submit(waiting)
+    assert scheduler.plan().rows == ()
+    scheduler.submit(newcomer)
+    assert [row.sequence for row in scheduler.plan().rows] == [newcomer]
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_published_names_equal_the_cache_and_are_closed_under_prefixes(seed: int) -> None:

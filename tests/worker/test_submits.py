@@ -57,6 +57,7 @@ def test_every_option_arrives() -> None:
         },
         priority=-7,
         tenant=2**64 - 1,
+        client=2**64 - 2,
         deadline_seconds=2.5,
         continuations=[{"index": 1, "token_ids": pack_tokens([6, 7])}],
     )
@@ -79,6 +80,7 @@ def test_every_option_arrives() -> None:
         n=3,
     )
     assert (request.priority, request.tenant, request.deadline_seconds) == (-7, 2**64 - 1, 2.5)
+    assert request.client == 2**64 - 2
     assert request.continuations == (Continuation(index=1, token_ids=(6, 7)),)
     assert (request.token_ids, request.prompt_length, len(request.names)) == (PROMPT, 20, 2)
 

@@ -5,12 +5,13 @@ needs them. All copies of a matcher share these states, so one that walks warms 
 one mask may cost, in the library's own units rather than in seconds: so a grammar that one process has found to stay
 within them does so in every other.
 
-Not thread-safe: a compiled grammar and its matchers belong to one thread at a time.
+Not thread-safe: a compiled grammar and its matchers belong to one thread at a time, which holds the grammar's lock.
 
 Shapes: W words of 32 tokens in a mask.
 """
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,10 @@ MAX_LEXER_STATES = 20_000
 """Of one grammar: 12 MB and 40 ms in all, measured. A grammar that has used them up is built again."""
 TRIAL_MASKS = 24
 SLOW_MASK_SECONDS = 0.005
-"""Of a thread's own time: a grammar with such a mask keeps no step waiting any more (masks.py)."""
+"""Of a thread's own time: a grammar with a slower mask keeps no step waiting until it has proved fast (masks.py)."""
+PROOF_MASKS = 32
+"""So many fast masks in a row prove a slow grammar fast; each time that it was found slow again doubles them."""
+MAX_TIMES_SLOW = 16
 SILENT = 0
 WHITESPACE = r"[\x20\x0A]"
 """At most one between two parts of JSON: of up to 32, small models fill four fifths of an output with nothing."""
@@ -95,8 +99,11 @@ class CompiledGrammar:
         self.grammar = grammar
         self.generation = 0
         """Counts how often it was built anew."""
+        self.lock = threading.Lock()
         self.is_slow = False
-        """One of its masks was slow, or its client's grammars are."""
+        self.times_slow = 0
+        """How often it was found slow after it was held for fast."""
+        self._masks_to_prove = 0
         self._tokenizer = tokenizer
         self._template = self._build()
 
@@ -117,7 +124,16 @@ class CompiledGrammar:
     def note_mask(self, seconds: float) -> None:
         """What one mask took."""
         if seconds > SLOW_MASK_SECONDS:
-            self.is_slow = True
+            self.hold_for_slow(self.times_slow if self.is_slow else self.times_slow + 1)
+        elif self.is_slow:
+            self._masks_to_prove -= 1
+            self.is_slow = self._masks_to_prove > 0
+
+    def hold_for_slow(self, times_slow: int) -> None:
+        """As though it had been found slow so often."""
+        self.is_slow = True
+        self.times_slow = min(times_slow, MAX_TIMES_SLOW)
+        self._masks_to_prove = PROOF_MASKS << (self.times_slow - 1)
 
     def try_out(self) -> None:
         """Follows an arbitrary output for TRIAL_MASKS tokens, which also makes the states that most outputs need.

@@ -204,15 +204,20 @@ class GrammarCompiler:
             compiled = await asyncio.to_thread(_build, grammar, tokenizer)
         finally:
             self._idle.append(seat)
-        # Whose grammars were slow has no other delay a step before it is known for slow too.
-        compiled.is_slow = compiled.is_slow or turn.clients <= self._clients_of_slow_ones()
+        # A client that has had a slow grammar gets the slow lane at once. Otherwise each new grammar would delay one
+        # step before it is recognised.
+        times_slow = min(map(self._times_slow, turn.clients))
+        if times_slow > compiled.times_slow:
+            compiled.hold_for_slow(times_slow)
         return compiled
 
-    def _clients_of_slow_ones(self) -> set[int]:
-        """Those who have a grammar here that is slow."""
+    def _times_slow(self, client: int) -> int:
+        """How often the client's worst grammar that is kept here was found slow."""
         done = [entry for entry in self._entries.values() if entry.task.done() and not entry.task.cancelled()]
-        slow = [entry for entry in done if entry.task.exception() is None and entry.task.result().is_slow]
-        return {client for entry in slow for client in entry.turn.clients}
+        compiled = [
+            entry for entry in done if entry.task.exception() is None and client in entry.turn.clients
+        ]
+        return max((entry.task.result().times_slow for entry in compiled), default=0)
 
     async def _ready_tokenizer(self) -> LLTokenizer:
         async with self._tokenizer_lock:

@@ -2,7 +2,7 @@
 
 Implements the runner's GrammarMasks, and says which sequences a step must do without: masks of grammars that are slow
 are made ahead in a thread of their own, and their sequences join a step when their masks are there. So a slow grammar
-delays its own outputs alone; before it is known for slow, one mask of it may delay a step.
+delays its own outputs alone. Only in the step in which it is found to be slow do others wait for its masks.
 
 Owns one matcher for each sequence with a grammar. A matcher knows the tokens it has accepted and takes in what the
 sequence has beyond them; where that does not fit (it is new, was preempted, moved here or forked) a new one replays the
@@ -17,13 +17,16 @@ Shapes: S rows that sample, G of them with a grammar, V width of the logits, W w
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 
 import numpy as np
 import torch
 from blockyard.worker.grammar.compiled import CompiledGrammar, Mask, Matcher
+from blockyard.worker.grammar.turns import ClientQueue
 from blockyard.worker.sequence import ScheduledRow, SequenceId, token_array
 from blockyard.worker.sequence import Sequence as EngineSequence
 
@@ -37,6 +40,8 @@ class _Follower:
         """Begins with its first mask, in the thread that makes it."""
         self.grammar = grammar
         self.has_given_up = False
+        self.ahead: _Ahead | None = None
+        """Its newest mask from the slow thread, to which the follower belongs until that is made."""
         self._has_begun = False
 
     def _begin(self) -> None:
@@ -80,12 +85,10 @@ class _Follower:
         return has_choice
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Ahead:
-    """The next mask of one sequence of a slow grammar."""
+    """A mask that the slow thread makes or has made."""
 
-    follower: _Follower
-    """Of the slow thread, while the mask is being made."""
     end: int
     """Of the sequence's tokens for which it is made."""
     mask: Future[Mask]
@@ -96,20 +99,36 @@ class Masks:
 
     def __init__(self, vocab_size: int) -> None:
         """`vocab_size` is the width of the logits, and that for which the grammars are compiled."""
+        self.on_made: Callable[[], object] = lambda: None
+        """Called on the slow thread after each mask: a sequence may be held no more."""
         self._vocab_size = vocab_size
         self._followers: dict[SequenceId, _Follower] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
         self._filling: Future[Mask] | None = None
         self._slow_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-grammar-masks")
-        self._ahead: dict[SequenceId, _Ahead] = {}
+        self._to_make = ClientQueue[Callable[[], None]]()
+        self._lock = Lock()
+        """Of `_to_make`."""
 
     def holds(self, sequence: EngineSequence) -> bool:
         """Whether a step would have to wait for this sequence's next mask; from now on that is being made."""
         grammar = sequence.grammar
-        if not isinstance(grammar, CompiledGrammar) or not grammar.is_slow:
+        if not isinstance(grammar, CompiledGrammar):
             return False
         self._settle()
-        return not self._made_ahead(sequence, grammar, len(sequence.tokens)).done()
+        follower, end = self._follower(sequence.sequence_id, grammar), len(sequence.tokens)
+        if follower.ahead is not None and not follower.ahead.mask.done():
+            return True
+        if not grammar.is_slow or (follower.ahead is not None and follower.ahead.end == end):
+            return False
+        output, mask = sequence.tokens[sequence.prompt_length : end], Future[Mask]()
+        follower.ahead = _Ahead(end, mask)
+        with self._lock:
+            self._to_make.put(
+                sequence.client, partial(self._make, follower, sequence.sequence_id, output, mask)
+            )
+        self._slow_thread.submit(self._make_next)
+        return True
 
     def start(self, rows: Sequence[ScheduledRow]) -> None:
         self._settle()
@@ -133,14 +152,13 @@ class Masks:
     def forget(self, ended: Iterable[SequenceId]) -> None:
         self._settle()
         for sequence_id in ended:
-            self._followers.pop(sequence_id, None)
-            if ahead := self._ahead.pop(sequence_id, None):
-                ahead.mask.cancel()
+            follower = self._followers.pop(sequence_id, None)
+            if follower is not None and follower.ahead is not None:
+                follower.ahead.mask.cancel()
 
     def close(self) -> None:
         self._settle()
         self._followers.clear()
-        self._ahead.clear()
         self._thread.shutdown()
         self._slow_thread.shutdown(cancel_futures=True)
 
@@ -153,12 +171,7 @@ class Masks:
     def _fill(self, rows: Sequence[ScheduledRow]) -> Mask:
         mask_GW = np.zeros((len(rows), -(-self._vocab_size // 32)), np.uint32)
         for row, mask_W in zip(rows, mask_GW, strict=True):
-            try:
-                self._fill_row(row, mask_W)
-            except Exception as error:
-                # Only the type: the message may quote the grammar. One row fails, not the step.
-                logger.error("a mask could not be made: %s", type(error).__name__)
-                mask_W.fill(0)
+            self._fill_row(row, mask_W)
         return mask_GW
 
     def _fill_row(self, row: ScheduledRow, mask_W: Mask) -> None:
@@ -166,38 +179,51 @@ class Masks:
         grammar = sequence.grammar
         assert isinstance(grammar, CompiledGrammar)
         assert len(sequence.tokens) >= row.end, "a token before the one to be sampled is not committed yet"
-        if grammar.is_slow:
-            mask_W[:] = self._made_ahead(sequence, grammar, row.end).result()
-            return
-        follower = self._followers.get(sequence.sequence_id)
-        if follower is None or follower.grammar is not grammar:
-            follower = self._followers[sequence.sequence_id] = _Follower(grammar)
+        follower = self._follower(sequence.sequence_id, grammar)
+        if follower.ahead is not None:
+            made_W = follower.ahead.mask.result()  # made by now: else the sequence would be held
+            if follower.ahead.end == row.end:
+                mask_W[:] = made_W
+                return
+        # Here also where the grammar was found to be slow in this very step: the slow thread has others' masks to make.
         output = sequence.tokens[sequence.prompt_length : row.end]
         _fill_one(follower, sequence.sequence_id, output, mask_W)
 
-    def _made_ahead(self, sequence: EngineSequence, grammar: CompiledGrammar, end: int) -> Future[Mask]:
-        """All that such a grammar does is done in the one thread, as its matchers need."""
-        sequence_id = sequence.sequence_id
-        before = self._ahead.get(sequence_id)
-        if before is not None and before.end == end and before.follower.grammar is grammar:
-            return before.mask
-        follower = before.follower if before is not None else self._followers.pop(sequence_id, None)
+    def _follower(self, sequence_id: SequenceId, grammar: CompiledGrammar) -> _Follower:
+        follower = self._followers.get(sequence_id)
         if follower is None or follower.grammar is not grammar:
-            follower = _Follower(grammar)
-        output = sequence.tokens[sequence.prompt_length : end]
-        mask = self._slow_thread.submit(self._make, follower, sequence_id, output)
-        self._ahead[sequence_id] = _Ahead(follower, end, mask)
-        return mask
+            follower = self._followers[sequence_id] = _Follower(grammar)
+        return follower
 
-    def _make(self, follower: _Follower, sequence_id: SequenceId, output: "array[int]") -> Mask:
+    def _make_next(self) -> None:
+        """In the slow thread: the mask of whose client's turn it is."""
+        with self._lock:
+            make = self._to_make.take()
+        make()
+
+    def _make(
+        self, follower: _Follower, sequence_id: SequenceId, output: "array[int]", mask: Future[Mask]
+    ) -> None:
+        if not mask.set_running_or_notify_cancel():
+            return
         mask_W = np.zeros(-(-self._vocab_size // 32), np.uint32)
         _fill_one(follower, sequence_id, output, mask_W)
-        return mask_W
+        mask.set_result(mask_W)
+        self.on_made()
 
 
 def _fill_one(follower: _Follower, sequence_id: SequenceId, output: "array[int]", mask_W: Mask) -> None:
+    """Raises nothing: one row fails, not the step."""
     had_given_up = follower.has_given_up
-    if not follower.fill(output, mask_W) and not had_given_up:
+    try:
+        with follower.grammar.lock:
+            is_followed = follower.fill(output, mask_W)
+    except Exception as error:
+        # Only the type: the message may quote the grammar.
+        logger.error("a mask could not be made: %s", type(error).__name__)
+        mask_W.fill(0)
+        return
+    if not is_followed and not had_given_up:
         logger.warning("sequence %d does not follow its grammar after %d tokens", sequence_id, len(output))
 
 

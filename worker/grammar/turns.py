@@ -1,12 +1,16 @@
-"""Whose grammar is compiled next: clients take turns, and each has one compiled at a time.
+"""Chooses whose grammar is compiled next, and whose slow mask is made next: clients take turns.
 
-So however many grammars one client sends, and however slow they are, the next one of another waits for none of them
-while there are two places. Used on one event loop. Does not own what a place is (compiler.py).
+Of grammars each client has one compiled at a time. So however many one client sends, and however slow they are, the
+next one of another waits for none of them while there are two places. Does not own what a place is (compiler.py), nor
+the masks (masks.py). `Turns` is used on one event loop; `ClientQueue` knows no loop.
 """
 
 import asyncio
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -72,3 +76,25 @@ class Turns:
             elif client not in self._busy:
                 return client
         return None
+
+
+class ClientQueue(Generic[T]):
+    """Clients take turns by one item each, of which the oldest comes first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[int, deque[T]] = OrderedDict()
+        """By client: whose turn is next comes first. None is empty."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._items.values()))
+
+    def put(self, client: int, item: T) -> None:
+        self._items.setdefault(client, deque()).append(item)
+
+    def take(self) -> T:
+        """Raises KeyError where there is none."""
+        client, items = self._items.popitem(last=False)
+        item = items.popleft()
+        if items:
+            self._items[client] = items
+        return item

@@ -1,0 +1,69 @@
+"""`blockyard status`: who should run, who does, and what the routers see.
+
+Owns whom it asks: the routers and Ray at once, within one budget. Whoever does not answer in time is named, and what
+the others said is printed. How it looks is views.py's.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import click
+from blockyard.deploy import on_ray, state, views
+from blockyard.deploy.commands.shown import as_dict, show
+from blockyard.deploy.deadline import Budget
+from blockyard.deploy.options import cluster_option, output_option
+from blockyard.deploy.security import client_connection, connection_options
+from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.proto.v1.cluster_pb2 import ClusterInfo
+from blockyard.router.client import BlockyardError, Client
+
+LOOK_SECONDS = 3.0
+"""For the supervisor, and for the routers meanwhile."""
+
+
+@click.command()
+@cluster_option
+@connection_options
+@output_option
+def status(cluster: str, output: str) -> None:
+    """Who should run, who does, and what the routers see.
+
+    It answers within ten seconds. Where the supervisor or Ray does not, it prints what the routers say, names who is
+    silent, and ends with exit code 1."""
+    budget, remembered = Budget.of_this_process(), state.load(cluster)
+    with wrong_values_are_usage():
+        connection = client_connection()
+    # The child first: a fork copies no threads.
+    child = on_ray.looking(remembered, budget, LOOK_SECONDS)
+    with ThreadPoolExecutor(1) as routers:
+        asked = routers.submit(_cluster_info, remembered, budget.step_seconds(LOOK_SECONDS), connection)
+        seen, silence = None, None
+        try:
+            seen = child.answer(budget.left_seconds, on_ray.silence_of(remembered))
+        except (RuntimeError, ValueError, OSError) as error:
+            silence = error
+        info = asked.result()
+    report, living = (None, []) if seen is None else (seen.report, seen.living)
+    document = {
+        "supervisor_pid": None if report is None else report.pid,
+        "code": None if report is None else report.code,
+        "places": [] if report is None else [views.place_dict(place) for place in report.places],
+        "nodes": [asdict(node) for node in living],
+        "cluster": None if info is None else as_dict(info),
+    }
+    show(output, document, views.status_view(remembered, report, info, living))
+    if silence is not None:
+        raise silence
+
+
+def _cluster_info(
+    remembered: state.ClusterState, seconds: float, connection: dict[str, Any]
+) -> ClusterInfo | None:
+    """None while no router answers: what the supervisor says is worth showing all the same."""
+    try:
+        addresses = list(remembered.routers)
+        with Client(addresses, timeout_seconds=seconds, retries=0, **connection) as client:
+            return client.cluster_info()
+    except (BlockyardError, ValueError):
+        return None
