@@ -2,8 +2,9 @@
 
 Owns how an operator's mistake looks and the exit codes: 0 done, 1 it could not be done or was interrupted, 2 the
 command line or the configuration is wrong. What is done lives beside it; what is asked goes through the
-public gRPC client, so that everything but `up`, `down`, `restart`, `scale` and `status` needs neither Ray nor torch.
-A machine that only calls clusters installs `blockyard` alone: there, commands that need more say what to install.
+public gRPC client, so that everything but `serve`, `up`, `down`, `restart`, `scale` and `status` needs neither Ray nor
+torch. A machine that only calls clusters installs `blockyard` alone: there, commands that need more say what to
+install.
 """
 
 from importlib import import_module
@@ -15,7 +16,7 @@ from blockyard.router.client import BlockyardError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 
 COMMANDS = {
-    **{name: f"commands.lifecycle.{name}" for name in ("up", "down", "restart")},
+    **{name: f"commands.lifecycle.{name}" for name in ("serve", "up", "down", "restart")},
     "scale": "commands.scale.scale",
     "status": "commands.status.status",
     **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush")},

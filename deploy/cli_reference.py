@@ -51,7 +51,7 @@ def _commands() -> Iterator[str]:
         yield from (f"### {name}", "", f"`{usage}`", "", *_paragraphs(command.help or ""))
         options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
         own = [option for option in options if not _is_shared(option) and option.name != "config"]
-        if name.endswith(" config show"):
+        if name.endswith((" config show", " serve")):
             own = [option for option in own if not isinstance(option, Setting)]
             yield from ("The settings of `up`, and:", "")
         yield from _option_table(own)

@@ -34,9 +34,14 @@ from blockyard.deploy.shared_port import reserved_port
 from blockyard.deploy.shipping import shipped
 from blockyard.deploy.state import ClusterState, HeadState, RedisState
 from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.proto.loopback import is_loopback
 from blockyard.router.config import RouterConfig
 
 DRAIN_SECONDS = 5.0
+LOOPBACK_AMONG_HOSTS = (
+    "this Ray cluster has several machines, and each router serves programs of its own machine alone: --host opens it "
+    "to others"
+)
 MAX_TEMP_LENGTH = 25
 """A unix socket's path has 107 characters at most; Ray's part and ours take about 80."""
 
@@ -47,7 +52,10 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
     Raises ClusterStartError, RedisStartError, RayStartError, NameTakenError, or ValueError for a cluster that is up
     already or comes up, and for a model that the engine cannot run."""
     refuse_if_up(options.cluster)
+    options, moved_ports = preflight.ports_moved(options)
     preflight.check(options)
+    for warning in (*moved_ports, *filter(None, (options.exposure,))):
+        report(Progress(stage="looking at ports", warning=warning))
     with redis_given.claimed(options) as keep_claim:
         for warning in redis_given.check(options):
             report(Progress(stage="looking at Redis", warning=warning))
@@ -71,9 +79,10 @@ def _take_name(options: UpOptions) -> ClusterState:
             shutil.rmtree(left.directory, ignore_errors=True)
         cluster = ClusterState(
             cluster=options.cluster,
-            model=options.model_name or Path(options.engine.model).name,
+            model=options.served_names[0],
             secret=secrets.token_hex(32),
             directory=str(_make_directory()),
+            host=options.host,
             starter=identify(os.getpid()),
         )
         return _saved(cluster)
@@ -225,7 +234,10 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
             report(Progress(stage="comparing the nodes' code"))
             nodes.check_code(nodes.ask_nodes())
         hardware = on_ray.hardware()
-        preflight.check_reachable(preflight.other_hosts(), has_private_redis=options.given_redis_url is None)
+        other_hosts = preflight.other_hosts()
+        preflight.check_reachable(other_hosts, has_private_redis=options.given_redis_url is None)
+        if other_hosts and is_loopback(options.host):
+            report(Progress(stage="looking at nodes", warning=LOOPBACK_AMONG_HOSTS))
         shape = shape_of(options, hardware.node_cpus, hardware.num_gpus)
         if options.address is not None:
             cluster = _start_redis(cluster, options, report)

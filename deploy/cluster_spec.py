@@ -12,6 +12,7 @@ from blockyard.deploy.shape import Shape
 from blockyard.deploy.state import ClusterState
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.code_version import code_version
+from blockyard.proto.loopback import LOOPBACK, is_every_interface
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import WorkerConfig
 
@@ -23,26 +24,29 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
     """For the supervisor."""
     from blockyard.deploy.places import ClusterSpec
 
-    # On a cluster of several nodes everyone is reached by the address of the node it lands on.
-    host = "127.0.0.1" if options.address is None else ""
+    # On a cluster of several nodes routers reach a worker by the address of the node it lands on.
+    worker_host = LOOPBACK if options.address is None else ""
+    # The commands and the live page of a local cluster are on this machine.
+    advertise_host = LOOPBACK if options.address is None and is_every_interface(options.host) else None
     worker = WorkerConfig(
         engine=options.engine,
         stall_seconds=options.limits.stall_seconds,
         cluster=cluster.cluster,
         cluster_secret=cluster.secret,
         session_tls=options.security.session_tls,
-        host=host,
+        host=worker_host,
         redis_url=cluster.redis_url,
         log=options.log,
         **options.worker_limits.as_settings(),
     )
     router = RouterConfig(
         model=options.engine.model,
-        model_name=options.model_name,
+        model_names=options.served_names,
         generation_config=options.generation_config,
         cluster=cluster.cluster,
         cluster_secret=cluster.secret,
-        host=host,
+        host=options.host,
+        advertise_host=advertise_host,
         port=options.router_port,
         http_port=options.http_port,
         reuse_port=options.num_routers > 1 and not options.separate_ports,

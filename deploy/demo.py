@@ -14,6 +14,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from blockyard.deploy import on_ray, views
@@ -25,6 +26,7 @@ from blockyard.deploy.options import model_path
 from blockyard.deploy.pool_map import cells_of_map, pool_map
 from blockyard.deploy.progress import StageProgress
 from blockyard.deploy.state import ClusterState
+from blockyard.deploy.up_options import SERVE_PORTS
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.router.client import BlockyardError, Client
 from blockyard.worker.config import EngineConfig
@@ -68,21 +70,42 @@ def main() -> None:
 
 def run(console: Console, *, keep: bool) -> int:
     started_at = time.monotonic()
-    engine = EngineConfig(model=model_path("demo"), device="cpu", kv_cache_memory=KV_CACHE_BYTES)
+    asks = not keep and console.is_terminal and sys.stdin.isatty()
     with StageProgress() as progress:
-        options = UpOptions(cluster=CLUSTER, engine=engine, model_name="demo", num_workers=NUM_WORKERS)
-        cluster = up(options, progress.report)
+        cluster = up(demo_options(may_stay=keep or asks), progress.report)
     kept = False
     try:
         _show_chats(console, cluster)
         _show_pools(console, cluster)
-        _show_dashboard(console, cluster, keep=keep)
-        kept = keep
+        if keep or asks:
+            _show_dashboard(console, cluster)
+        kept = keep or (asks and _is_wanted_on())
     finally:
         if not kept:
             with StageProgress() as progress:
                 down(cluster, report=progress.report)
     return _farewell(console, cluster, kept=kept, seconds=time.monotonic() - started_at)
+
+
+def demo_options(*, may_stay: bool) -> UpOptions:
+    """A cluster that may go on to serve is where the examples look for it, or on the next free ports."""
+    options = UpOptions(
+        cluster=CLUSTER,
+        engine=EngineConfig(model=model_path("demo"), device="cpu", kv_cache_memory=KV_CACHE_BYTES),
+        model_names=("demo",),
+        num_workers=NUM_WORKERS,
+    )
+    if not may_stay:
+        return options
+    return replace(options, movable_ports=frozenset(SERVE_PORTS), **SERVE_PORTS)  # type: ignore[arg-type]
+
+
+def _is_wanted_on() -> bool:
+    """It serves while somebody looks at it and thinks."""
+    try:
+        return input("leave it serving? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def _show_chats(console: Console, cluster: ClusterState) -> None:
@@ -189,7 +212,7 @@ def _dashboard_log(cluster: ClusterState, node_id: str, filename: str) -> str:
         return str(answer.read().decode("utf-8"))
 
 
-def _show_dashboard(console: Console, cluster: ClusterState, *, keep: bool) -> None:
+def _show_dashboard(console: Console, cluster: ClusterState) -> None:
     console.rule("the Ray dashboard", align="left")
     for line in (*views.dashboard_lines(cluster), *views.metrics_lines(cluster)):
         console.print(line, soft_wrap=True)
@@ -197,8 +220,6 @@ def _show_dashboard(console: Console, cluster: ClusterState, *, keep: bool) -> N
         "look at   Logs: blockyard-worker-0.log is the pool's map, rewritten each second (press refresh)\n"
         "          Actors: worker-0, worker-1, router-0 and the supervisor, with their processes and logs"
     )
-    if not keep:
-        console.print("it ends with this demo: `make demo KEEP=1` leaves it up")
 
 
 def _farewell(console: Console, cluster: ClusterState, *, kept: bool, seconds: float) -> int:
@@ -213,7 +234,7 @@ def _farewell(console: Console, cluster: ClusterState, *, kept: bool, seconds: f
     console.print(
         f"everything has been stopped and nothing is left: no process, no file ({seconds:.0f} s in all)\n"
         "try next:  make demo KEEP=1            the same, left serving\n"
-        "           .venv/bin/blockyard --help  a cluster of your own: blockyard up --model FOLDER"
+        "           .venv/bin/blockyard --help  a cluster of your own: blockyard serve FOLDER"
     )
     return 0
 

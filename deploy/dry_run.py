@@ -57,7 +57,10 @@ class Plan:
 
 def examine(options: UpOptions) -> Plan:
     """Raises nothing that is wrong with the cluster to be: that is in the findings."""
+    options, moved_ports = preflight.ports_moved(options)
     findings = [*_looks(options), *_refusals(options)]
+    for warning in (*moved_ports, *filter(None, (options.exposure,))):
+        findings.append(Finding(verdict="warn", subject="router port", detail=warning))
     node_cpus, num_gpus, other_hosts = _hardware(options, findings)
     shape = _shape(options, node_cpus, num_gpus, findings)
     has_private_redis = options.given_redis_url is None
@@ -67,7 +70,7 @@ def examine(options: UpOptions) -> Plan:
         findings.append(_failure("redis", str(error)))
     return Plan(
         cluster=options.cluster,
-        model=options.model_name or options.engine.model,
+        model=options.served_names[0],
         shape=shape,
         nodes=tuple(_filled(node_cpus, shape)),
         num_gpus=num_gpus,
@@ -188,7 +191,7 @@ def _blocks(options: UpOptions, *, has_gpu: bool) -> int | None:
 
 
 def _addresses(options: UpOptions) -> Iterator[str]:
-    host = "127.0.0.1" if options.address is None else "its node's address"
+    host = options.host
     is_shared = not options.separate_ports
     of = f", shared by {options.num_routers} routers" if is_shared and options.num_routers > 1 else ""
     for number in range(1 if is_shared else options.num_routers):

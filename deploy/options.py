@@ -86,9 +86,9 @@ def ray_address(address: str) -> str:
     return address
 
 
-def served_name(model: str) -> str | None:
+def served_names(model: str) -> tuple[str, ...]:
     """The demo's folder says nothing of what it is."""
-    return DEMO_MODEL if model == DEMO_MODEL else None
+    return (DEMO_MODEL,) if model == DEMO_MODEL else ()
 
 
 def engine_options(command: Command) -> Command:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE
 from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
 from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
-from blockyard.deploy.shared_port import reserved_port
+from blockyard.deploy.shared_port import can_bind, next_free, reserved_port
 from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 2**30
 """What a worker on a CPU takes unless it is told."""
+_SERVED_ON = {"http_port": "HTTP", "router_port": "gRPC"}
 
 
 def check(options: "UpOptions") -> None:
@@ -128,14 +130,41 @@ def _check_ports(options: "UpOptions") -> None:
     """Of this machine: where the routers of a joined cluster will be, Ray decides."""
     if options.address is not None:
         return
-    num_ports = options.num_routers if options.separate_ports else 1
+    try:
+        with reserved_port(options.host, 0):
+            pass
+    except (ValueError, OSError):
+        raise ValueError(f"--host {options.host} is no address of this machine") from None
     with ExitStack() as stack:
         for option, first in (("--router-port", options.router_port), ("--http-port", options.http_port)):
-            for port in range(first, first + num_ports) if first else ():
+            for port in range(first, first + options.num_ports) if first else ():
                 try:
-                    stack.enter_context(reserved_port("127.0.0.1", port))
+                    stack.enter_context(reserved_port(options.host, port))
                 except ValueError:
                     raise ValueError(f"{option}: {_taken(port)}") from None
+
+
+def ports_moved(options: "UpOptions") -> tuple["UpOptions", list[str]]:
+    """The options with free ports in place of movable ones that are taken on this machine, and a line for each.
+
+    Raises ValueError where none is free."""
+    told, given_out = [], set[int]()
+
+    def is_free(port: int) -> bool:
+        return port not in given_out and can_bind(options.host, port)
+
+    # Those that were asked for come first: the others stay out of their way.
+    for name in sorted(_SERVED_ON, key=lambda name: name in options.movable_ports):
+        first = port = getattr(options, name)
+        if not first:
+            continue
+        if name in options.movable_ports:
+            port = next_free(first, options.num_ports, is_free)
+        if port != first:
+            told.append(f"port {first} is taken: {_SERVED_ON[name]} is served on {port}")
+            options = replace(options, **{name: port})
+        given_out.update(range(port, port + options.num_ports))
+    return options, told
 
 
 def _check_metrics_tab(options: "UpOptions") -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blockyard.deploy.processes import ProcessIdentity, is_alive
+from blockyard.proto.loopback import LOOPBACK
 
 HOME_VARIABLE = "BLOCKYARD_HOME"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
@@ -64,6 +65,8 @@ class ClusterState:
     routers: tuple[str, ...] = ()
     gateways: tuple[str, ...] = ()
     """Where they serve OpenAI's API, host:port."""
+    host: str = LOOPBACK
+    """What routers bind."""
     directory: str | None = None
     """Everything this cluster writes to disk; `down` removes it."""
     head: HeadState | None = None

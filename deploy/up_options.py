@@ -4,6 +4,8 @@ Gathers the groups of settings that options.py, limits.py and security.py define
 whole. Does not own what is done with them (cluster.py).
 """
 
+from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any, get_args
 
 import click
@@ -14,24 +16,44 @@ from blockyard.deploy.options import (
     engine_config,
     engine_options,
     placement_options,
-    served_name,
+    served_names,
 )
 from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.redis_given import checked_redis_url
 from blockyard.deploy.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.security import security, security_options
-from blockyard.deploy.settings import Command, setting, wrong_values_are_usage
+from blockyard.deploy.settings import Command, checked_by, setting, wrong_values_are_usage
 from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
+from blockyard.proto.loopback import LOOPBACK, with_brackets, without_brackets
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
 from blockyard.router.model_facts import GenerationConfig
 
 ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
+UP_PORTS: Mapping[str, int | None] = {"router_port": 0, "http_port": None}
+SERVE_PORTS: Mapping[str, int | None] = {"router_port": 50051, "http_port": 8000}
 _PORT = click.IntRange(0, MAX_PORT)
+
+
+def _checked_host(host: str) -> str:
+    """As addresses have it. Raises ValueError."""
+    try:
+        if not host or (":" in host and ip_address(without_brackets(host)).version != 6):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"is an address without port, such as 127.0.0.1, not {host!r}") from None
+    return with_brackets(host)
+
+
 _OF_THE_CLUSTER = (
     setting(
-        "cluster", "--model-name", help="What clients call the model. Default: the last part of --model."
+        "cluster",
+        "--model-name",
+        "model_names",
+        multiple=True,
+        help="What clients call the model: the first is its id, others are aliases that requests may use. Default: a "
+        "hub model's full name and its short one, a folder's last part.",
     ),
     setting(
         "cluster",
@@ -59,13 +81,27 @@ _OF_THE_CLUSTER = (
         help="Each serves any client.",
     ),
     setting(
-        "cluster", "--router-port", type=_PORT, default=0, help="Where the routers serve; 0 takes a free one."
+        "cluster",
+        "--host",
+        default=LOOPBACK,
+        show_default=True,
+        callback=checked_by(_checked_host),
+        help="The address that routers bind, with --address too: by default none but their own machine reaches them; "
+        "0.0.0.0 is all of its interfaces.",
+    ),
+    setting(
+        "cluster",
+        "--router-port",
+        type=_PORT,
+        help="Where gRPC is served; 0 takes a free one. Default: a free one; of `serve` "
+        f"{SERVE_PORTS['router_port']}, or the next that is free.",
     ),
     setting(
         "cluster",
         "--http-port",
         type=_PORT,
-        help="Serve OpenAI's API (docs/gateway.md) here too; 0 takes a free one. Default: do not.",
+        help="Where OpenAI's API (docs/gateway.md) is served; 0 takes a free one. Default: it is not; of `serve` "
+        f"{SERVE_PORTS['http_port']}, or the next that is free.",
     ),
     setting(
         "cluster",
@@ -182,18 +218,21 @@ def up_settings(command: Command) -> Command:
     return command
 
 
-def up_options(values: dict[str, Any]) -> UpOptions:
-    """Takes the settings out of a command's arguments, all of them. Raises click's UsageError for a value that cannot
-    be, whatever names it."""
+def up_options(values: dict[str, Any], *, default_ports: Mapping[str, int | None] = UP_PORTS) -> UpOptions:
+    """Takes the settings out of a command's arguments, all of them. A port that was not asked for is the default one,
+    or the next that is free. Raises click's UsageError for a value that cannot be, whatever names it."""
     with wrong_values_are_usage():
-        return _up_options(values)
+        return _up_options(values, default_ports)
 
 
-def _up_options(values: dict[str, Any]) -> UpOptions:
-    model_name = values.pop("model_name") or served_name(values["model"])
+def _up_options(values: dict[str, Any], default_ports: Mapping[str, int | None]) -> UpOptions:
+    model_names = values.pop("model_names") or served_names(values["model"])
+    movable_ports = frozenset(name for name in default_ports if values[name] is None)
+    values |= {name: default_ports[name] for name in movable_ports}
     return UpOptions(
         engine=engine_config(values),
-        model_name=model_name,
+        model_names=model_names,
+        movable_ports=movable_ports,
         limits=router_limits(values),
         worker_limits=worker_limits(values),
         security=security(values),

@@ -5,6 +5,8 @@ Owns words and looks; asks nobody and prints nothing. Never shows a secret, only
 in pool_map.py.
 """
 
+import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +17,7 @@ from blockyard.deploy.dashboard.start_hook import LIVE_PAGE_PATH
 from blockyard.deploy.findings import Finding
 from blockyard.deploy.size import ModelSize
 from blockyard.deploy.state import ClusterState
+from blockyard.proto.loopback import is_loopback
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Finish
 from rich.console import Group, RenderableType
@@ -24,6 +27,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from blockyard.deploy.nodes import RayNode
     from blockyard.deploy.places import Place, SupervisorReport
+    from blockyard.deploy.wanted_cluster import UpOptions
 
 
 _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
@@ -83,7 +87,7 @@ def summary(cluster: ClusterState) -> RenderableType:
     name = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
     command = command_name()
     lines = [
-        f"cluster {cluster.cluster} serves {cluster.model} on {cluster.num_workers} workers",
+        _first_line(cluster),
         *(f"router     {address}" for address in cluster.routers),
         *(f"OpenAI     {address} (the base URL ends in /v1)" for address in cluster.gateways),
         *dashboard_lines(cluster),
@@ -94,6 +98,48 @@ def summary(cluster: ClusterState) -> RenderableType:
         f"  {command} down{name}",
     ]
     return Text("\n".join(lines))
+
+
+def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
+    """What `serve` says once it serves: addresses, and a call to try."""
+    scheme = "http" if options.security.tls is None else "https"
+    urls = [f"{scheme}://{address}/v1" for address in cluster.gateways]
+    lines = [
+        _first_line(cluster),
+        *(f"HTTP       {url}" for url in urls),
+        *(f"gRPC       {address}" for address in cluster.routers),
+        *(f"alias      {alias}" for alias in options.served_names[1:]),
+        *dashboard_lines(cluster),
+        "try:",
+        *(_curl(url, options) for url in urls[:1]),
+        "Ctrl-C ends it.",
+    ]
+    return Text("\n".join(lines))
+
+
+def _curl(url: str, options: "UpOptions") -> str:
+    """Short lines: one that is folded cannot be pasted into a shell."""
+    security = options.security
+    body = json.dumps({"model": options.served_names[0], "prompt": "def main():", "max_tokens": 48})
+    parts = [
+        f"curl {url}/completions",
+        *([] if security.tls is None else ["--cacert CA.pem"]),
+        *([] if security.auth_file is None else ['-H "Authorization: Bearer $BLOCKYARD_TOKEN"']),
+        '-H "Content-Type: application/json"',
+        f"-d {shlex.quote(body)}",
+    ]
+    return "  " + " \\\n    ".join(parts)
+
+
+def _first_line(cluster: ClusterState) -> str:
+    workers = "1 worker" if cluster.num_workers == 1 else f"{cluster.num_workers} workers"
+    if not is_loopback(cluster.host):
+        reach = f"for whoever reaches {cluster.host}"
+    elif cluster.head is None:
+        reach = "for its routers' own machine alone (see --host)"
+    else:
+        reach = "for this machine alone (see --host)"
+    return f"cluster {cluster.cluster} serves {cluster.model} on {workers}, {reach}"
 
 
 def summary_dict(cluster: ClusterState) -> dict[str, object]:

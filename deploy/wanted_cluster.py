@@ -14,9 +14,10 @@ from blockyard.deploy.redis_server import configured_redis_url
 from blockyard.deploy.security import SecurityOptions
 from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.proto.logs import LogConfig
+from blockyard.proto.loopback import LOOPBACK, is_loopback
 from blockyard.proto.redis_prefix_index import check_url
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
-from blockyard.router.model_facts import GenerationConfig
+from blockyard.router.model_facts import GenerationConfig, model_names
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig
 
@@ -26,8 +27,8 @@ class UpOptions:
     """What to bring up."""
 
     engine: EngineConfig
-    model_name: str | None = None
-    """What clients call the model; None: its folder's or hub name's last part."""
+    model_names: tuple[str, ...] = ()
+    """What clients call the model: its id, then aliases; none: as model_facts.py names it."""
     generation_config: GenerationConfig = "auto"
     """Whether the sampling defaults of the model's generation_config.json apply."""
     cluster: str = "default"
@@ -45,10 +46,14 @@ class UpOptions:
     security: SecurityOptions = field(default_factory=SecurityOptions)
     cpus_per_worker: float | None = None
     """None: the cluster's CPUs in equal shares."""
+    host: str = LOOPBACK
+    """The interface that routers bind, of whatever node they land on; an IPv6 address in brackets."""
     router_port: int = 0
     """0 takes a free one."""
     http_port: int | None = None
     """Of the routers' gateways (OpenAI's API); 0 takes a free one, None opens none."""
+    movable_ports: frozenset[str] = frozenset()
+    """Of router_port and http_port those that nobody asked for: where one is taken, the next free one is."""
     separate_ports: bool = False
     """Each router has a port of its own, from that of the first on; else they share it and the kernel deals
     connections out."""
@@ -71,6 +76,8 @@ class UpOptions:
         state.checked_name(self.cluster)
         if self.num_workers is not None and self.num_workers < 1:
             raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
+        if not all(self.model_names):
+            raise ValueError("a model's name must not be empty")
         if self.num_routers < 1:
             raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
         if not self.hung_seconds > 0:
@@ -91,6 +98,31 @@ class UpOptions:
             # The routers refuse it too, but only once Ray runs.
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Its id, then aliases."""
+        return model_names(self.engine.model, self.model_names)
+
+    @property
+    def exposure(self) -> str | None:
+        """A warning of what strangers may do; None where only users of the routers' own machines reach them, or where
+        clients need a token over TLS."""
+        if is_loopback(self.host):
+            return None
+        if self.security.auth_file is None:
+            return (
+                f"WHOEVER REACHES {self.host} MAY CALL EVERYTHING, administration included: give --auth-file "
+                "(`blockyard token new`), or keep to loopback"
+            )
+        if self.security.tls is None:
+            return f"prompts and tokens go over {self.host} in plaintext: give --tls-cert and --tls-key"
+        return None
+
+    @property
+    def num_ports(self) -> int:
+        """Of each kind, in a row."""
+        return self.num_routers if self.separate_ports else 1
 
     @property
     def given_redis_url(self) -> str | None:

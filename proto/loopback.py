@@ -1,9 +1,11 @@
-"""Whether an address stays on this machine, where nobody but its users can listen. Pure.
+"""Whether an address stays on this machine, where nobody but its users can listen, or is all of its interfaces. Pure.
 
 Names are not looked up: what is not known to be loopback is not.
 """
 
 from ipaddress import ip_address
+
+LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
@@ -11,9 +13,27 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+        return ip_address(without_brackets(host)).is_loopback
     except ValueError:
         return False
+
+
+def is_every_interface(host: str) -> bool:
+    """Whether a server that binds this host is reached by any address of its machine, as with :: or without a host."""
+    try:
+        return not host or ip_address(without_brackets(host)).is_unspecified
+    except ValueError:
+        return False
+
+
+def without_brackets(host: str) -> str:
+    """As sockets take it."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def with_brackets(host: str) -> str:
+    """As addresses with a port have it: an IPv6 address in brackets."""
+    return f"[{without_brackets(host)}]" if ":" in host else host
 
 
 def host_of(address: str) -> str:

@@ -65,7 +65,14 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m blockyard.router", description=__doc__)
     parser.add_argument("--model", required=True, help="local folder or hub name; weights are not read")
-    parser.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
+    parser.add_argument(
+        "--model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="what clients call the model: its id, then aliases (default: the hub's name and its last part, or the "
+        "folder's name)",
+    )
     parser.add_argument(
         "--generation-config",
         choices=get_args(GenerationConfig),
@@ -175,7 +182,7 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         raise ValueError(f"--grace-seconds must be finite and not negative, not {arguments.grace_seconds:g}")
     return RouterConfig(
         model=arguments.model,
-        model_name=arguments.model_name,
+        model_names=tuple(arguments.model_name),
         generation_config=arguments.generation_config,
         cluster=arguments.cluster,
         cluster_secret=os.environ.get(SECRET_VARIABLE, ""),

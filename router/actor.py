@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import ray
 from blockyard.proto.code_version import code_version
 from blockyard.proto.logs import configure_logging
+from blockyard.proto.loopback import is_every_interface
 from blockyard.proto.metric_table import ROUTER_METRICS
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.router.config import RouterConfig
@@ -40,7 +41,9 @@ class RouterActor:
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         configure_logging(config.log, router_id=router_id)
         self._router_id = router_id
-        host: str = config.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        node_host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        host = config.host or node_host
+        self._advertise_host = config.advertise_host or (node_host if is_every_interface(host) else host)
         # Here, because whoever names this class to Ray, `up` and the supervisor, would load all of a router with it.
         from blockyard.router.server import RouterServer
 
@@ -94,12 +97,15 @@ class RouterActor:
         )
         self._watching = asyncio.create_task(self._watch.run())
         return StartedRouter(
-            address=address,
-            http_address=self._server.http_address,
+            address=self._told(address),
+            http_address=self._told(self._server.http_address),
             pid=os.getpid(),
             node_id=ray.get_runtime_context().get_node_id(),
             code=code_version(),
         )
+
+    def _told(self, address: str) -> str:
+        return address and f"{self._advertise_host}:{address.rpartition(':')[2]}"
 
 
 def _end_supervisor(name: str) -> None:

@@ -81,14 +81,17 @@ class RouterConfig:
 
     model: str
     """Local folder or hub name: the router reads tokenizer and config, never the weights."""
-    model_name: str | None = None
-    """The name clients use; None: the folder's or hub name's last part."""
+    model_names: tuple[str, ...] = ()
+    """What clients call the model: its id, then aliases; none: as model_facts.py names it."""
     generation_config: GenerationConfig = "auto"
     """`auto` takes the sampling defaults of the model's generation_config.json; `none` ignores them."""
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
     host: str = "127.0.0.1"
     """The interface to bind."""
+    advertise_host: str | None = None
+    """What clients are told of a Ray actor. None: `host`, or the node's address where `host` is none or every
+    interface."""
     port: int = 0
     """0 takes a free one."""
     http_port: int | None = None

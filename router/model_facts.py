@@ -7,7 +7,7 @@ work.
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,8 +50,8 @@ class SamplingDefaults:
 class ModelFacts:
     """The model as its files describe it."""
 
-    name: str
-    """What clients call it."""
+    names: tuple[str, ...]
+    """What requests may call it. The first is its id, which answers have."""
     vocab_size: int
     """Token ids from 0 that both tokenizer and model know."""
     max_position_embeddings: int
@@ -60,6 +60,11 @@ class ModelFacts:
     longest_token_bytes: int
     """No token stands for more bytes of text than this."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+
+    @property
+    def name(self) -> str:
+        """Its id."""
+        return self.names[0]
 
     def max_text_bytes(self, num_tokens: int) -> int:
         """A longer text cannot fit so many tokens, whatever it says."""
@@ -84,15 +89,20 @@ def resolve_model(name_or_path: str) -> Path:
     return check_model_files(snapshot)
 
 
-def model_name(name_or_path: str, chosen: str | None) -> str:
-    """The chosen name, or the last part of the folder's or the hub's."""
-    return chosen or Path(name_or_path).resolve().name
+def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...]:
+    """The chosen ones. Else a folder's last part, or a hub model's full name and, as an alias, its short one."""
+    if chosen:
+        return tuple(dict.fromkeys(chosen))
+    path = Path(name_or_path)
+    if path.is_absolute() or path.is_dir():
+        return (path.resolve().name,)
+    return tuple(dict.fromkeys((name_or_path, path.name)))
 
 
 def read_facts(
     folder: Path,
     *,
-    name: str,
+    names: tuple[str, ...],
     tokenizer: "PreTrainedTokenizerBase",
     generation_config: GenerationConfig = "auto",
 ) -> ModelFacts:
@@ -106,7 +116,7 @@ def read_facts(
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id", tokenizer.eos_token_id))
     return ModelFacts(
-        name=name,
+        names=names,
         vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
         max_position_embeddings=_positive(config, "max_position_embeddings"),
         # As the workers do: an id beyond the logits ends nothing, and they would refuse it.

@@ -17,7 +17,7 @@ from blockyard.router.engine_link import CHANNEL_OPTIONS
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
 from blockyard.router.grammar_places import GrammarPlaces
-from blockyard.router.model_facts import model_name, read_facts, resolve_model
+from blockyard.router.model_facts import model_names, read_facts, resolve_model
 from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup
 from blockyard.router.relay import Relay
@@ -38,7 +38,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
     )
     facts = read_facts(
         folder,
-        name=model_name(config.model, config.model_name),
+        names=model_names(config.model, config.model_names),
         tokenizer=tokenizing.tokenizer,
         generation_config=config.generation_config,
     )

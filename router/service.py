@@ -65,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(models=[model_message(self._parts)])
+        return inference_pb2.ListModelsResponse(models=model_messages(self._parts))
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
@@ -74,6 +74,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest.of("request_id", "is required, as Generate allows it")
         self._parts.registry.abort(request.request_id, realm=self._bounds.caller(context).realm)
         return inference_pb2.AbortResponse()
+
+
+def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
+    """The one model of the cluster under each of its names, its id first."""
+    model = model_message(parts)
+    return [
+        inference_pb2.Model(
+            id=name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.block_size,
+        )
+        for name in parts.facts.names
+    ]
 
 
 def model_message(parts: RouterParts) -> inference_pb2.Model:

@@ -94,7 +94,7 @@ def check_model(
     message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
     facts: ModelFacts,
 ) -> None:
-    if message.HasField("model") and message.model != facts.name:
+    if message.HasField("model") and message.model not in facts.names:
         raise UnknownModel("model: not served here; ListModels says what is")
 
 

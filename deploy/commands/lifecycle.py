@@ -1,47 +1,120 @@
-"""`blockyard up`, `down` and `restart`: the commands that start and end what runs.
+"""`blockyard serve`, `up`, `down` and `restart`: the commands that start and end what runs.
 
 Owns words, tables and options. What is done lives in cluster.py and administration.py, what a dry run finds out in
 dry_run.py.
 """
 
-from typing import Any
+import time
+from typing import Any, NoReturn
 
 import click
 from blockyard.deploy import administration, dry_run, effective, on_ray, state, views
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy.commands.shown import show
-from blockyard.deploy.interruption import end_like_ctrl_c
+from blockyard.deploy.from_vllm import VllmCommand
+from blockyard.deploy.interruption import end_like_ctrl_c, undisturbed
 from blockyard.deploy.options import cluster_option, grace_option, output_option
+from blockyard.deploy.processes import owns_session
 from blockyard.deploy.progress import StageProgress
-from blockyard.deploy.up_options import up_options, up_settings
+from blockyard.deploy.up_options import SERVE_PORTS, up_options, up_settings
+from blockyard.deploy.wanted_cluster import UpOptions
+from click.core import ParameterSource
+
+END_LOOK_SECONDS = 1.0
+MOST_LOOKS_WITHOUT_RAY = 10
 
 
-@click.command()
-@up_settings
-@click.option(
+_dry_run_option = click.option(
     "--dry-run",
     "is_dry",
     is_flag=True,
     help="Start nothing: say what would be placed where, by which settings, and what would keep it from working. Exit "
     "code 1 if anything would.",
 )
+
+
+@click.command(cls=VllmCommand)
+@up_settings
+@_dry_run_option
 @output_option
 def up(is_dry: bool, output: str, **values: Any) -> None:
     """Bring a cluster up and wait until it serves.
 
     Each setting may also come by the environment, as BLOCKYARD_UP_ and its name, or by a file (--config)."""
-    context = click.get_current_context()
-    settings = effective.effective(context)
     options = up_options(values)
     if is_dry:
-        plan = dry_run.examine(options)
-        document = plan.as_dict() | {"configuration": effective.as_document(settings, context)}
-        show(output, document, dry_run.plan_view(plan, settings))
-        context.exit(0 if plan.would_work else 1)
+        _show_plan(options, output)
+    started = _bring_up(options)
+    show(output, views.summary_dict(started), views.summary(started))
+
+
+@click.command(cls=VllmCommand)
+@click.argument("given_model", metavar="[MODEL]", required=False)
+@up_settings
+@_dry_run_option
+@output_option
+def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> None:
+    """Serve MODEL until Ctrl-C: OpenAI's API over HTTP, and gRPC.
+
+    MODEL is a folder, a hub name, or `demo`. Takes the settings of `up`, and vLLM's names of them (docs/cli.md)."""
+    if given_model is not None:
+        context = click.get_current_context()
+        context.params["model"] = values["model"] = given_model
+        context.set_parameter_source("model", ParameterSource.COMMANDLINE)
+    if values["model"] is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    options = up_options(values, default_ports=SERVE_PORTS)
+    if is_dry:
+        _show_plan(options, output)
+    started = _bring_up(options)
+    try:
+        show(output, views.summary_dict(started), views.serving(started, options))
+        wait_for_end(started)
+    except KeyboardInterrupt:
+        pass  # the usual end
+    finally:
+        if _is_remembered(started):
+            with undisturbed(), StageProgress() as progress:
+                clusters.down(started, report=progress.report)
+        click.echo(_down_words(started.cluster), err=True)
+
+
+def _show_plan(options: UpOptions, output: str) -> NoReturn:
+    context = click.get_current_context()
+    settings, plan = effective.effective(context), dry_run.examine(options)
+    document = plan.as_dict() | {"configuration": effective.as_document(settings, context)}
+    show(output, document, dry_run.plan_view(plan, settings))
+    context.exit(0 if plan.would_work else 1)
+
+
+def _bring_up(options: UpOptions) -> state.ClusterState:
     end_like_ctrl_c()
     with StageProgress() as progress:
-        started = clusters.up(options, progress.report)
-    show(output, views.summary_dict(started), views.summary(started))
+        return clusters.up(options, progress.report)
+
+
+def wait_for_end(started: state.ClusterState) -> None:
+    """Returns once another command has taken the cluster down. Raises RuntimeError where its Ray has ended."""
+    looks_without_ray = 0
+    while _is_remembered(started):
+        time.sleep(END_LOOK_SECONDS)
+        head = started.head
+        has_ended = head is not None and not owns_session(head.session, head.processes)
+        looks_without_ray = looks_without_ray + 1 if has_ended else 0
+        # A `down` elsewhere ends Ray a moment before the cluster is forgotten.
+        if looks_without_ray > MOST_LOOKS_WITHOUT_RAY:
+            raise RuntimeError("the cluster's Ray has ended, and with it all that served")
+
+
+def _is_remembered(started: state.ClusterState) -> bool:
+    try:
+        return state.load(started.cluster).secret == started.secret
+    except state.NoSuchClusterError:
+        return False
+
+
+def _down_words(cluster: str) -> str:
+    return f"cluster {cluster} is down, nothing of it is left"
 
 
 @click.command()
@@ -58,7 +131,7 @@ def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
         on_ray.check_answers(remembered, asks_supervisor=False)
     with StageProgress() as progress:
         clusters.down(remembered, drain_seconds=drain_seconds, forget=forget, report=progress.report)
-    show(output, {"cluster": cluster, "down": True}, f"cluster {cluster} is down, nothing of it is left")
+    show(output, {"cluster": cluster, "down": True}, _down_words(cluster))
 
 
 @click.command()

@@ -17,6 +17,7 @@ from blockyard.deploy.dashboard.announcement import (
     encode,
     key_of,
 )
+from blockyard.router.model_facts import model_names
 from ray.exceptions import RayError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ KV_SECONDS = 2.0
 def announcement_of(router: "RouterConfig", places: Iterable["Place"]) -> Announcement:
     return Announcement(
         cluster=router.cluster,
-        model=router.model_name or router.model.rstrip("/").rpartition("/")[2],
+        model=model_names(router.model, router.model_names)[0],
         uses_tls=router.tls is not None,
         wants_certificate=router.tls is not None and router.tls.client_ca is not None,
         wants_token=router.auth_file is not None,

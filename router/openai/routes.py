@@ -25,7 +25,7 @@ from blockyard.router.openai.json_response import error_response, json_response
 from blockyard.router.openai.rate_headers import rate_headers
 from blockyard.router.openai.sse import EventStream
 from blockyard.router.openai.wanted import Wanted
-from blockyard.router.service import model_message
+from blockyard.router.service import model_message, model_messages
 
 MODELS = "/v1/models"
 Handler = Callable[[BaseRequest, str], Awaitable[StreamResponse]]
@@ -111,10 +111,11 @@ class Routes:
         return handle
 
     async def _models(self, request: BaseRequest, request_id: str) -> Response:
-        return json_response({"object": "list", "data": [model_object(model_message(self._calls.parts))]})
+        models = model_messages(self._calls.parts)
+        return json_response({"object": "list", "data": [model_object(model) for model in models]})
 
     async def _model(self, request: BaseRequest, request_id: str) -> Response:
-        if request.path.removeprefix(f"{MODELS}/") != self._calls.parts.facts.name:
+        if request.path.removeprefix(f"{MODELS}/") not in self._calls.parts.facts.names:
             raise UnknownModel("model: not served here; /v1/models says what is")
         return json_response(model_object(model_message(self._calls.parts)))
 

@@ -37,12 +37,16 @@ def test_up_joins_a_ray_cluster_and_down_leaves_it_as_it_was(head: RayHead, tmp_
     command = Command(home=tmp_path / "home", cluster="guest")
     before = session_members(head.session)
     placed = ("--workers", "3", "--routers", "2", "--separate-ports", "--address", head.address)
-    result = command.run("up", *SIMULATED, *placed)
+    result = command.run("up", *SIMULATED, *placed, "--host", "0.0.0.0")
     assert result.returncode == 0, result.stderr
+    assert "warning: WHOEVER REACHES 0.0.0.0 MAY CALL EVERYTHING" in result.stderr
+    assert result.stdout.splitlines()[0].endswith(", for whoever reaches 0.0.0.0")
     assert len(actors_of(head)) == 6
     remembered = remembered_state(command)
     assert len(remembered.routers) == 2
     for router in remembered.routers:
+        # Clients are told the address of the node that has it.
+        assert router.rpartition(":")[0] == head.address.rpartition(":")[0]
         with Client(router) as client:
             answer = client.generate("one two three", max_tokens=20, ignore_eos=True)
             assert answer.finish.completion_tokens == 20

@@ -87,6 +87,9 @@ def stream_tokens(client: Client, seed: int, begun: threading.Barrier | None = N
 def test_a_second_node_that_joins_is_used_and_its_death_fails_nobody(head: RayHead, tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="nodes")
     with serving(command, head, "--workers", "2") as cluster, cluster.client() as client:
+        assert all(router.startswith("127.0.0.1:") for router in cluster.state.routers), (
+            "unless --host says so"
+        )
         refused = command.run("scale", "4")
         assert refused.returncode == 1
         assert "2 more workers of 1 CPU each will not fit" in refused.stderr

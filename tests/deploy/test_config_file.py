@@ -267,7 +267,7 @@ def test_without_settings_routers_and_workers_have_their_own_defaults() -> None:
     model = spec.worker.engine.model
     # The supervisor names the workers, so that no record in Redis does.
     assert spec.router == RouterConfig(
-        model=model, model_name="demo", cluster_secret="s", discovers_workers=False
+        model=model, model_names=("demo",), cluster_secret="s", discovers_workers=False
     )
     assert spec.worker == WorkerConfig(engine=EngineConfig(model=model), cluster_secret="s")
 

@@ -46,7 +46,7 @@ SECONDS_AN_INPUT = 10
 """Of the wall clock: what takes longer is reported."""
 METHOD = "/blockyard.v1.InferenceService/Generate"
 FACTS = ModelFacts(
-    name="demo",
+    names=("demo",),
     vocab_size=VOCABULARY,
     max_position_embeddings=CONTEXT,
     eos_token_ids=frozenset({2}),

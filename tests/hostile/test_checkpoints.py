@@ -207,7 +207,7 @@ def with_code_for_tokenizer(folder: Path) -> None:
 def test_a_spoilt_tokenizer_is_refused_by_folder(folder: Path, spoil: Spoil) -> None:
     spoil(folder)
     with pytest.raises(ValueError, match=re.escape(str(folder))):
-        read_facts(folder, name="x", tokenizer=load_tokenizer(folder))
+        read_facts(folder, names=("x",), tokenizer=load_tokenizer(folder))
 
 
 def test_a_router_of_a_spoilt_folder_exits_1(folder: Path) -> None:

@@ -2,9 +2,18 @@
 
 import pytest
 from blockyard.proto.block_hash import unpack_tokens
+from blockyard.proto.v1 import inference_pb2
 from openai import AsyncOpenAI, NotFoundError
 
-from .rig import FakeWorker, Gateway, expected_logprob, expected_text, expected_tokens, worker_of_model
+from .rig import (
+    FakeWorker,
+    Gateway,
+    expected_logprob,
+    expected_text,
+    expected_tokens,
+    running_gateway,
+    worker_of_model,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -76,6 +85,28 @@ async def test_models_are_listed_and_found_by_name(client: AsyncOpenAI, worker: 
     with pytest.raises(NotFoundError) as caught:
         await client.models.retrieve("gpt-99")
     assert caught.value.code == "model_not_found"
+
+
+async def test_requests_may_use_each_name_of_the_model_and_answers_have_the_first() -> None:
+    async with (
+        running_gateway(model_names=("acme/demo", "demo")) as gateway,
+        gateway.router.workers(worker_of_model("a")),
+        gateway.client() as client,
+    ):
+        for name in ("acme/demo", "demo"):
+            answer = await client.completions.create(model=name, prompt="x", max_tokens=2)
+            assert answer.model == "acme/demo"
+            assert (await client.models.retrieve(name)).id == "acme/demo"
+            wanted = inference_pb2.TokenizeRequest(model=name, prompt="x")
+            assert (await gateway.router.inference.Tokenize(wanted)).token_ids
+        assert [model.id for model in (await client.models.list()).data] == ["acme/demo", "demo"]
+        listed = await gateway.router.inference.ListModels(inference_pb2.ListModelsRequest())
+        assert [(model.id, model.max_model_len) for model in listed.models] == [
+            ("acme/demo", 512),
+            ("demo", 512),
+        ]
+        with pytest.raises(NotFoundError):
+            await client.completions.create(model="acme", prompt="x")
 
 
 async def test_health_says_whether_anybody_could_serve(gateway: Gateway) -> None:

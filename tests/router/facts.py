@@ -3,7 +3,7 @@
 from blockyard.router.model_facts import ModelFacts
 
 FACTS = ModelFacts(
-    name="tiny",
+    names=("tiny",),
     vocab_size=1000,
     max_position_embeddings=128,
     eos_token_ids=frozenset({2, 0}),

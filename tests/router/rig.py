@@ -29,7 +29,7 @@ def config(**settings: Any) -> RouterConfig:
     return RouterConfig(
         **{
             "model": str(MODEL),
-            "model_name": "demo",
+            "model_names": ("demo",),
             "cluster_secret": SECRET,
             "suspect_seconds": 0.5,
             "lost_seconds": 1.0,

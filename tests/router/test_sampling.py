@@ -358,7 +358,7 @@ def test_the_demo_model_is_sampled_as_its_generation_config_says_unless_told_not
     tokenizer = load_tokenizer(CHECKPOINT)
     defaults = {
         choice: read_facts(
-            CHECKPOINT, name="demo", tokenizer=tokenizer, generation_config=choice
+            CHECKPOINT, names=("demo",), tokenizer=tokenizer, generation_config=choice
         ).sampling_defaults
         for choice in get_args(GenerationConfig)
     }

@@ -155,7 +155,7 @@ def test_the_check_finds_a_quadratic_expression() -> None:
 
 
 FACTS = ModelFacts(
-    name="demo",
+    names=("demo",),
     vocab_size=4096,
     max_position_embeddings=2**15,
     eos_token_ids=frozenset({2}),

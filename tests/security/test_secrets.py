@@ -14,6 +14,7 @@ from blockyard.deploy.cli import main
 from blockyard.deploy.redis_server import redis_user
 from blockyard.deploy.state import ClusterState
 from blockyard.deploy.tokens import append_entry
+from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.index_acl import acl_rules, user_name
 from blockyard.router.client.connection import Connection
 from blockyard.router.config import RouterConfig
@@ -176,9 +177,11 @@ def test_the_docs_have_the_acl_that_the_tests_prove() -> None:
 
 
 def test_no_process_binds_every_interface_unless_it_is_told_to() -> None:
-    """The one mention is the refusal of a worker that would not say where routers find it."""
+    """The mentions are the refusal of a worker that would not say where routers find it, and the help of --host."""
     sources = [
         path for folder in ("router", "worker", "deploy", "proto") for path in (ROOT / folder).rglob("*.py")
     ]
     mentions = [path.name for path in sources if "0.0.0.0" in path.read_text(encoding="utf-8")]
-    assert mentions == ["config.py"]
+    assert sorted(mentions) == ["config.py", "up_options.py"]
+    hosts = [RouterConfig(model="m").host, WorkerConfig(engine=EngineConfig(model="m")).host]
+    assert [*hosts, UpOptions(engine=EngineConfig(model="m")).host] == ["127.0.0.1"] * 3

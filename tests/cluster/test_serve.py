@@ -1,0 +1,157 @@
+"""`blockyard serve`: in the foreground until Ctrl-C, for this machine alone, or for others with TLS and a token as
+SECURITY.md says: a stranger in another network namespace."""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ..security.certificates import Authority  # noqa: TID252
+from .harness import Command
+from .test_interrupted_start import processes_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+
+SIMULATED = ("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
+SERVE_SECONDS = 240.0
+DOWN_SECONDS = 60.0
+CALL_SECONDS = 60.0
+NEAR, FAR = "10.78.0.1", "10.78.0.2"
+SECURITY = Path(__file__).parents[2] / "SECURITY.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    process: subprocess.Popen[str]
+    told: str
+    """What it has printed."""
+
+    def value(self, name: str) -> str:
+        """Of a line such as `HTTP       http://...`."""
+        (found,) = re.findall(rf"^{name} +(\S+)$", self.told, re.MULTILINE)
+        return str(found)
+
+
+@contextmanager
+def serving(command: Command, *arguments: str) -> Iterator[Served]:
+    """Ends it by Ctrl-C, and nothing is left then."""
+    with command.start("serve", "demo", *arguments, stdin=subprocess.DEVNULL) as process:
+        try:
+            yield Served(process=process, told=_until_it_serves(process))
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=DOWN_SECONDS)
+    assert (process.returncode, processes_of(command.home)) == (0, [])
+    assert f"cluster {command.cluster} is down, nothing of it is left" in errors
+    assert not command.home.exists() or list(command.home.iterdir()) == []
+
+
+def _until_it_serves(process: "subprocess.Popen[str]") -> str:
+    """The start has deadlines of its own."""
+    assert process.stdout is not None
+    told = ""
+    for line in process.stdout:
+        told += line
+        if line.startswith("Ctrl-C"):
+            return told
+    assert process.stderr is not None
+    raise AssertionError(f"it ended: {told}{process.stderr.read()}")
+
+
+def run(*command: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False, **options
+    )  # type: ignore[call-overload,no-any-return]
+
+
+def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+    command = Command(home=tmp_path / "home", cluster="serve")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refused = command.run("serve", "demo", *SIMULATED, "--port", port)
+        assert (refused.returncode, f"port {port} is taken" in refused.stderr) == (1, True)
+    with serving(command, *SIMULATED) as served:
+        first, *_ = served.told.splitlines()
+        assert first == "cluster serve serves demo on 1 worker, for this machine alone (see --host)"
+        curl = served.told.partition("try:\n")[2].partition("Ctrl-C")[0]
+        answered = run("sh", "-c", curl)
+        assert json.loads(answered.stdout)["model"] == "demo", answered.stderr
+        address = served.value("gRPC")
+        asked = command.run("generate", "--router", address, "--max-tokens", "4", "def f(x):")
+        assert asked.returncode == 0, asked.stderr
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[str, ...]]:
+    """The beginning of a command that runs in a network of its own, where this machine is NEAR."""
+    if any(shutil.which(program) is None for program in ("ip", "unshare", "nsenter")):
+        pytest.skip("ip, unshare and nsenter are needed")
+    with subprocess.Popen(("unshare", "--net", "sh", "-c", "echo; exec cat"), stdin=-1, stdout=-1) as far:
+        try:
+            assert far.stdout is not None
+            if not far.stdout.readline():
+                pytest.skip("no network namespace can be made")
+            inside = ("nsenter", f"--net=/proc/{far.pid}/ns/net")
+            made = run(
+                "ip", "link", "add", "by-near", "type", "veth", "peer", "by-far", "netns", str(far.pid)
+            )
+            if made.returncode:
+                pytest.skip(f"no virtual link can be made: {made.stderr.strip()[:100]}")
+            for line in (
+                f"ip address add {NEAR}/24 dev by-near",
+                "ip link set by-near up",
+                f"{shlex.join(inside)} ip address add {FAR}/24 dev by-far",
+                f"{shlex.join(inside)} ip link set by-far up",
+            ):
+                done = run(*line.split())
+                assert done.returncode == 0, done.stderr
+            yield inside
+        finally:
+            far.terminate()  # the link goes with its namespace
+
+
+def test_a_stranger_reaches_it_over_tls_with_a_token_as_security_md_says(
+    stranger: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = Command(home=tmp_path / "home", cluster="open")
+    authority = Authority(tmp_path)
+    pair = authority.pair("router", address=NEAR)
+    auth_file = str(tmp_path / "tokens.json")
+    new = (sys.executable, "-m", "blockyard.deploy.cli", "token", "new", "--name", "ann", "--role", "user")
+    token = run(*new, "--tenant", "acme", "--auth-file", auth_file).stdout.strip()
+    documented = next(
+        line
+        for line in SECURITY.read_text(encoding="utf-8").splitlines()
+        if line.startswith("blockyard serve ")
+    )
+    given = {"FOLDER": "demo", "tokens.json": auth_file, "router.pem": pair.cert, "router.key": pair.key}
+    _, _, model, *arguments = (given.get(word, word) for word in shlex.split(documented))
+    assert (model, "--host" in arguments) == ("demo", True)
+    with serving(command, *arguments, *SIMULATED) as served:
+        assert "for whoever reaches 0.0.0.0" in served.told
+        url = served.value("HTTP").replace("127.0.0.1", NEAR)
+        router = served.value("gRPC").replace("127.0.0.1", NEAR)
+        curl = (*stranger, "curl", "--silent", "--show-error", "--cacert", authority.ca, f"{url}/models")
+        assert "demo" in run(*curl, "-H", f"Authorization: Bearer {token}").stdout
+        assert json.loads(run(*curl).stdout)["error"]["code"] == "unauthenticated"
+        untrusting = [word for word in curl if word not in ("--cacert", authority.ca)]
+        assert run(*untrusting).returncode != 0
+        ask = (
+            *(*stranger, sys.executable, "-m", "blockyard.deploy.cli", "generate", "--router", router),
+            *("--tls-ca", authority.ca, "--max-tokens", "4", "def f(x):"),
+        )
+        environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        answered = run(*ask, env={**environment, "BLOCKYARD_TOKEN": token})
+        assert answered.returncode == 0, answered.stderr
+        refused = run(*ask, env=environment)
+        assert (refused.returncode, "wants a token" in refused.stderr) == (1, True)
