@@ -78,6 +78,8 @@ class _OutputAssembly:
             index=chunk.index,
             logprobs=[] if self._sampling.logprobs is None else logprobs,
             prompt_logprobs=chunk.prompt_logprobs,
+            prompt_tokens=self._record.prompt_tokens,
+            cached_tokens=self._record.progress.cached_tokens or 0,
         )
 
     def _finish(self, chunk: TokenChunk, piece: Piece) -> inference_pb2.Finish | None:

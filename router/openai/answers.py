@@ -1,6 +1,6 @@
 """What stands round the choices of a call: id, model, time, usage; for a whole answer once, else for each chunk."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,30 @@ from blockyard.router.openai.wanted import Wanted
 PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-"}
 WHOLE = {"chat": "chat.completion", "completions": "text_completion"}
 CHUNK = {"chat": "chat.completion.chunk", "completions": "text_completion"}
+
+
+class Usage:
+    """Tokens of one call, added up as its outputs come: a prompt counts once, whatever came of it."""
+
+    def __init__(self, outputs_a_prompt: int) -> None:
+        self._outputs_a_prompt = outputs_a_prompt
+        self._prompts: dict[int, tuple[int, int]] = {}
+        """Of each: its tokens, and how many were cached."""
+        self._completion_tokens = 0
+
+    def add(self, index: int, *, prompt_tokens: int, cached_tokens: int, new_tokens: int) -> None:
+        """`new_tokens` of the output at `index`."""
+        self._prompts[index // self._outputs_a_prompt] = prompt_tokens, cached_tokens
+        self._completion_tokens += new_tokens
+
+    def read(self) -> dict[str, Any]:
+        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +49,13 @@ class Envelope:
     def whole(self, choices: list[dict[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._head(WHOLE), "choices": choices, "usage": usage}
 
-    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def chunk(self, choice: dict[str, Any], usage: Usage) -> dict[str, Any]:
+        answering = self.wanted.answering
+        if not answering.includes_usage:
+            return {**self._head(CHUNK), "choices": [choice]}
         # A stream that will tell its usage says null until then.
-        usage = {"usage": None} if self.wanted.includes_usage else {}
-        return {**self._head(CHUNK), "choices": [choice], **usage}
+        so_far = usage.read() if answering.continuous_usage else None
+        return {**self._head(CHUNK), "choices": [choice], "usage": so_far}
 
     def usage_chunk(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._head(CHUNK), "choices": [], "usage": usage}
@@ -42,22 +69,6 @@ class Envelope:
             "model": self.model,
             "system_fingerprint": None,
         }
-
-
-def usage_of(finishes: Iterable[tuple[int, inference_pb2.Finish]], outputs_a_prompt: int) -> dict[str, Any]:
-    """Of every output, by index: a prompt counts once, whatever came of it."""
-    prompt_tokens = cached_tokens = completion_tokens = 0
-    for index, finish in finishes:
-        completion_tokens += finish.usage.completion_tokens
-        if index % outputs_a_prompt == 0:
-            prompt_tokens += finish.usage.prompt_tokens
-            cached_tokens += finish.usage.cached_tokens
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
 
 
 def model_object(model: inference_pb2.Model) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from blockyard.router.openai.fields import (
     text,
 )
 from blockyard.router.openai.sampling_fields import KNOWN, generate_request
-from blockyard.router.openai.unsupported import HARMLESS, refuse_unsupported, unsupported
-from blockyard.router.openai.wanted import Wanted, stream_wishes
+from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported, unsupported
+from blockyard.router.openai.wanted import Wanted, answering
 from blockyard.router.validation import MAX_MESSAGES
 
-FIELDS = KNOWN | HARMLESS.keys() | {"messages", "max_completion_tokens", "top_logprobs"}
+FIELDS = KNOWN | UNSUPPORTED | {"messages", "max_completion_tokens", "top_logprobs"}
 ROLES = {"developer": "system"}
 """Of those that are called otherwise in the contract."""
 NO_ROLES = ("tool", "function")
@@ -30,12 +30,12 @@ def chat_wanted(body: Body) -> Wanted:
     """Raises InvalidRequest, Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body)
-    streams, includes_usage = stream_wishes(body)
+    wishes = answering(body)
     request = generate_request(body)
     _set_max_tokens(request.sampling, body)
     _set_logprobs(request.sampling, body)
     request.chat.messages.extend(_messages(body))
-    return Wanted(route="chat", requests=(request,), streams=streams, includes_usage=includes_usage)
+    return Wanted(route="chat", requests=(request,), answering=wishes)
 
 
 def _set_max_tokens(sampling: inference_pb2.SamplingParams, body: Body) -> None:

@@ -7,10 +7,10 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.fields import UINT32, Body, given, integer, refuse_others, text, token_ids
 from blockyard.router.openai.sampling_fields import KNOWN, generate_request
-from blockyard.router.openai.unsupported import HARMLESS, refuse_unsupported
-from blockyard.router.openai.wanted import Wanted, stream_wishes
+from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported
+from blockyard.router.openai.wanted import Wanted, answering
 
-FIELDS = KNOWN | HARMLESS.keys() | {"prompt"}
+FIELDS = KNOWN | UNSUPPORTED | {"prompt"}
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, of this route."""
 MAX_PROMPTS = 64
@@ -23,7 +23,7 @@ def completion_wanted(body: Body) -> Wanted:
     """Raises InvalidRequest, Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body)
-    streams, includes_usage = stream_wishes(body)
+    wishes = answering(body)
     template = generate_request(body)
     if not template.sampling.HasField("max_tokens"):
         template.sampling.max_tokens = DEFAULT_MAX_TOKENS
@@ -34,7 +34,7 @@ def completion_wanted(body: Body) -> Wanted:
     if len(prompts) * template.ByteSize() > MAX_FANOUT_BYTES:
         raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
     requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
-    return Wanted(route="completions", requests=requests, streams=streams, includes_usage=includes_usage)
+    return Wanted(route="completions", requests=requests, answering=wishes)
 
 
 def _with_prompt(

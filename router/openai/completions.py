@@ -5,12 +5,11 @@ from typing import Any
 
 from aiohttp.web import StreamResponse
 from blockyard.proto.logs import REQUEST_ID
-from blockyard.proto.v1 import inference_pb2
 from blockyard.router.answers import gathered
 from blockyard.router.call_gate import answer_to
 from blockyard.router.calls import Calls
 from blockyard.router.errors import SlowReader, is_gone
-from blockyard.router.openai.answers import Envelope, usage_of
+from blockyard.router.openai.answers import Envelope, Usage
 from blockyard.router.openai.choices import Choices, choices_of
 from blockyard.router.openai.http_call import HttpCall
 from blockyard.router.openai.http_errors import error_body
@@ -41,13 +40,22 @@ class Completions:
         )
         shows_logprobs = wanted.requests[0].sampling.HasField("logprobs")
         choices = choices_of(wanted.route, self._texts, shows_logprobs=shows_logprobs)
-        if wanted.streams:
+        if wanted.answering.streams:
             return await self._stream(events, call, envelope, choices)
         async with outputs(self._calls, wanted, call) as deltas:
             whole = await gathered(request_id, deltas)
-        finishes = [(output.index, output.finish) for output in whole.outputs]
-        usage = usage_of(finishes, wanted.outputs_a_prompt)
-        return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], usage))
+        usage = Usage(wanted.outputs_a_prompt)
+        for output in whole.outputs:
+            used = output.finish.usage
+            usage.add(
+                output.index,
+                prompt_tokens=used.prompt_tokens,
+                cached_tokens=used.cached_tokens,
+                new_tokens=used.completion_tokens,
+            )
+        return json_response(
+            envelope.whole([choices.whole(output) for output in whole.outputs], usage.read())
+        )
 
     async def _stream(
         self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
@@ -68,18 +76,20 @@ class Completions:
     ) -> list[dict[str, Any]]:
         """Sends all but the last ones, which are returned."""
         wanted = envelope.wanted
-        finishes: dict[int, inference_pb2.Finish] = {}
+        usage = Usage(wanted.outputs_a_prompt)
 
         async def write(delta: Delta) -> None:
-            if delta.finish is not None:
-                finishes[delta.index] = delta.finish
-            await events.send(envelope.chunk(choices.piece(delta)))
+            usage.add(
+                delta.index,
+                prompt_tokens=delta.prompt_tokens,
+                cached_tokens=delta.cached_tokens,
+                new_tokens=len(delta.token_ids),
+            )
+            await events.send(envelope.chunk(choices.piece(delta), usage))
 
         async with outputs(self._calls, wanted, call) as deltas:
             await self._calls.deliver(deltas, write)
-        if not wanted.includes_usage:
-            return []
-        return [envelope.usage_chunk(usage_of(finishes.items(), wanted.outputs_a_prompt))]
+        return [envelope.usage_chunk(usage.read())] if wanted.answering.includes_usage else []
 
     async def _broken(self, events: EventStream, error: Exception) -> None:
         """Ends a stream that has begun: with the reason, unless its client has gone or takes nothing."""

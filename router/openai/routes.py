@@ -19,7 +19,14 @@ from blockyard.router.openai.chat_request import chat_wanted
 from blockyard.router.openai.completion_request import completion_wanted
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.fields import Body
-from blockyard.router.openai.http_call import call_id, call_metadata, drawn_id, http_call, own_headers
+from blockyard.router.openai.http_call import (
+    CallNotes,
+    call_id,
+    call_metadata,
+    drawn_id,
+    http_call,
+    own_headers,
+)
 from blockyard.router.openai.http_errors import MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.json_response import error_response, json_response
 from blockyard.router.openai.rate_headers import rate_headers
@@ -28,8 +35,7 @@ from blockyard.router.openai.wanted import Wanted
 from blockyard.router.service import model_message
 
 MODELS = "/v1/models"
-Handler = Callable[[BaseRequest, str], Awaitable[StreamResponse]]
-"""Takes the request and its id."""
+Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,11 @@ class Routes:
         }
 
     async def __call__(self, request: BaseRequest) -> StreamResponse:
-        request_id = drawn_id()
+        notes = CallNotes(request_id=drawn_id())
         try:
             route = self._admitted(request)
-            request_id = call_id(request)
-            response = await self._answer(route, request, request_id)
+            notes.request_id = call_id(request)
+            response = await self._answer(route, request, notes)
         except asyncio.CancelledError as error:
             await self._gate.free(error)
             raise
@@ -70,7 +76,7 @@ class Routes:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
             response = error_response(answer_to(error, self._told(request)))
-        await self._finish(request, response, request_id)
+        await self._finish(request, response, notes)
         return response
 
     def _admitted(self, request: BaseRequest) -> _Route | None:
@@ -80,12 +86,12 @@ class Routes:
         self._gate.admit((route or self._routes[MODELS]).method, call_metadata(request))
         return route
 
-    async def _answer(self, route: _Route | None, request: BaseRequest, request_id: str) -> StreamResponse:
+    async def _answer(self, route: _Route | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if route is None:
             raise NoSuchRoute("there is no such path here; /v1/models and the like are")
         if request.method != route.verb:
             raise MethodNotAllowed(f"only {route.verb} is for this path", metadata={"allow": route.verb})
-        return await route.handler(request, request_id)
+        return await route.handler(request, notes)
 
     def _route(self, path: str) -> _Route | None:
         return self._routes.get(f"{MODELS}/" if path.startswith(f"{MODELS}/") else path)
@@ -95,30 +101,31 @@ class Routes:
         return request.path if request.path in self._routes else "a path"
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
-        async def handle(request: BaseRequest, request_id: str) -> StreamResponse:
+        async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
             bounds = self._calls.bounds
             call = http_call(request, default_timeout_seconds=bounds.default_timeout_seconds)
             with self._intake.charge(request.remote or "") as charge:
                 body = await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
             wanted = parse(body)
+            notes.ignored = wanted.answering.ignored
             events = EventStream(
                 request,
                 slow_reader_seconds=self._calls.slow_reader_seconds,
-                headed=lambda response: self._headed(response, request, request_id),
+                headed=lambda response: self._headed(response, request, notes),
             )
-            return await self._completions.answer(wanted, call, request_id, events)
+            return await self._completions.answer(wanted, call, notes.request_id, events)
 
         return handle
 
-    async def _models(self, request: BaseRequest, request_id: str) -> Response:
+    async def _models(self, request: BaseRequest, notes: CallNotes) -> Response:
         return json_response({"object": "list", "data": [model_object(model_message(self._calls.parts))]})
 
-    async def _model(self, request: BaseRequest, request_id: str) -> Response:
+    async def _model(self, request: BaseRequest, notes: CallNotes) -> Response:
         if request.path.removeprefix(f"{MODELS}/") != self._calls.parts.facts.name:
             raise UnknownModel("model: not served here; /v1/models says what is")
         return json_response(model_object(model_message(self._calls.parts)))
 
-    async def _health(self, request: BaseRequest, request_id: str) -> Response:
+    async def _health(self, request: BaseRequest, notes: CallNotes) -> Response:
         parts = self._calls.parts
         if parts.registry.is_draining:
             return json_response({"status": "draining"}, status=503)
@@ -127,11 +134,11 @@ class Routes:
             {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
         )
 
-    async def _finish(self, request: BaseRequest, response: StreamResponse, request_id: str) -> None:
+    async def _finish(self, request: BaseRequest, response: StreamResponse, notes: CallNotes) -> None:
         """Sends what has not been sent yet, to a client that takes it."""
         if response.prepared:
             return
-        self._headed(response, request, request_id)
+        self._headed(response, request, notes)
         try:
             async with asyncio.timeout(self._calls.slow_reader_seconds):
                 await response.prepare(request)
@@ -140,8 +147,8 @@ class Routes:
             if request.transport is not None:
                 request.transport.abort()
 
-    def _headed(self, response: StreamResponse, request: BaseRequest, request_id: str) -> None:
-        response.headers.update(own_headers(request_id))
+    def _headed(self, response: StreamResponse, request: BaseRequest, notes: CallNotes) -> None:
+        response.headers.update(own_headers(notes))
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:

@@ -25,6 +25,12 @@ from blockyard.router.openai.fields import (
 )
 from blockyard.router.sampling_checks import COUNTS
 
+
+def top_k(name: str, value: Any) -> int:
+    """0 keeps all tokens; so does -1, as in vLLM."""
+    return 0 if value == -1 else int(integer(UINT32)(name, value))
+
+
 SCALARS: Mapping[str, Kind] = {
     "temperature": number,
     "top_p": number,
@@ -33,7 +39,7 @@ SCALARS: Mapping[str, Kind] = {
     "seed": integer(INT64),
     "n": integer(UINT32),
     "max_tokens": integer(UINT32),
-    "top_k": integer(UINT32),
+    "top_k": top_k,
     "min_p": number,
     "repetition_penalty": number,
     "min_tokens": integer(UINT32),
@@ -56,10 +62,9 @@ KNOWN = frozenset(
     {
         *(*SCALARS, *TOKEN_LISTS, *REQUEST_SCALARS, *STRUCTURES),
         *("stop", "logit_bias", "include_stop_str_in_output", "stream", "stream_options", "logprobs"),
-        *("user", "safety_identifier"),
     }
 )
-"""What both routes take. The last two are checked and change nothing: who calls is said by the token."""
+"""What both routes take."""
 
 
 def generate_request(body: Body) -> inference_pb2.GenerateRequest:
@@ -69,8 +74,6 @@ def generate_request(body: Body) -> inference_pb2.GenerateRequest:
         value = given(body, name, kind)
         if value is not None:
             setattr(request, name, value)
-    for name in ("user", "safety_identifier"):
-        given(body, name, text)
     return request
 
 

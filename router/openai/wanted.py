@@ -7,8 +7,23 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.fields import Body, boolean, given, mapping, refuse_others
 from blockyard.router.openai.sampling_fields import num_outputs
+from blockyard.router.openai.unsupported import ignored_hints
 
 Route = Literal["chat", "completions"]
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """How a call is to be answered, whatever it asks."""
+
+    streams: bool
+    includes_usage: bool
+    """At the end of a stream, in a chunk of its own."""
+    continuous_usage: bool
+    """In every chunk, of the call so far. Only with `includes_usage`, as in vLLM."""
+    ignored: tuple[str, ...]
+    """Hints that change nothing here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +31,7 @@ class Wanted:
     route: Route
     requests: tuple[inference_pb2.GenerateRequest, ...]
     """One for each prompt; they differ in nothing else."""
-    streams: bool
-    includes_usage: bool
-    """At the end of a stream, in a chunk of its own."""
+    answering: Answering
 
     @property
     def outputs_a_prompt(self) -> int:
@@ -35,13 +48,17 @@ class Wanted:
             request.request_id = request_id if len(self.requests) == 1 else f"{request_id}-{number}"
 
 
-def stream_wishes(body: Body) -> tuple[bool, bool]:
-    """Whether it streams, and whether with usage. Raises InvalidRequest."""
+def answering(body: Body) -> Answering:
+    """Raises InvalidRequest."""
     streams = bool(given(body, "stream", boolean))
-    options = given(body, "stream_options", mapping)
-    if options is None:
-        return streams, False
-    if not streams:
+    options = given(body, "stream_options", mapping) or {}
+    if options and not streams:
         raise InvalidRequest.of("stream_options", "is for streams")
-    refuse_others(options, ("include_usage", "include_obfuscation"), inside="stream_options.")
-    return streams, bool(given(options, "include_usage", boolean))
+    refuse_others(options, STREAM_OPTIONS, inside="stream_options.")
+    wished = {name: bool(given(options, name, boolean)) for name in STREAM_OPTIONS}
+    return Answering(
+        streams=streams,
+        includes_usage=wished["include_usage"],
+        continuous_usage=wished["include_usage"] and wished["continuous_usage_stats"],
+        ignored=ignored_hints(body),
+    )

@@ -28,7 +28,15 @@ for _ in range(200):
         ({"tool_choice": "required"}, "tool_choice", "unsupported"),
         ({"modalities": ["audio"]}, "modalities", "unsupported"),
         ({"audio": {"voice": "x"}}, "audio", "unsupported"),
-        ({"store": True}, "store", "unsupported"),
+        ({"web_search_options": {}}, "web_search_options", "unsupported"),
+        ({"store": "yes"}, "store", "invalid_request"),
+        ({"metadata": [1]}, "metadata", "invalid_request"),
+        ({"top_k": -2}, "top_k", "invalid_request"),
+        (
+            {"stream_options": {"continuous": True}, "stream": True},
+            "stream_options.continuous",
+            "invalid_request",
+        ),
         ({"messages": IMAGE}, "messages[0].content[0].image_url", "unsupported"),
         ({"messages": CALLED}, "messages[1].tool_calls", "unsupported"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported"),
@@ -118,6 +126,37 @@ async def test_what_asks_for_nothing_is_taken(gateway: Gateway, worker: FakeWork
         {"prompt": "x", "n": 2, "best_of": 2, "echo": False, "suffix": None}, COMPLETIONS
     )
     assert answer.status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_hints_are_ignored_and_named_in_a_header(
+    client: AsyncOpenAI, worker: FakeWorker, stream: bool
+) -> None:
+    hints: dict[str, Any] = {
+        "metadata": {"team": "search"},
+        "parallel_tool_calls": False,
+        "prediction": {"type": "content", "content": "hello"},
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "somebody",
+        "service_tier": "flex",
+        "store": True,
+        "user": "somebody",
+        "verbosity": "low",
+    }
+    create = client.chat.completions.with_raw_response.create
+    hinted = await create(model="demo", messages=HELLO, max_tokens=2, stream=stream, **hints)
+    assert hinted.headers["blockyard-ignored"] == ", ".join(hints)
+    plain = await create(model="demo", messages=HELLO, max_tokens=2, stream=stream)
+    assert "blockyard-ignored" not in plain.headers
+    one, other = worker.submits
+    assert one.token_ids == other.token_ids
+
+
+async def test_top_k_of_minus_one_keeps_all_tokens(gateway: Gateway, worker: FakeWorker) -> None:
+    for path, prompt in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
+        assert (await gateway.post({**prompt, "max_tokens": 1, "top_k": -1}, path)).status == 200
+    assert [submit.sampling.top_k for submit in worker.submits] == [0, 0]
 
 
 async def test_openais_client_raises_its_own_errors(client: AsyncOpenAI, worker: FakeWorker) -> None:
