@@ -33,6 +33,7 @@ from blockyard.router.tokenizing import (
     PromptError,
     PromptInput,
     PromptTooLong,
+    TemplateKwargsError,
     TokenizerService,
     TokenizingError,
     TokenizingTimeout,
@@ -107,6 +108,8 @@ async def tokenise(
             f"input: more than {max_tokens} tokens do not fit a context of {parts.max_model_len}",
             violations=(FieldViolation(field="input", description=f"at most {most} tokens"),),
         ) from None
+    except TemplateKwargsError as error:
+        raise InvalidRequest.of("chat.template_kwargs", str(error)) from None
     except PromptError as error:
         raise InvalidRequest.of("input", str(error)) from None
     except TokenizingTimeout:

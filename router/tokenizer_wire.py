@@ -21,11 +21,13 @@ from blockyard.router.prompts import (
     PromptError,
     PromptInput,
     PromptTooLong,
+    TemplateKwargsError,
     TextPrompt,
     TokenPrompt,
 )
 
 _LENGTH = struct.Struct("<Q")
+_CHAT_OPTIONS = ("template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class TokenizingError(RuntimeError):
@@ -57,6 +59,7 @@ Answer: TypeAlias = Prepared | Exception | None
 """None is the word that the tokenizer is loaded."""
 _ERRORS: dict[str, type[Exception]] = {
     "long": PromptTooLong,
+    "kwargs": TemplateKwargsError,
     "prompt": PromptError,
     "tokenizing": TokenizingError,
     "os": OSError,
@@ -99,8 +102,10 @@ def question_frame(question: Question) -> bytes:
         case ChatPrompt(messages):
             contents = [_encoded(message.content) for message in messages]
             head["chat"] = [
-                [message.role, len(content)] for message, content in zip(messages, contents, strict=True)
+                [message.role, message.name, len(content)]
+                for message, content in zip(messages, contents, strict=True)
             ]
+            head["options"] = {name: getattr(question.prompt, name) for name in _CHAT_OPTIONS}
             body += b"".join(contents)
         case TokenPrompt(token_ids):
             body += pack_tokens(token_ids)
@@ -114,10 +119,12 @@ def parse_question(content: bytes) -> Question:
     if "text" in head:
         prompt = TextPrompt(_decoded(body[root_bytes:]))
     elif "chat" in head:
-        ends = accumulate((size for _, size in head["chat"]), initial=root_bytes)
+        ends = accumulate((size for *_, size in head["chat"]), initial=root_bytes)
         texts = [_decoded(body[start:end]) for start, end in pairwise(ends)]
-        roles = [role for role, _ in head["chat"]]
-        prompt = ChatPrompt([ChatMessage(role, text) for role, text in zip(roles, texts, strict=True)])
+        messages = [
+            ChatMessage(role, text, name) for (role, name, _), text in zip(head["chat"], texts, strict=True)
+        ]
+        prompt = ChatPrompt(messages, **head["options"])
     else:
         prompt = TokenPrompt(unpack_tokens(body[root_bytes:]))
     return Question(

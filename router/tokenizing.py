@@ -25,6 +25,7 @@ from blockyard.router.prompts import (
     PromptError,
     PromptInput,
     PromptTooLong,
+    TemplateKwargsError,
     TextPrompt,
     TokenPrompt,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "PromptError",
     "PromptInput",
     "PromptTooLong",
+    "TemplateKwargsError",
     "TextPrompt",
     "TokenPrompt",
     "TokenizerService",
@@ -181,8 +183,8 @@ def _text_characters(prompt: PromptInput) -> int:
     match prompt:
         case TextPrompt(text):
             return len(text)
-        case ChatPrompt(messages):
-            return sum(len(message.content) for message in messages)
+        case ChatPrompt():
+            return sum(map(len, prompt.texts()))
         case TokenPrompt():
             return 0
 

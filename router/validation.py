@@ -4,6 +4,7 @@ Pure. Says which field is wrong and what is allowed, never what was sent. Does n
 once the prompt is in tokens (generation.py), except where the client sent tokens.
 """
 
+import json
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,14 +20,19 @@ from blockyard.router.errors import (
     Unsupported,
 )
 from blockyard.router.model_facts import ModelFacts
-from blockyard.router.names import NAME_RULE, is_id
+from blockyard.router.names import NAME_RULE, is_id, is_variable
 from blockyard.router.names import is_name as is_name
 from blockyard.router.placement_config import PolicyName
 from blockyard.router.sampling import SamplingRequest, parse_sampling
 from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
+from blockyard.router.structured_output import is_deeper_than, parse_json
 from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, TextPrompt, TokenPrompt
 
 MAX_MESSAGES = 1024
+MAX_NAME_CHARS = 256
+"""Of a message."""
+MAX_TEMPLATE_KWARGS_BYTES = 16_384
+MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_TOLD = 5
 """Violations in the text of an error; its details have all of them."""
@@ -110,8 +116,7 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
             return TextPrompt(text)
         case "chat":
             chat = _valid_chat(message.chat)
-            contents = (chat_message.content for chat_message in chat.messages)
-            _check_text(*contents, facts=facts, max_model_len=max_model_len)
+            _check_text(*chat.texts(), facts=facts, max_model_len=max_model_len)
             return chat
         case "prompt_token_ids":
             assert not isinstance(message, inference_pb2.TokenizeRequest), "it has no such field"
@@ -196,8 +201,8 @@ def prompt_estimate(prompt: PromptInput) -> int:
     match prompt:
         case TextPrompt(text):
             return estimate_tokens(text_bytes(text))
-        case ChatPrompt(messages):
-            return estimate_tokens(text_bytes(*(message.content for message in messages)))
+        case ChatPrompt():
+            return estimate_tokens(text_bytes(*prompt.texts()))
         case TokenPrompt(token_ids):
             return len(token_ids)
 
@@ -231,9 +236,57 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
     if all(message.role == "assistant" for message in chat.messages):
         description = "needs a message that is not the assistant's"
         violations.append(FieldViolation(field="chat.messages", description=description))
+    if any(
+        message.HasField("name") and not 1 <= len(message.name) <= MAX_NAME_CHARS for message in chat.messages
+    ):
+        description = f"must have 1 to {MAX_NAME_CHARS} characters"
+        violations.append(FieldViolation(field="chat.messages.name", description=description))
+    for field, problem in (
+        ("chat.template_kwargs", _template_kwargs_problem(chat.template_kwargs)),
+        ("chat.continue_final_message", _continuation_problem(chat)),
+    ):
+        if problem is not None:
+            violations.append(FieldViolation(field=field, description=problem))
     if violations:
         raise _invalid(violations)
-    return ChatPrompt([ChatMessage(message.role, message.content) for message in chat.messages])
+    continues = chat.continue_final_message
+    return ChatPrompt(
+        [ChatMessage(message.role, message.content, message.name) for message in chat.messages],
+        template_kwargs=chat.template_kwargs,
+        add_generation_prompt=(
+            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+        ),
+        continue_final_message=continues,
+    )
+
+
+def _template_kwargs_problem(text: str) -> str | None:
+    """What the template gets anyway is told by the tokeniser process, which knows it."""
+    if not text:
+        return None
+    if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode()) > MAX_TEMPLATE_KWARGS_BYTES:
+        return f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON are allowed"
+    try:
+        kwargs = parse_json(text)
+        # Half of a surrogate pair, which JSON may spell, is no character.
+        json.dumps(kwargs, ensure_ascii=False).encode()
+    except RecursionError:
+        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
+    except ValueError:
+        return "must be JSON"
+    if not isinstance(kwargs, dict) or not all(map(is_variable, kwargs)):
+        return "must be an object with names of variables"
+    if is_deeper_than(kwargs, MAX_TEMPLATE_KWARGS_DEPTH):
+        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
+    return None
+
+
+def _continuation_problem(chat: inference_pb2.Chat) -> str | None:
+    if not chat.continue_final_message:
+        return None
+    if chat.add_generation_prompt:
+        return "excludes add_generation_prompt"
+    return None if chat.messages[-1].role == "assistant" else "needs a last message that is the assistant's"
 
 
 def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, max_model_len: int) -> TokenPrompt:

@@ -11,6 +11,7 @@ from blockyard.router.openai.fields import (
     given,
     integer,
     items,
+    json_text,
     mapping,
     refuse_others,
     text,
@@ -20,7 +21,12 @@ from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported,
 from blockyard.router.openai.wanted import Wanted, answering
 from blockyard.router.validation import MAX_MESSAGES
 
-FIELDS = KNOWN | UNSUPPORTED | {"messages", "max_completion_tokens", "top_logprobs"}
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
+FIELDS = (
+    KNOWN
+    | UNSUPPORTED
+    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", *CHAT_OPTIONS}
+)
 ROLES = {"developer": "system"}
 """Of those that are called otherwise in the contract."""
 NO_ROLES = ("tool", "function")
@@ -34,8 +40,20 @@ def chat_wanted(body: Body) -> Wanted:
     request = generate_request(body)
     _set_max_tokens(request.sampling, body)
     _set_logprobs(request.sampling, body)
-    request.chat.messages.extend(_messages(body))
+    request.chat.CopyFrom(_chat(body))
     return Wanted(route="chat", requests=(request,), answering=wishes)
+
+
+def _chat(body: Body) -> inference_pb2.Chat:
+    chat = inference_pb2.Chat(messages=_messages(body))
+    kwargs = given(body, "chat_template_kwargs", mapping)
+    if kwargs is not None:
+        chat.template_kwargs = json_text("chat_template_kwargs", kwargs)
+    for name in CHAT_OPTIONS:
+        value = given(body, name, boolean)
+        if value is not None:
+            setattr(chat, name, value)
+    return chat
 
 
 def _set_max_tokens(sampling: inference_pb2.SamplingParams, body: Body) -> None:
@@ -66,8 +84,8 @@ def _messages(body: Body) -> list[inference_pb2.ChatMessage]:
 
 def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     message = mapping(path, value)
-    for name in sorted(message.keys() - {"role", "content"}):
-        # Calls of tools, names, audio. None stands for nothing, and clients send back what they were given.
+    for name in sorted(message.keys() - {"role", "content", "name"}):
+        # Calls of tools, audio. None stands for nothing, and clients send back what they were given.
         if message[name] not in (None, [], {}):
             raise (
                 unsupported(f"{path}.{name}")
@@ -80,12 +98,14 @@ def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(f"{path}.content[{number}]", part) for number, part in enumerate(content))
-    return inference_pb2.ChatMessage(role=ROLES.get(role, role), content=text(f"{path}.content", content))
+    return inference_pb2.ChatMessage(
+        role=ROLES.get(role, role),
+        content=text(f"{path}.content", content),
+        name=None if message.get("name") is None else text(f"{path}.name", message["name"]),
+    )
 
 
-_NO_PARTS = frozenset(
-    {"name", "tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations"}
-)
+_NO_PARTS = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations"})
 
 
 def _part(path: str, value: Any) -> str:

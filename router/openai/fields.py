@@ -3,6 +3,7 @@
 Owns types alone: ranges are checked where gRPC's are (../sampling_checks.py, ../validation.py).
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -61,6 +62,14 @@ def text(name: str, value: Any) -> str:
     except UnicodeEncodeError:
         raise InvalidRequest.of(name, "must be valid Unicode") from None
     return value
+
+
+def json_text(name: str, value: Any) -> str:
+    """The value as JSON."""
+    try:
+        return text(name, json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise InvalidRequest.of(name, "is nested too deeply") from None
 
 
 def texts(name: str, value: Any) -> list[str]:

@@ -31,7 +31,7 @@ JSON_NAMES = {
     "sampling.structured_output": "response_format",
     "sampling.include_stop_in_output": "include_stop_str_in_output",
     "prompt_token_ids": "prompt",
-    "chat.messages": "messages",
+    "chat.template_kwargs": "chat_template_kwargs",
     "request_id": "X-Request-Id",
 }
 """Of fields of GenerateRequest, where dropping `sampling.` is not enough."""
@@ -102,4 +102,4 @@ def json_name(field: str) -> str:
     for known, name in JSON_NAMES.items():
         if field == known or field.startswith(known + "."):
             return name + field[len(known) :]
-    return field.removeprefix("sampling.")
+    return field.removeprefix("sampling.").removeprefix("chat.")

@@ -4,7 +4,6 @@ OpenAI's names first, then ours and vLLM's, which its client sends by `extra_bod
 checked where gRPC's are.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,7 +159,4 @@ def _schema(name: str, value: Any) -> str:
         return text(name, value)
     if not isinstance(value, dict | bool):
         raise InvalidRequest.of(name, "must be a JSON schema")
-    try:
-        return text(name, json.dumps(value, ensure_ascii=False))
-    except RecursionError:
-        raise InvalidRequest.of(name, "is nested too deeply") from None
+    return fields.json_text(name, value)

@@ -23,6 +23,12 @@ def validate(**fields: Any) -> Any:
     )
 
 
+def said(last: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
+    """A chat whose last message has other fields."""
+    hello = {"role": "user", "content": "hello"}
+    return {"chat": {"messages": [hello, hello | (last or {})], **options}}
+
+
 def violations(**fields: Any) -> set[str]:
     with pytest.raises(InvalidRequest) as refused:
         validate(**fields)
@@ -71,6 +77,21 @@ def test_an_empty_request_id_is_refused_and_an_absent_one_drawn() -> None:
         ({"chat": {"messages": [{"role": "root", "content": "x"}]}}, "chat.messages.role"),
         ({"chat": {"messages": [{"content": "x"}]}}, "chat.messages.role"),
         ({"chat": {"messages": [{"role": "assistant", "content": "x"}]}}, "chat.messages"),
+        (said({"name": ""}), "chat.messages.name"),
+        (said({"name": "a" * 257}), "chat.messages.name"),
+        (said(template_kwargs="{"), "chat.template_kwargs"),
+        (said(template_kwargs="[]"), "chat.template_kwargs"),
+        (said(template_kwargs='{"a b": 1}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": NaN}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": "\\ud800"}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": "' + "b" * 16_384 + '"}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": ' + "[" * 17 + "]" * 17 + "}"), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": ' + "[" * 8_000 + "]" * 8_000 + "}"), "chat.template_kwargs"),
+        (said(continue_final_message=True), "chat.continue_final_message"),
+        (
+            said({"role": "assistant"}, continue_final_message=True, add_generation_prompt=True),
+            "chat.continue_final_message",
+        ),
         ({"prompt": ""}, "prompt"),
         ({"prompt_token_ids": {}}, "prompt_token_ids"),
         ({"prompt_token_ids": {"ids": [1, 1000]}}, "prompt_token_ids"),
@@ -79,6 +100,31 @@ def test_an_empty_request_id_is_refused_and_an_absent_one_drawn() -> None:
 )
 def test_a_prompt_that_cannot_be_is_named(message: dict[str, Any], field: str) -> None:
     assert violations(**message) == {field}
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts"),
+    [
+        ({}, True),
+        ({"add_generation_prompt": True}, True),
+        ({"add_generation_prompt": False}, False),
+        ({"continue_final_message": False}, True),
+        ({"continue_final_message": True}, False),
+        ({"continue_final_message": True, "add_generation_prompt": False}, False),
+    ],
+)
+def test_a_continued_message_takes_the_place_of_the_generation_prompt(
+    options: dict[str, bool], prompts: bool
+) -> None:
+    prompt = validate(**said({"role": "assistant"}, **options)).prompt
+    assert prompt.add_generation_prompt is prompts
+    assert prompt.continue_final_message is options.get("continue_final_message", False)
+
+
+def test_names_and_variables_count_as_text() -> None:
+    plain = validate(**said()).estimated_tokens
+    assert validate(**said({"name": "ann" * 40})).estimated_tokens > plain + 25
+    assert validate(**said(template_kwargs='{"a": "' + "b" * 120 + '"}')).estimated_tokens > plain + 25
 
 
 def test_no_input_at_all_is_refused() -> None:
