@@ -101,7 +101,7 @@ def check_model(
     facts: ModelFacts,
 ) -> None:
     if message.HasField("model") and message.model != facts.name:
-        raise UnknownModel("model: not served here; ListModels says what is")
+        raise UnknownModel("model: not served here; the list of models says what is")
 
 
 def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:

@@ -18,7 +18,7 @@ from blockyard.router.openai.fields import (
 )
 from blockyard.router.openai.sampling_fields import KNOWN, generate_request
 from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported, unsupported
-from blockyard.router.openai.wanted import Wanted, answering
+from blockyard.router.openai.wanted import Wanted, answering, field_names
 from blockyard.router.validation import MAX_MESSAGES
 
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
@@ -27,6 +27,11 @@ FIELDS = (
     | UNSUPPORTED
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", *CHAT_OPTIONS}
 )
+NAMES = {
+    "input": "messages",
+    "sampling.max_tokens": "max_completion_tokens",
+    "sampling.logprobs": "top_logprobs",
+}
 ROLES = {"developer": "system"}
 """Of those that are called otherwise in the contract."""
 NO_ROLES = ("tool", "function")
@@ -41,7 +46,7 @@ def chat_wanted(body: Body) -> Wanted:
     _set_max_tokens(request.sampling, body)
     _set_logprobs(request.sampling, body)
     request.chat.CopyFrom(_chat(body))
-    return Wanted(route="chat", requests=(request,), answering=wishes)
+    return Wanted(route="chat", requests=(request,), answering=wishes, names=field_names(body, NAMES))
 
 
 def _chat(body: Body) -> inference_pb2.Chat:

@@ -8,9 +8,10 @@ from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.fields import UINT32, Body, given, integer, refuse_others, text, token_ids
 from blockyard.router.openai.sampling_fields import KNOWN, generate_request
 from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported
-from blockyard.router.openai.wanted import Wanted, answering
+from blockyard.router.openai.wanted import Wanted, answering, field_names
 
 FIELDS = KNOWN | UNSUPPORTED | {"prompt"}
+NAMES = {"input": "prompt"}
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, of this route."""
 MAX_PROMPTS = 64
@@ -34,7 +35,7 @@ def completion_wanted(body: Body) -> Wanted:
     if len(prompts) * template.ByteSize() > MAX_FANOUT_BYTES:
         raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
     requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
-    return Wanted(route="completions", requests=requests, answering=wishes)
+    return Wanted(route="completions", requests=requests, answering=wishes, names=field_names(body, NAMES))
 
 
 def _with_prompt(

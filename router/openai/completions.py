@@ -68,7 +68,7 @@ class Completions:
         except Exception as error:
             if not events.has_begun:
                 raise
-            await self._broken(events, error)
+            await self._broken(events, error, envelope.wanted)
         return events.response
 
     async def _events(
@@ -91,7 +91,7 @@ class Completions:
             await self._calls.deliver(deltas, write)
         return [envelope.usage_chunk(usage.read())] if wanted.answering.includes_usage else []
 
-    async def _broken(self, events: EventStream, error: Exception) -> None:
+    async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
         """Ends a stream that has begun: with the reason, unless its client has gone or takes nothing."""
         if is_gone(error):
             return
@@ -100,6 +100,6 @@ class Completions:
             events.cut_off()
             return
         try:
-            await events.end(error_body(answer), is_whole=False)
+            await events.end(error_body(answer, wanted.names), is_whole=False)
         except (TimeoutError, ConnectionError):
             events.cut_off()

@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from aiohttp.web import BaseRequest
 from blockyard.router.errors import InvalidRequest
@@ -34,6 +35,8 @@ class CallNotes:
     request_id: str
     ignored: tuple[str, ...] = ()
     """Fields of its body that change nothing here."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What its body calls fields of GenerateRequest."""
 
 
 def own_headers(notes: CallNotes) -> dict[str, str]:

@@ -75,7 +75,7 @@ class Routes:
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            response = error_response(answer_to(error, self._told(request)))
+            response = error_response(answer_to(error, self._told(request)), notes.names)
         await self._finish(request, response, notes)
         return response
 
@@ -107,7 +107,7 @@ class Routes:
             with self._intake.charge(request.remote or "") as charge:
                 body = await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
             wanted = parse(body)
-            notes.ignored = wanted.answering.ignored
+            notes.ignored, notes.names = wanted.answering.ignored, wanted.names
             events = EventStream(
                 request,
                 slow_reader_seconds=self._calls.slow_reader_seconds,
@@ -122,7 +122,7 @@ class Routes:
 
     async def _model(self, request: BaseRequest, notes: CallNotes) -> Response:
         if request.path.removeprefix(f"{MODELS}/") != self._calls.parts.facts.name:
-            raise UnknownModel("model: not served here; /v1/models says what is")
+            raise UnknownModel("model: not served here; the list of models says what is")
         return json_response(model_object(model_message(self._calls.parts)))
 
     async def _health(self, request: BaseRequest, notes: CallNotes) -> Response:

@@ -22,6 +22,7 @@ from blockyard.router.openai.fields import (
     number,
     text,
 )
+from blockyard.router.openai.structures import STRUCTURES, given_structure
 from blockyard.router.sampling_checks import COUNTS
 
 
@@ -56,7 +57,6 @@ REQUEST_SCALARS: Mapping[str, Kind] = {
     "public_prefix": boolean,
 }
 """The same, of GenerateRequest."""
-STRUCTURES = ("response_format", "json_schema", "regex")
 KNOWN = frozenset(
     {
         *(*SCALARS, *TOKEN_LISTS, *REQUEST_SCALARS, *STRUCTURES),
@@ -93,7 +93,7 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
         sampling.logit_bias[_token_id(token_id)] = number("logit_bias", bias)
     if given(body, "include_stop_str_in_output", boolean):
         sampling.include_stop_in_output = True
-    structure = _structure(body)
+    structure = given_structure(body)
     if structure is not None:
         sampling.structured_output.CopyFrom(structure)
     return sampling
@@ -115,48 +115,3 @@ def _token_id(written: str) -> int:
     if not (written.isascii() and written.isdigit()) or len(written) > 10 or int(written) > UINT32[1]:
         raise InvalidRequest.of("logit_bias", "each key must be a token id")
     return int(written)
-
-
-def _structure(body: Body) -> inference_pb2.StructuredOutput | None:
-    found = {
-        name: structure
-        for name in STRUCTURES
-        if body.get(name) is not None and (structure := _one_structure(name, body[name])) is not None
-    }
-    if len(found) > 1:
-        raise InvalidRequest.of(sorted(found)[1], f"excludes {sorted(found)[0]}")
-    return next(iter(found.values()), None)
-
-
-def _one_structure(name: str, value: Any) -> inference_pb2.StructuredOutput | None:
-    match name:
-        case "regex":
-            return inference_pb2.StructuredOutput(regex=text(name, value))
-        case "json_schema":
-            return inference_pb2.StructuredOutput(json_schema=_schema(name, value))
-        case _:
-            return _response_format(fields.mapping(name, value))
-
-
-def _response_format(value: Mapping[str, Any]) -> inference_pb2.StructuredOutput | None:
-    match value.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return inference_pb2.StructuredOutput(json_object=True)
-        case "json_schema":
-            # Its `name`, `description` and `strict` change nothing: an output always follows the schema.
-            inner = fields.mapping("response_format.json_schema", value.get("json_schema"))
-            name = "response_format.json_schema.schema"
-            return inference_pb2.StructuredOutput(json_schema=_schema(name, inner.get("schema")))
-        case _:
-            raise InvalidRequest.of("response_format.type", "must be text, json_object or json_schema")
-
-
-def _schema(name: str, value: Any) -> str:
-    """As JSON; a string is taken for JSON already."""
-    if isinstance(value, str):
-        return text(name, value)
-    if not isinstance(value, dict | bool):
-        raise InvalidRequest.of(name, "must be a JSON schema")
-    return fields.json_text(name, value)

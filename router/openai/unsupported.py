@@ -14,6 +14,7 @@ from blockyard.router.openai.fields import Body, Kind, boolean, mapping, text
 HINTS: Mapping[str, Kind] = {
     **dict.fromkeys(("user", "safety_identifier"), text),
     **dict.fromkeys(("service_tier", "verbosity", "prompt_cache_key", "prompt_cache_retention"), text),
+    "guided_decoding_backend": text,
     **dict.fromkeys(("store", "parallel_tool_calls"), boolean),
     **dict.fromkeys(("metadata", "prediction"), mapping),
 }
@@ -24,6 +25,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "suffix": ("",),

@@ -1,5 +1,6 @@
 """What a client of either route has asked for, checked as far as JSON goes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,7 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.fields import Body, boolean, given, mapping, refuse_others
 from blockyard.router.openai.sampling_fields import num_outputs
+from blockyard.router.openai.structures import STRUCTURES
 from blockyard.router.openai.unsupported import ignored_hints
 
 Route = Literal["chat", "completions"]
@@ -32,6 +34,8 @@ class Wanted:
     requests: tuple[inference_pb2.GenerateRequest, ...]
     """One for each prompt; they differ in nothing else."""
     answering: Answering
+    names: Mapping[str, str]
+    """What this body calls a field of GenerateRequest, where another may call it otherwise."""
 
     @property
     def outputs_a_prompt(self) -> int:
@@ -46,6 +50,13 @@ class Wanted:
         """Gives the requests their ids: the call's, and a number behind it where there are several."""
         for number, request in enumerate(self.requests):
             request.request_id = request_id if len(self.requests) == 1 else f"{request_id}-{number}"
+
+
+def field_names(body: Body, names: Mapping[str, str]) -> Mapping[str, str]:
+    """By field of GenerateRequest; `names`: those that the route's body may have for it. Only what is there counts."""
+    given = {field: name for field, name in names.items() if body.get(name) is not None}
+    structures = [name for name in STRUCTURES if body.get(name) is not None]
+    return given | ({"sampling.structured_output": structures[-1]} if structures else {})
 
 
 def answering(body: Body) -> Answering:

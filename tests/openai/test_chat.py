@@ -172,6 +172,14 @@ async def test_a_stop_text_ends_the_answer_and_is_named(client: AsyncOpenAI, wor
         ),
         ({"extra_body": {"regex": "a+"}}, "regex"),
         ({"extra_body": {"json_schema": {"type": "object"}}}, "json_schema"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, "json_schema"),
+        ({"extra_body": {"guided_json": '{"type": "object"}'}}, "json_schema"),
+        ({"extra_body": {"guided_regex": "a+"}}, "regex"),
+        ({"extra_body": {"guided_choice": ["yes", "no"]}}, "regex"),
+        ({"extra_body": {"structured_outputs": {"json": {}, "regex": None}}}, "json_schema"),
+        ({"extra_body": {"structured_outputs": {"regex": "a+", "disable_fallback": True}}}, "regex"),
+        ({"extra_body": {"structured_outputs": {"choice": ["yes"]}}}, "regex"),
+        ({"extra_body": {"structured_outputs": {"json_object": True}}}, "json_object"),
     ],
 )
 async def test_structured_output_is_asked_for_in_openais_way_and_ours(
