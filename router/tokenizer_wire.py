@@ -42,6 +42,8 @@ class Question:
     block_size: int
     max_tokens: int | None = None
     """A prompt that clearly has more is refused."""
+    keep_last: int | None = None
+    """Of a prompt with more tokens the last are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 def question_frame(question: Question) -> bytes:
     head: dict[str, Any] = {"block_size": question.block_size, "has_root": question.root is not None}
-    head["max_tokens"] = question.max_tokens
+    head |= {"max_tokens": question.max_tokens, "keep_last": question.keep_last}
     body = question.root or b""
     match question.prompt:
         case TextPrompt(text):
@@ -132,6 +134,7 @@ def parse_question(content: bytes) -> Question:
         root=body[:root_bytes] or None,
         block_size=head["block_size"],
         max_tokens=head["max_tokens"],
+        keep_last=head["keep_last"],
     )
 
 

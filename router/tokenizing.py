@@ -31,6 +31,7 @@ from blockyard.router.prompts import (
 )
 from blockyard.router.tenants import TenantQueues, Ticket
 from blockyard.router.tokenizer_process import Prepared, ProcessDied, TokenizerProcess, TokenizingError
+from blockyard.router.tokenizer_wire import Question
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,17 +157,21 @@ class TokenizerService:
         block_size: int,
         client: str = "",
         max_tokens: int | None = None,
+        keep_last: int | None = None,
     ) -> Prepared:
         """Token ids and, with a root, block names. Raises PromptError or TokenizingError.
 
         Clients take turns by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
-        all of it is encoded; one that has few more may pass.
+        all of it is encoded; one that has few more may pass. Only the last `keep_last` tokens are kept.
         """
+        question = Question(
+            prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens, keep_last=keep_last
+        )
         num_characters = _text_characters(prompt)
         lane = self._slow_lane if num_characters > LONG_TEXT_CHARACTERS else self._fast_lane
         seat = await lane.take(client, num_characters)
         try:
-            return await seat.prepare(prompt, root, block_size, max_tokens)
+            return await seat.prepare(question)
         finally:
             lane.give(seat)
 
@@ -302,14 +307,12 @@ class _Seat:
             process.end()
             await asyncio.to_thread(process.join)
 
-    async def prepare(
-        self, prompt: PromptInput, root: bytes | None, block_size: int, max_tokens: int | None
-    ) -> Prepared:
+    async def prepare(self, question: Question) -> Prepared:
         await self._settle_last_call()
         for _ in range(2):
             process = await self.ready()
             deadline = asyncio.get_running_loop().time() + self._patience.call_seconds
-            future = process.prepare(prompt, root, block_size, max_tokens)
+            future = process.prepare(question)
             self._last_call = _Call(future=future, deadline=deadline)
             with suppress(ProcessDied):
                 return await self._outcome(self._last_call)

@@ -41,6 +41,10 @@ TENANT_KEY = "blockyard-tenant"
 MAX_PRIORITY = 100
 """Either sign."""
 _POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
+CONTEXTS_ENCODED = 2
+"""A prompt of more contexts than this is refused before all of it is encoded."""
+LEAST_TOKENS_ENCODED = 131_072
+"""The least for which that holds: so few take too little time to matter."""
 MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
 """Of prompt_logprobs, which travel in one message: half of what a worker's stream carries."""
 LOGPROB_BYTES = 24
@@ -72,6 +76,9 @@ class ValidGeneration:
     """Its prefix may be shared with anybody's that is public too."""
     policy: PolicyName | None
     """None: the router's own."""
+    truncate_prompt_tokens: int | None
+    """The most tokens of the prompt that are kept, its last; -1: as many as leave room."""
+    return_prompt_token_ids: bool
 
 
 def valid_generation(
@@ -93,6 +100,10 @@ def valid_generation(
         session_id=message.session_id,
         public_prefix=message.public_prefix,
         policy=_POLICIES.get(message.policy),
+        truncate_prompt_tokens=(
+            message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
+        ),
+        return_prompt_token_ids=message.return_prompt_token_ids,
     )
 
 
@@ -120,7 +131,11 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
             return chat
         case "prompt_token_ids":
             assert not isinstance(message, inference_pb2.TokenizeRequest), "it has no such field"
-            return _valid_token_ids(message.prompt_token_ids, facts, max_model_len)
+            is_cut = isinstance(message, inference_pb2.GenerateRequest) and message.HasField(
+                "truncate_prompt_tokens"
+            )
+            most_tokens = most_encoded_tokens(max_model_len) if is_cut else max_model_len
+            return _valid_token_ids(message.prompt_token_ids, facts, most_tokens)
         case _:
             raise InvalidRequest.of("input", "one of prompt, chat and prompt_token_ids is required")
 
@@ -152,6 +167,23 @@ def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     if len(names) > 1 or not isinstance(tenant, str) or not is_id(tenant):
         raise InvalidRequest.of(TENANT_KEY, f"must name one tenant by {NAME_RULE}, not empty")
     return tenant
+
+
+def most_encoded_tokens(max_model_len: int) -> int:
+    """A prompt of more tokens is refused before all of it is encoded, also where it would be truncated."""
+    return max(CONTEXTS_ENCODED * max_model_len, LEAST_TOKENS_ENCODED)
+
+
+def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
+    """How many of the prompt's tokens are kept; None: all. Raises InvalidRequest."""
+    if valid.truncate_prompt_tokens != -1:
+        return valid.truncate_prompt_tokens
+    kept = max_model_len - (valid.sampling.max_tokens or 1)
+    if kept < 1:
+        raise InvalidRequest.of(
+            "truncate_prompt_tokens", "-1 needs a max_tokens that leaves room for a prompt"
+        )
+    return kept
 
 
 def check_context(prompt_tokens: int, max_model_len: int) -> None:
@@ -289,11 +321,11 @@ def _continuation_problem(chat: inference_pb2.Chat) -> str | None:
     return None if chat.messages[-1].role == "assistant" else "needs a last message that is the assistant's"
 
 
-def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, max_model_len: int) -> TokenPrompt:
+def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, most_tokens: int) -> TokenPrompt:
     if not tokens.ids:
         raise InvalidRequest.of("prompt_token_ids", "must not be empty")
     # The length first: millions of ids are not even looked at.
-    check_context(len(tokens.ids), max_model_len)
+    check_context(len(tokens.ids), most_tokens)
     token_ids = list(tokens.ids)  # Once: walking a message's field takes three times as long.
     if max(token_ids) >= facts.vocab_size:
         raise InvalidRequest.of("prompt_token_ids", f"each must be below {facts.vocab_size}")
@@ -311,6 +343,12 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
     if abs(message.priority) > MAX_PRIORITY:
         description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
+    if message.HasField("truncate_prompt_tokens") and not (
+        message.truncate_prompt_tokens == -1 or message.truncate_prompt_tokens >= 1
+    ):
+        violations.append(
+            FieldViolation(field="truncate_prompt_tokens", description="must be -1 or at least 1")
+        )
     if message.HasField("policy") and message.policy not in _POLICIES:
         description = f"must be one of {', '.join(_POLICIES)}"
         violations.append(FieldViolation(field="policy", description=description))

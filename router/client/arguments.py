@@ -5,7 +5,7 @@ protobuf itself cannot hold.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
@@ -20,6 +20,9 @@ EarlyStopping = bool | Literal["never"]
 Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+_BESIDE_PROMPT = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
+    *("prompt", "chat", "prompt_token_ids", "sampling", "lora_name")
+}
 _STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
 
 
@@ -62,6 +65,8 @@ class GenerateArguments(ChatArguments, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    skip_special_tokens: bool | None
+    bad_words: str | Sequence[str] | None
     include_stop_in_output: bool | None
     logprobs: int | None
     prompt_logprobs: int | None
@@ -81,6 +86,9 @@ class GenerateArguments(ChatArguments, total=False):
     session_id: str | None
     policy: str | None
     """Of placement, for this request alone; for admins."""
+    truncate_prompt_tokens: int | None
+    """Keep the last so many tokens of the prompt; -1: as many as leave room."""
+    return_prompt_token_ids: bool | None
 
 
 class PromptArguments(ChatArguments, total=False):
@@ -102,8 +110,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
     """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     sampling = _sampling(given)
-    beside = ("model", "request_id", "cache_salt", "public_prefix", "priority", "session_id", "policy")
-    request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, beside)
+    request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
     request.sampling.CopyFrom(sampling)
     return request
 
@@ -125,7 +132,7 @@ def placement_request(
 
 
 def _prompt_request(
-    kind: type[Request], prompt: str | None, arguments: Mapping[str, Any], beside: Sequence[str]
+    kind: type[Request], prompt: str | None, arguments: Mapping[str, Any], beside: Iterable[str]
 ) -> Request:
     """With the prompt and the fields that this kind has beside it; any other argument is unknown."""
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -173,8 +180,9 @@ def prompt_fields(
 
 def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
     """Takes the sampling arguments out of `given`."""
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
+    for name in ("stop", "bad_words"):
+        if isinstance(given.get(name), str):
+            given[name] = [given[name]]
     if "early_stopping" in given:
         given["early_stopping"] = _early_stopping(given["early_stopping"])
     sampling = inference_pb2.SamplingParams()

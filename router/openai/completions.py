@@ -9,7 +9,7 @@ from blockyard.router.answers import gathered
 from blockyard.router.call_gate import answer_to
 from blockyard.router.calls import Calls
 from blockyard.router.errors import SlowReader, is_gone
-from blockyard.router.openai.answers import Envelope, Usage
+from blockyard.router.openai.answers import Envelope, Tally
 from blockyard.router.openai.choices import Choices, choices_of
 from blockyard.router.openai.http_call import HttpCall
 from blockyard.router.openai.http_errors import error_body
@@ -38,24 +38,13 @@ class Completions:
         envelope = Envelope(
             wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
         )
-        shows_logprobs = wanted.requests[0].sampling.HasField("logprobs")
-        choices = choices_of(wanted.route, self._texts, shows_logprobs=shows_logprobs)
+        choices = choices_of(wanted, self._texts)
         if wanted.answering.streams:
             return await self._stream(events, call, envelope, choices)
+        tally = Tally(wanted.outputs_a_prompt)
         async with outputs(self._calls, wanted, call) as deltas:
-            whole = await gathered(request_id, deltas)
-        usage = Usage(wanted.outputs_a_prompt)
-        for output in whole.outputs:
-            used = output.finish.usage
-            usage.add(
-                output.index,
-                prompt_tokens=used.prompt_tokens,
-                cached_tokens=used.cached_tokens,
-                new_tokens=used.completion_tokens,
-            )
-        return json_response(
-            envelope.whole([choices.whole(output) for output in whole.outputs], usage.read())
-        )
+            whole = await gathered(request_id, tally.of(deltas))
+        return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], tally))
 
     async def _stream(
         self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
@@ -76,20 +65,15 @@ class Completions:
     ) -> list[dict[str, Any]]:
         """Sends all but the last ones, which are returned."""
         wanted = envelope.wanted
-        usage = Usage(wanted.outputs_a_prompt)
+        tally = Tally(wanted.outputs_a_prompt)
 
         async def write(delta: Delta) -> None:
-            usage.add(
-                delta.index,
-                prompt_tokens=delta.prompt_tokens,
-                cached_tokens=delta.cached_tokens,
-                new_tokens=len(delta.token_ids),
-            )
-            await events.send(envelope.chunk(choices.piece(delta), usage))
+            tally.add(delta)
+            await events.send(envelope.chunk(choices.piece(delta), delta, tally))
 
         async with outputs(self._calls, wanted, call) as deltas:
             await self._calls.deliver(deltas, write)
-        return [envelope.usage_chunk(usage.read())] if wanted.answering.includes_usage else []
+        return [envelope.usage_chunk(tally)] if wanted.answering.includes_usage else []
 
     async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
         """Ends a stream that has begun: with the reason, unless its client has gone or takes nothing."""

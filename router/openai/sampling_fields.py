@@ -46,8 +46,10 @@ SCALARS: Mapping[str, Kind] = {
     "ignore_eos": boolean,
     "beam_width": integer(UINT32),
     "length_penalty": number,
+    "skip_special_tokens": boolean,
 }
 """Fields that are called the same in SamplingParams."""
+TEXT_LISTS = ("stop", "bad_words")
 TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids")
 REQUEST_SCALARS: Mapping[str, Kind] = {
     "model": text,
@@ -55,12 +57,20 @@ REQUEST_SCALARS: Mapping[str, Kind] = {
     "session_id": text,
     "cache_salt": text,
     "public_prefix": boolean,
+    "truncate_prompt_tokens": integer(INT32),
 }
 """The same, of GenerateRequest."""
 KNOWN = frozenset(
     {
-        *(*SCALARS, *TOKEN_LISTS, *REQUEST_SCALARS, *STRUCTURES),
-        *("stop", "logit_bias", "include_stop_str_in_output", "stream", "stream_options", "logprobs"),
+        *(*SCALARS, *TEXT_LISTS, *TOKEN_LISTS, *REQUEST_SCALARS, *STRUCTURES),
+        *(
+            "return_token_ids",
+            "logit_bias",
+            "include_stop_str_in_output",
+            "stream",
+            "stream_options",
+            "logprobs",
+        ),
     }
 )
 """What both routes take."""
@@ -73,6 +83,7 @@ def generate_request(body: Body) -> inference_pb2.GenerateRequest:
         value = given(body, name, kind)
         if value is not None:
             setattr(request, name, value)
+    request.return_prompt_token_ids = bool(given(body, "return_token_ids", boolean))
     return request
 
 
@@ -88,7 +99,8 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
             setattr(sampling, name, value)
     for name in TOKEN_LISTS:
         getattr(sampling, name).extend(given(body, name, _counted(fields.token_ids)) or ())
-    sampling.stop.extend(given(body, "stop", _counted(fields.texts)) or ())
+    for name in TEXT_LISTS:
+        getattr(sampling, name).extend(given(body, name, _counted(fields.texts)) or ())
     for token_id, bias in (given(body, "logit_bias", _counted(fields.mapping)) or {}).items():
         sampling.logit_bias[_token_id(token_id)] = number("logit_bias", bias)
     if given(body, "include_stop_str_in_output", boolean):

@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),

@@ -25,6 +25,8 @@ TAKEN: dict[str, Any] = {
     "seed": -5,
     "stop": ["a", "b"],
     "stop_token_ids": [8],
+    "skip_special_tokens": False,
+    "bad_words": ["a", "b"],
     "include_stop_in_output": True,
     "logprobs": 2,
     "prompt_logprobs": 0,
@@ -34,7 +36,7 @@ TAKEN: dict[str, Any] = {
 }
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
 BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "public_prefix"}
-BESIDE |= {"priority", "session_id", "policy"}
+BESIDE |= {"priority", "session_id", "policy", "truncate_prompt_tokens", "return_prompt_token_ids"}
 OF_CHATS = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 
 
@@ -108,6 +110,9 @@ def test_what_is_beside_sampling_reaches_the_request() -> None:
     assert list(request.prompt_token_ids.ids) == [1, 2]
     assert (request.model, request.request_id, request.cache_salt, request.priority) == ("m", "r", "s", -5)
     assert generate_request("x", {"public_prefix": True}).public_prefix
+    told = generate_request("x", {"truncate_prompt_tokens": -1, "return_prompt_token_ids": True})
+    assert (told.truncate_prompt_tokens, told.return_prompt_token_ids) == (-1, True)
+    assert list(sampling(bad_words="word").bad_words) == ["word"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ QUESTIONS = st.builds(
     root=ROOTS,
     block_size=st.integers(1, 256),
     max_tokens=st.none() | st.integers(1, 2**20),
+    keep_last=st.none() | st.integers(1, 2**20),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from blockyard.router.sampling_checks import SamplingLimits
-from blockyard.router.validation import check_prompt_report, valid_generation
+from blockyard.router.validation import check_prompt_report, kept_tokens, valid_generation
 
 from .facts import FACTS
 
@@ -119,6 +119,35 @@ def test_a_continued_message_takes_the_place_of_the_generation_prompt(
     prompt = validate(**said({"role": "assistant"}, **options)).prompt
     assert prompt.add_generation_prompt is prompts
     assert prompt.continue_final_message is options.get("continue_final_message", False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"), [(-2, False), (-1, True), (0, False), (1, True), (2**31 - 1, True)]
+)
+def test_a_prompt_is_truncated_to_some_tokens_or_to_what_fits(asked: int, fits: bool) -> None:
+    if fits:
+        assert validate(truncate_prompt_tokens=asked).truncate_prompt_tokens == asked
+    else:
+        assert violations(truncate_prompt_tokens=asked) == {"truncate_prompt_tokens"}
+
+
+def test_as_many_tokens_as_fit_leave_room_for_max_tokens() -> None:
+    def kept(truncate_prompt_tokens: int | None, **sampling: int) -> int | None:
+        fields = {} if truncate_prompt_tokens is None else {"truncate_prompt_tokens": truncate_prompt_tokens}
+        return kept_tokens(validate(sampling=sampling, **fields), MAX_MODEL_LEN)
+
+    assert (kept(None), kept(7), kept(-1), kept(-1, max_tokens=28)) == (None, 7, 127, 100)
+    with pytest.raises(InvalidRequest, match="leaves room"):
+        kept(-1, max_tokens=128)
+
+
+def test_tokens_that_are_truncated_may_be_more_than_a_context() -> None:
+    ids = {"ids": [1] * 131_071}
+    assert len(validate(prompt_token_ids=ids, truncate_prompt_tokens=5).prompt.token_ids) == 131_071
+    with pytest.raises(ContextLengthExceeded):
+        validate(prompt_token_ids=ids)
+    with pytest.raises(ContextLengthExceeded):
+        validate(prompt_token_ids={"ids": [1] * 131_072}, truncate_prompt_tokens=5)
 
 
 def test_names_and_variables_count_as_text() -> None:
