@@ -20,11 +20,11 @@ from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.redis_given import checked_redis_url
 from blockyard.deploy.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.security import security, security_options
-from blockyard.deploy.settings import Command, setting, wrong_values_are_usage
+from blockyard.deploy.settings import Command, checked_by, setting, wrong_values_are_usage
 from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
-from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
+from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS, checked_origins
 from blockyard.router.model_facts import GenerationConfig
 
 ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
@@ -66,6 +66,15 @@ _OF_THE_CLUSTER = (
         "--http-port",
         type=_PORT,
         help="Serve OpenAI's API (docs/gateway.md) here too; 0 takes a free one. Default: do not.",
+    ),
+    setting(
+        "cluster",
+        "cors_origins",
+        "--cors-origin",
+        multiple=True,
+        callback=checked_by(checked_origins),
+        metavar="ORIGIN",
+        help="Web pages from here, such as https://chat.example, may call --http-port; may be given more than once.",
     ),
     setting(
         "cluster",

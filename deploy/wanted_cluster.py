@@ -49,6 +49,8 @@ class UpOptions:
     """0 takes a free one."""
     http_port: int | None = None
     """Of the routers' gateways (OpenAI's API); 0 takes a free one, None opens none."""
+    cors_origins: tuple[str, ...] = ()
+    """Of web pages whose scripts may call the gateways."""
     separate_ports: bool = False
     """Each router has a port of its own, from that of the first on; else they share it and the kernel deals
     connections out."""

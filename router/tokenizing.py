@@ -175,10 +175,10 @@ class TokenizerService:
         finally:
             lane.give(seat)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, without special ones."""
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of these tokens, without special ones unless they are asked for."""
         text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return str(text)
 

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.proto.v1 import inference_pb2
 from blockyard.router.openai.wanted import Wanted
 from blockyard.router.output import Delta
 
@@ -92,14 +91,3 @@ class Envelope:
             "model": self.model,
             "system_fingerprint": None,
         }
-
-
-def model_object(model: inference_pb2.Model) -> dict[str, Any]:
-    """`max_model_len` is vLLM's."""
-    return {
-        "id": model.id,
-        "object": "model",
-        "created": 0,
-        "owned_by": "blockyard",
-        "max_model_len": model.max_model_len,
-    }

@@ -22,11 +22,8 @@ from blockyard.router.openai.wanted import Wanted, answering, field_names
 from blockyard.router.validation import MAX_MESSAGES
 
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
-FIELDS = (
-    KNOWN
-    | UNSUPPORTED
-    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", *CHAT_OPTIONS}
-)
+CHAT_FIELDS = ("messages", "chat_template_kwargs", *CHAT_OPTIONS)
+FIELDS = KNOWN | UNSUPPORTED | {*CHAT_FIELDS, "max_completion_tokens", "top_logprobs"}
 NAMES = {
     "input": "messages",
     "sampling.max_tokens": "max_completion_tokens",
@@ -45,11 +42,12 @@ def chat_wanted(body: Body) -> Wanted:
     request = generate_request(body)
     _set_max_tokens(request.sampling, body)
     _set_logprobs(request.sampling, body)
-    request.chat.CopyFrom(_chat(body))
+    request.chat.CopyFrom(chat_of(body))
     return Wanted(route="chat", requests=(request,), answering=wishes, names=field_names(body, NAMES))
 
 
-def _chat(body: Body) -> inference_pb2.Chat:
+def chat_of(body: Body) -> inference_pb2.Chat:
+    """The messages, and how they become a prompt. Raises InvalidRequest, Unsupported."""
     chat = inference_pb2.Chat(messages=_messages(body))
     kwargs = given(body, "chat_template_kwargs", mapping)
     if kwargs is not None:

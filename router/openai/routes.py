@@ -1,26 +1,29 @@
 """Paths, who may call them, and the end of every request: an answer, an error, or nothing for a client that has gone.
 
 A route stands for a method of gRPC's, so that one table (../auth.py) says who may call it. Does not own what a route
-does (completions.py).
+does (completions.py, tokens.py, about.py).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from aiohttp.web import BaseRequest, Response, StreamResponse
+from aiohttp.web import BaseRequest, StreamResponse
 from blockyard.router.call_gate import CallGate, answer_to
 from blockyard.router.calls import Calls
-from blockyard.router.errors import UnknownModel, is_gone
+from blockyard.router.errors import is_gone
 from blockyard.router.intake import Intake
-from blockyard.router.openai.answers import model_object
+from blockyard.router.openai.about import MODELS, AboutRouter, AboutRoutes
 from blockyard.router.openai.body import read_json
 from blockyard.router.openai.chat_request import chat_wanted
 from blockyard.router.openai.completion_request import completion_wanted
 from blockyard.router.openai.completions import Completions
+from blockyard.router.openai.cors import cors_headers, preflight
 from blockyard.router.openai.fields import Body
 from blockyard.router.openai.http_call import (
     CallNotes,
+    HttpCall,
     call_id,
     call_metadata,
     drawn_id,
@@ -31,10 +34,9 @@ from blockyard.router.openai.http_errors import MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.json_response import error_response, json_response
 from blockyard.router.openai.rate_headers import rate_headers
 from blockyard.router.openai.sse import EventStream
+from blockyard.router.openai.tokens import detokenized, tokenized
 from blockyard.router.openai.wanted import Wanted
-from blockyard.router.service import model_message
 
-MODELS = "/v1/models"
 Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 
 
@@ -49,26 +51,39 @@ class _Route:
 class Routes:
     """One for each gateway: the handler of all its requests."""
 
-    def __init__(self, calls: Calls, gate: CallGate, intake: Intake) -> None:
+    def __init__(
+        self, calls: Calls, gate: CallGate, intake: Intake, about: AboutRouter, cors_origins: Sequence[str]
+    ) -> None:
         self._calls, self._gate, self._intake = calls, gate, intake
+        self._cors_origins = cors_origins
         self._completions = Completions(calls)
-        generates, lists = (
-            f"/blockyard.v1.InferenceService/{name}" for name in ("GenerateStream", "ListModels")
+        tells = AboutRoutes(calls.parts, about)
+        generates, lists, tokenizes, detokenizes = (
+            f"/blockyard.v1.InferenceService/{name}"
+            for name in ("GenerateStream", "ListModels", "Tokenize", "Detokenize")
         )
+        health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
         self._routes: Mapping[str, _Route] = {
             "/v1/chat/completions": _Route("POST", generates, self._generating(chat_wanted)),
             "/v1/completions": _Route("POST", generates, self._generating(completion_wanted)),
-            MODELS: _Route("GET", lists, self._models),
-            f"{MODELS}/": _Route("GET", lists, self._model),
-            "/health": _Route("GET", "/grpc.health.v1.Health/Check", self._health),
+            MODELS: _Route("GET", lists, tells.models),
+            f"{MODELS}/": _Route("GET", lists, tells.model),
+            "/tokenize": _Route("POST", tokenizes, self._answering(tokenized)),
+            "/detokenize": _Route("POST", detokenizes, self._answering(detokenized)),
+            "/version": _Route("GET", lists, tells.version),
+            "/metrics": _Route("GET", info, tells.metrics),
+            "/health": _Route("GET", health, tells.health),
         }
 
     async def __call__(self, request: BaseRequest) -> StreamResponse:
         notes = CallNotes(request_id=drawn_id())
         try:
-            route = self._admitted(request)
-            notes.request_id = call_id(request)
-            response = await self._answer(route, request, notes)
+            # Before a token is asked for: a browser sends none with its question.
+            response: StreamResponse | None = preflight(self._cors_origins, request)
+            if response is None:
+                route = self._admitted(request)
+                notes.request_id = call_id(request)
+                response = await self._answer(route, request, notes)
         except asyncio.CancelledError as error:
             await self._gate.free(error)
             raise
@@ -102,10 +117,7 @@ class Routes:
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
-            bounds = self._calls.bounds
-            call = http_call(request, default_timeout_seconds=bounds.default_timeout_seconds)
-            with self._intake.charge(request.remote or "") as charge:
-                body = await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
+            call, body = await self._read(request)
             wanted = parse(body)
             notes.ignored, notes.names = wanted.answering.ignored, wanted.names
             events = EventStream(
@@ -117,22 +129,18 @@ class Routes:
 
         return handle
 
-    async def _models(self, request: BaseRequest, notes: CallNotes) -> Response:
-        return json_response({"object": "list", "data": [model_object(model_message(self._calls.parts))]})
+    def _answering(self, answer: Callable[[Calls, Body, HttpCall], Awaitable[dict[str, Any]]]) -> Handler:
+        async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
+            call, body = await self._read(request)
+            notes.names = {"token_ids": "tokens", "input": "messages" if "messages" in body else "prompt"}
+            return json_response(await answer(self._calls, body, call))
 
-    async def _model(self, request: BaseRequest, notes: CallNotes) -> Response:
-        if request.path.removeprefix(f"{MODELS}/") != self._calls.parts.facts.name:
-            raise UnknownModel("model: not served here; the list of models says what is")
-        return json_response(model_object(model_message(self._calls.parts)))
+        return handle
 
-    async def _health(self, request: BaseRequest, notes: CallNotes) -> Response:
-        parts = self._calls.parts
-        if parts.registry.is_draining:
-            return json_response({"status": "draining"}, status=503)
-        is_ready = bool(parts.fleet.view.ready())
-        return json_response(
-            {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
-        )
+    async def _read(self, request: BaseRequest) -> tuple[HttpCall, Body]:
+        call = http_call(request, default_timeout_seconds=self._calls.bounds.default_timeout_seconds)
+        with self._intake.charge(request.remote or "") as charge:
+            return call, await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
 
     async def _finish(self, request: BaseRequest, response: StreamResponse, notes: CallNotes) -> None:
         """Sends what has not been sent yet, to a client that takes it."""
@@ -148,7 +156,7 @@ class Routes:
                 request.transport.abort()
 
     def _headed(self, response: StreamResponse, request: BaseRequest, notes: CallNotes) -> None:
-        response.headers.update(own_headers(notes))
+        response.headers.update(own_headers(notes) | cors_headers(self._cors_origins, request))
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:
