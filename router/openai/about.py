@@ -1,4 +1,4 @@
-"""What the port tells of its router: the model, health, version and metrics."""
+"""What the port tells of its router: the model, health, version, metrics, and the API's document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +9,9 @@ from blockyard.proto.prometheus_export import CONTENT_TYPE
 from blockyard.router.errors import UnknownModel
 from blockyard.router.generation import RouterParts
 from blockyard.router.openai.http_call import CallNotes
-from blockyard.router.openai.json_response import json_response
+from blockyard.router.openai.json_response import encoded, json_response
+from blockyard.router.openai.openapi import MODELS, PAGE_HEADERS, document, page
 from blockyard.router.service import model_message
-
-MODELS = "/v1/models"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +30,8 @@ class AboutRoutes:
 
     def __init__(self, parts: RouterParts, about: AboutRouter) -> None:
         self._parts, self._about = parts, about
+        self._document = encoded(document(about.version))
+        self._page = page(about.version).encode()
 
     async def models(self, request: BaseRequest, notes: CallNotes) -> Response:
         return json_response({"object": "list", "data": [self._model_object()]})
@@ -53,6 +54,12 @@ class AboutRoutes:
 
     async def metrics(self, request: BaseRequest, notes: CallNotes) -> Response:
         return Response(body=self._about.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def document(self, request: BaseRequest, notes: CallNotes) -> Response:
+        return Response(body=self._document, content_type="application/json", charset="utf-8")
+
+    async def page(self, request: BaseRequest, notes: CallNotes) -> Response:
+        return Response(body=self._page, headers=PAGE_HEADERS)
 
     def _model_object(self) -> dict[str, Any]:
         """`max_model_len` is vLLM's. The model is there since its router is."""

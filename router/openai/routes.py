@@ -14,7 +14,7 @@ from blockyard.router.call_gate import CallGate, answer_to
 from blockyard.router.calls import Calls
 from blockyard.router.errors import is_gone
 from blockyard.router.intake import Intake
-from blockyard.router.openai.about import MODELS, AboutRouter, AboutRoutes
+from blockyard.router.openai.about import AboutRouter, AboutRoutes
 from blockyard.router.openai.body import read_json
 from blockyard.router.openai.chat_request import chat_wanted
 from blockyard.router.openai.completion_request import completion_wanted
@@ -32,17 +32,18 @@ from blockyard.router.openai.http_call import (
 )
 from blockyard.router.openai.http_errors import MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.json_response import error_response, json_response
+from blockyard.router.openai.openapi import MODELS, PATHS
 from blockyard.router.openai.rate_headers import rate_headers
 from blockyard.router.openai.sse import EventStream
 from blockyard.router.openai.tokens import detokenized, tokenized
 from blockyard.router.openai.wanted import Wanted
 
+MODEL = f"{MODELS}/{{model}}"
 Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    verb: str
     method: str
     """Of gRPC's, whose roles may call it."""
     handler: Handler
@@ -64,16 +65,19 @@ class Routes:
         )
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
         self._routes: Mapping[str, _Route] = {
-            "/v1/chat/completions": _Route("POST", generates, self._generating(chat_wanted)),
-            "/v1/completions": _Route("POST", generates, self._generating(completion_wanted)),
-            MODELS: _Route("GET", lists, tells.models),
-            f"{MODELS}/": _Route("GET", lists, tells.model),
-            "/tokenize": _Route("POST", tokenizes, self._answering(tokenized)),
-            "/detokenize": _Route("POST", detokenizes, self._answering(detokenized)),
-            "/version": _Route("GET", lists, tells.version),
-            "/metrics": _Route("GET", info, tells.metrics),
-            "/health": _Route("GET", health, tells.health),
+            "/v1/chat/completions": _Route(generates, self._generating(chat_wanted)),
+            "/v1/completions": _Route(generates, self._generating(completion_wanted)),
+            MODELS: _Route(lists, tells.models),
+            MODEL: _Route(lists, tells.model),
+            "/tokenize": _Route(tokenizes, self._answering(tokenized)),
+            "/detokenize": _Route(detokenizes, self._answering(detokenized)),
+            "/version": _Route(lists, tells.version),
+            "/metrics": _Route(info, tells.metrics),
+            "/health": _Route(health, tells.health),
+            "/openapi.json": _Route(lists, tells.document),
+            "/docs": _Route(lists, tells.page),
         }
+        assert self._routes.keys() == PATHS.keys(), "each path is described"
 
     async def __call__(self, request: BaseRequest) -> StreamResponse:
         notes = CallNotes(request_id=drawn_id())
@@ -81,9 +85,9 @@ class Routes:
             # Before a token is asked for: a browser sends none with its question.
             response: StreamResponse | None = preflight(self._cors_origins, request)
             if response is None:
-                route = self._admitted(request)
+                path = self._admitted(request)
                 notes.request_id = call_id(request)
-                response = await self._answer(route, request, notes)
+                response = await self._answer(path, request, notes)
         except asyncio.CancelledError as error:
             await self._gate.free(error)
             raise
@@ -94,26 +98,29 @@ class Routes:
         await self._finish(request, response, notes)
         return response
 
-    def _admitted(self, request: BaseRequest) -> _Route | None:
+    def _admitted(self, request: BaseRequest) -> str | None:
         """Before anything else is said of the request. Raises Unauthenticated, Forbidden."""
-        route = self._route(request.path)
+        path = self._path(request.path)
         # A path that nobody knows needs a token too: who has none learns nothing.
-        self._gate.admit((route or self._routes[MODELS]).method, call_metadata(request))
-        return route
+        self._gate.admit(self._routes[path or MODELS].method, call_metadata(request))
+        return path
 
-    async def _answer(self, route: _Route | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
-        if route is None:
-            raise NoSuchRoute("there is no such path here; /v1/models and the like are")
-        if request.method != route.verb:
-            raise MethodNotAllowed(f"only {route.verb} is for this path", metadata={"allow": route.verb})
-        return await route.handler(request, notes)
+    async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
+        if path is None:
+            raise NoSuchRoute("there is no such path here; /openapi.json names all")
+        verb = PATHS[path].verb
+        if request.method != verb:
+            raise MethodNotAllowed(f"only {verb} is for this path", metadata={"allow": verb})
+        return await self._routes[path].handler(request, notes)
 
-    def _route(self, path: str) -> _Route | None:
-        return self._routes.get(f"{MODELS}/" if path.startswith(f"{MODELS}/") else path)
+    def _path(self, path: str) -> str | None:
+        """One of ours."""
+        known = MODEL if path.startswith(f"{MODELS}/") else path
+        return known if known in self._routes else None
 
     def _told(self, request: BaseRequest) -> str:
         """A path for the log: another than ours is the client's text."""
-        return request.path if request.path in self._routes else "a path"
+        return self._path(request.path) or "a path"
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:

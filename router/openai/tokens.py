@@ -7,12 +7,18 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.calls import Calls
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.chat_request import CHAT_FIELDS, chat_of
-from blockyard.router.openai.fields import Body, boolean, given, refuse_others, text, token_ids
+from blockyard.router.openai.fields import Body, Fields, boolean, given, refuse_others, text, token_ids
 from blockyard.router.openai.http_call import HttpCall
 from blockyard.router.openai.unsupported import unsupported
 
-TOKENIZE_FIELDS = {*CHAT_FIELDS, "model", "prompt", "add_special_tokens", "return_token_strs"}
-DETOKENIZE_FIELDS = {"model", "tokens"}
+TOKENIZE_FIELDS: Fields = {
+    "prompt": text.said("This, or messages."),
+    **CHAT_FIELDS,
+    "model": text,
+    "return_token_strs": boolean.said("Whether tokens are told by name as well. Default false."),
+    "add_special_tokens": boolean.said("As it is: true for a prompt, false for messages."),
+}
+DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": text}
 TOKENS_A_TURN = 4096
 """Whose names are looked up in one turn of the event loop."""
 

@@ -5,13 +5,12 @@ unless its value asks for nothing. A field that was dropped without a word would
 client's.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from blockyard.router.errors import FieldViolation, Unsupported
-from blockyard.router.openai.fields import Body, Kind, boolean, mapping, text
+from blockyard.router.openai.fields import Body, Fields, Kind, boolean, mapping, text
 
-HINTS: Mapping[str, Kind] = {
+HINTS: Fields = {
     **dict.fromkeys(("user", "safety_identifier"), text),
     **dict.fromkeys(("service_tier", "verbosity", "prompt_cache_key", "prompt_cache_retention"), text),
     "guided_decoding_backend": text,
@@ -36,16 +35,24 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Values that ask for nothing, by field; null always does."""
-UNSUPPORTED = HINTS.keys() | REFUSED.keys()
+UNSUPPORTED: Fields = {
+    **{name: kind.said("Ignored: it changes no token.") for name, kind in HINTS.items()},
+    **{
+        name: Kind(lambda name, value: value, {"enum": [*harmless, None]}).said("Not supported.")
+        for name, harmless in REFUSED.items()
+    },
+}
+"""For the API's document."""
 
 
 def refuse_unsupported(body: Body) -> None:
     """Raises Unsupported for the first field."""
     for name, harmless in REFUSED.items():
         value = body.get(name)
-        if value is None or value in harmless:
+        # By type too: Python takes 0 for False and 1 for True.
+        if value is None or any(type(value) is type(other) and value == other for other in harmless):
             continue
-        if name == "best_of" and value == (body.get("n") or 1):
+        if name == "best_of" and type(value) is int and value == (body.get("n") or 1):
             continue
         raise unsupported(name)
 

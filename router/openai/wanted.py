@@ -6,13 +6,21 @@ from typing import Literal
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.openai.fields import Body, boolean, given, mapping, refuse_others
+from blockyard.router.openai.fields import Body, Fields, boolean, given, mapping, object_schema, refuse_others
 from blockyard.router.openai.sampling_fields import num_outputs
 from blockyard.router.openai.structures import STRUCTURES
 from blockyard.router.openai.unsupported import ignored_hints
 
 Route = Literal["chat", "completions"]
-STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+STREAM_OPTIONS: Fields = {
+    "include_usage": boolean.said("The last chunk has the call's usage."),
+    "continuous_usage_stats": boolean.said("With include_usage: every chunk has the usage so far."),
+    "include_obfuscation": boolean.said("Ignored."),
+}
+STREAM_FIELDS: Fields = {
+    "stream": boolean.said("Whether the answer comes as server-sent events. Default false."),
+    "stream_options": mapping.then(lambda name, value: value, **object_schema(STREAM_OPTIONS)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +69,12 @@ def field_names(body: Body, names: Mapping[str, str]) -> Mapping[str, str]:
 
 def answering(body: Body) -> Answering:
     """Raises InvalidRequest."""
-    streams = bool(given(body, "stream", boolean))
-    options = given(body, "stream_options", mapping) or {}
+    streams = bool(given(body, "stream", STREAM_FIELDS["stream"]))
+    options = given(body, "stream_options", STREAM_FIELDS["stream_options"]) or {}
     if options and not streams:
         raise InvalidRequest.of("stream_options", "is for streams")
     refuse_others(options, STREAM_OPTIONS, inside="stream_options.")
-    wished = {name: bool(given(options, name, boolean)) for name in STREAM_OPTIONS}
+    wished = {name: bool(given(options, name, kind)) for name, kind in STREAM_OPTIONS.items()}
     return Answering(
         streams=streams,
         includes_usage=wished["include_usage"],
