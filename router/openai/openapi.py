@@ -5,9 +5,8 @@ own what a path does (routes.py).
 """
 
 import html
-import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
@@ -18,7 +17,6 @@ from blockyard.router.openai.fields import Fields, object_schema
 from blockyard.router.sampling_checks import RANGES
 
 MODELS = "/v1/models"
-_FIELD = re.compile(r"\s+(?:optional |repeated )?[\w<>, ]+ (\w+) = \d+;")
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;width:100%}td,th{border-top:1px solid #bbb;padding:.3rem .6rem .3rem 0;"
@@ -125,17 +123,15 @@ def _operation(described: Described) -> dict[str, Any]:
         },
     }
     if described.fields is not None:
-        schema = body_schema(described)
+        schema = body_schema(described.fields, described.required)
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         if "stream" in described.fields:
             operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return operation
 
 
-def body_schema(described: Described) -> dict[str, Any]:
-    """Of a path that takes fields."""
-    assert described.fields is not None
-    schema = object_schema(described.fields, required=described.required)
+def body_schema(fields: Fields, required: Iterable[str] = ()) -> dict[str, Any]:
+    schema = object_schema(fields, required=required)
     comments = _comments()
     for name, property_ in schema["properties"].items():
         if name in RANGES and {"number", "integer"} & set(property_["type"]):
@@ -150,13 +146,14 @@ def _comments() -> dict[str, str]:
     found: dict[str, dict[str, str]] = {}
     message, comment = "", list[str]()
     for line in files("blockyard.proto.v1").joinpath("inference.proto").read_text().splitlines():
-        if line.startswith("message "):
-            message = line.split()[1]
-        elif line.strip().startswith("// "):
-            comment.append(line.strip().removeprefix("// "))
-            continue
-        elif field := _FIELD.match(line):
-            found.setdefault(message, {})[field[1]] = " ".join(comment)
+        match line.split():
+            case ["//", *words]:
+                comment += words
+                continue
+            case ["message", name, *_]:
+                message = name
+            case [*_, field, "=", _]:
+                found.setdefault(message, {})[field] = " ".join(comment)
         comment = []
     return {**found["GenerateRequest"], **found["SamplingParams"], **found["Chat"]}
 
@@ -165,13 +162,13 @@ def _section(path: str, described: Described) -> str:
     head = f"<h2><code>{described.verb} {html.escape(path)}</code></h2><p>{html.escape(described.says)}</p>"
     if described.fields is None:
         return head
-    rows = "".join(_rows(described))
+    rows = "".join(_rows(described.fields, described.required))
     return f"{head}<table><tr><th>field<th>type<th></tr>{rows}</table>"
 
 
-def _rows(described: Described) -> Iterator[str]:
-    for name, schema in body_schema(described)["properties"].items():
-        must = " (required)" if name in described.required else ""
+def _rows(fields: Fields, required: Iterable[str]) -> Iterator[str]:
+    for name, schema in body_schema(fields, required)["properties"].items():
+        must = " (required)" if name in required else ""
         told = f"{schema.get('description', '')}{must}"
         yield f"<tr><td><code>{name}</code><td>{_type(schema)}<td>{html.escape(told)}</tr>"
 

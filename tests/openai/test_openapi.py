@@ -57,6 +57,12 @@ NOT_SAID = {
 """Of what the document allows and the checks refuse, or the other way round."""
 
 
+def schema_of(path: str) -> dict[str, Any]:
+    fields = PATHS[path].fields
+    assert fields is not None
+    return body_schema(fields, PATHS[path].required)
+
+
 def is_taken(parse: Callable[[Body], Wanted], body: Body) -> bool:
     try:
         for request in parse(body).requests:
@@ -78,7 +84,7 @@ def cases() -> list[Any]:
 def test_the_document_allows_what_the_checks_allow(
     path: str, parse: Callable[[Body], Wanted], base: dict[str, Any], name: str
 ) -> None:
-    validator = jsonschema.Draft202012Validator(body_schema(PATHS[path]))
+    validator = jsonschema.Draft202012Validator(schema_of(path))
     for sample in SAMPLES:
         body = {**base, **BESIDE.get(name, {}), name: sample}
         if (name, json.dumps(sample)) not in NOT_SAID:
@@ -87,7 +93,7 @@ def test_the_document_allows_what_the_checks_allow(
 
 @pytest.mark.parametrize("path", [path for path, described in PATHS.items() if described.fields])
 def test_each_body_is_described_field_by_field(path: str) -> None:
-    schema = body_schema(PATHS[path])
+    schema = schema_of(path)
     jsonschema.Draft202012Validator.check_schema(schema)
     untold = {name for name, told in schema["properties"].items() if "description" not in told}
     assert untold <= {"stream_options", "messages", "logprobs", "tokens"}
@@ -129,6 +135,9 @@ async def test_both_are_served(gateway: Gateway) -> None:
     assert answer.headers["content-type"].startswith("application/json")
     made = json.loads(answer.body)
     assert made == json.loads(json.dumps(document(made["info"]["version"])))
+    for path, described in PATHS.items():
+        wrong = await gateway.get(path, verb="PUT")
+        assert (wrong.status, wrong.headers["allow"]) == (405, described.verb)
     shown = await gateway.get("/docs")
     policy = shown.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")
