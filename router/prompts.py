@@ -151,6 +151,10 @@ class PromptEncoder:
         ends = {character for token in control.values() for character in (token[:1], token[-1:])}
         self._delimiters = frozenset(character for character in ends if not character.isalnum())
         """Where control tokens begin and end, such as < and >. A text without them can complete none."""
+        worded = [token for token in control.values() if token[0].isalnum() or token[-1].isalnum()]
+        self._heads = tuple(token[:at] for token in worded for at in range(1, len(token)))
+        self._tails = tuple(token[at:] for token in worded for at in range(1, len(token)))
+        """Parts of those that begin or end with a letter: words have such ends too."""
         longest_first = sorted(control.values(), key=len, reverse=True)
         # Splits "<|x|>" after its "<": the strings on either side of the cut are no control token.
         self._cut = re.compile(
@@ -246,7 +250,8 @@ class PromptEncoder:
 
     def _may_control(self, text: str) -> bool:
         """Whether it holds a control token, or what others could complete to one."""
-        return not self._delimiters.isdisjoint(text) or bool(self._control(self._encode(text)))
+        is_part = text.endswith(self._heads) or text.startswith(self._tails)
+        return is_part or not self._delimiters.isdisjoint(text) or bool(self._control(self._encode(text)))
 
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raises TemplateKwargsError."""

@@ -224,6 +224,15 @@ def test_a_control_token_in_a_name_or_variable_stays_text(kwargs: dict[str, Any]
         ]
 
 
+def test_a_control_token_without_delimiters_stays_text_too() -> None:
+    tokenizer = tokenizer_with(NAMED, added=[AddedToken("STOP", special=True)])
+    encoder = PromptEncoder(tokenizer)
+    for pages in ([{"text": "ST", "more": "OP"}], [{"text": "S", "more": "TO"}, {"text": "P", "more": ""}]):
+        token_ids = encoder.encode(named_chat("hi", pages=pages))
+        assert tokenizer.decode(token_ids) == "<bos>ann: hiSTOP<eos>"
+        assert tokenizer.convert_tokens_to_ids("STOP") not in token_ids
+
+
 @pytest.mark.parametrize(
     "shown", ["who", "who[1:-1]", "who.split('#')[1]", "who|replace('#', '')", "who|lower", "who|reverse"]
 )
