@@ -49,6 +49,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         advertise_host=advertise_host,
         port=options.router_port,
         http_port=options.http_port,
+        cors_origins=options.cors_origins,
         reuse_port=options.num_routers > 1 and not options.separate_ports,
         redis_url=cluster.router_redis_url,
         discovers_workers=False,

@@ -27,7 +27,7 @@ from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
 from blockyard.proto.loopback import LOOPBACK, with_brackets, without_brackets
-from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
+from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS, checked_origins
 from blockyard.router.model_facts import GenerationConfig
 
 ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
@@ -102,6 +102,15 @@ _OF_THE_CLUSTER = (
         type=_PORT,
         help="Where OpenAI's API (docs/gateway.md) is served; 0 takes a free one. Default: it is not; of `serve` "
         f"{SERVE_PORTS['http_port']}, or the next that is free.",
+    ),
+    setting(
+        "cluster",
+        "cors_origins",
+        "--cors-origin",
+        multiple=True,
+        callback=checked_by(checked_origins),
+        metavar="ORIGIN",
+        help="Web pages from here, such as https://chat.example, may call --http-port; may be given more than once.",
     ),
     setting(
         "cluster",

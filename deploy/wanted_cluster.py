@@ -54,6 +54,8 @@ class UpOptions:
     """Of the routers' gateways (OpenAI's API); 0 takes a free one, None opens none."""
     movable_ports: frozenset[str] = frozenset()
     """Of router_port and http_port those that nobody asked for: where one is taken, the next free one is."""
+    cors_origins: tuple[str, ...] = ()
+    """Of web pages whose scripts may call the gateways."""
     separate_ports: bool = False
     """Each router has a port of its own, from that of the first on; else they share it and the kernel deals
     connections out."""

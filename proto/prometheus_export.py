@@ -13,12 +13,13 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from blockyard.proto.metrics import Distribution, Kind, Metric, Reading, Readings, numbers
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 MAX_PORT = 65535
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SCRAPES = 16
 """Connections at once, each of which has a thread. Beyond it new ones are closed at once."""
 SCRAPE_SECONDS = 10.0
@@ -60,6 +61,13 @@ class ReadingsCollector(Collector):
 def bounds(metric: Metric) -> list[str]:
     """A histogram's values of `le`, the last of them +Inf."""
     return [*map(str, metric.buckets), "+Inf"]
+
+
+def exposition(table: Sequence[Metric], identity: tuple[str, str], readings: Readings) -> bytes:
+    """The readings as Prometheus' text, of the type CONTENT_TYPE."""
+    registry = CollectorRegistry()
+    registry.register(ReadingsCollector(table, identity, lambda: readings))
+    return generate_latest(registry)
 
 
 class _Handler(WSGIRequestHandler):

@@ -96,9 +96,9 @@ def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]
 
 
 class IncrementalDetokenizer:
-    """The text of a growing list of tokens, as deltas; special tokens have no text.
+    """The text of a growing list of tokens, as deltas; special tokens have no text unless it is asked for.
 
-    The deltas add up to `tokenizer.decode(all, skip_special_tokens=True)`. Bytes that do not yet make a
+    The deltas add up to `tokenizer.decode(all, skip_special_tokens=skip_special)`. Bytes that do not yet make a
     character are held back. Where a byte-fallback tokenizer (sentencepiece) is fed bytes that never make one,
     decoding as a whole would also take back valid characters right before them, which a stream has shown.
 
@@ -106,8 +106,9 @@ class IncrementalDetokenizer:
     on what stands before), and the new ones. A token is decoded about three times, however long the output.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special: bool = True) -> None:
         self._vocabulary = _vocabulary(tokenizer)
+        self._skipped_ids = self._vocabulary.special_ids if skip_special else frozenset()
         self._window: list[int] = []
         self._context_tokens = 0
         """Leading tokens of the window that end at a character's end and were emitted."""
@@ -116,8 +117,8 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete, maybe none."""
-        special_ids = self._vocabulary.special_ids
-        self._window += [token_id for token_id in token_ids if token_id not in special_ids]
+        skipped_ids = self._skipped_ids
+        self._window += [token_id for token_id in token_ids if token_id not in skipped_ids]
         if len(self._window) == self._context_tokens:
             return ""
         text = self._vocabulary.decode(self._window)
@@ -241,8 +242,10 @@ class TextOutput:
         min_tokens: int,
         stop_token_ids: Set[int] = frozenset(),
         include_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+        self._skip_special = skip_special
         self._checker = StopChecker(stop)
         self._has_stop_strings = bool(stop)
         self._min_tokens = min_tokens
@@ -260,8 +263,11 @@ class TextOutput:
         return Piece(text=piece.text + piece.stop, token_ids=piece.token_ids, stop=piece.stop)
 
     def _hides(self, stop_token: int | None) -> bool:
-        """A stop token has no text, unless it is asked for; an end-of-sequence token never has."""
-        return stop_token is not None and not (self._include_stop and stop_token in self._stop_token_ids)
+        """A stop token has no text, unless it is asked for; an end-of-sequence token is a special one besides."""
+        if stop_token is None:
+            return False
+        is_text = stop_token in self._stop_token_ids or not self._skip_special
+        return not (self._include_stop and is_text)
 
     def _push(self, token_ids: Sequence[int], shown: Sequence[int], *, is_last: bool) -> Piece:
         text: list[str] = []

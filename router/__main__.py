@@ -26,6 +26,7 @@ from blockyard.router.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS_ADMITTED,
     RouterConfig,
+    checked_origins,
 )
 from blockyard.router.model_facts import GenerationConfig
 from blockyard.router.placement_config import PolicyName, parse_placement
@@ -91,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         "--http-port",
         type=int,
         help="serve OpenAI's API here too; 0 takes a free one and logs it (default: do not)",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages from here, such as https://chat.example, may call --http-port; may be repeated",
     )
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other routers")
     parser.add_argument(
@@ -189,6 +197,7 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         host=arguments.host,
         port=arguments.port,
         http_port=arguments.http_port,
+        cors_origins=checked_origins(arguments.cors_origin),
         auth_file=arguments.auth_file,
         tls=server_tls(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca),
         session_tls=session_tls(
@@ -227,7 +236,7 @@ async def _serve(config: RouterConfig, arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    server = RouterServer(config, owns_process=True)
+    server = RouterServer(config, owns_process=True, router_id=arguments.router_id)
     with _metrics(server, config.host, arguments):
         try:
             await server.start()

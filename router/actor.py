@@ -47,7 +47,7 @@ class RouterActor:
         # Here, because whoever names this class to Ray, `up` and the supervisor, would load all of a router with it.
         from blockyard.router.server import RouterServer
 
-        self._server = RouterServer(replace(config, host=host), owns_process=True)
+        self._server = RouterServer(replace(config, host=host), owns_process=True, router_id=router_id)
         self._starting: asyncio.Task[StartedRouter] | None = None
         self._reporting: asyncio.Task[None] | None = None
         self._watch = SupervisorWatch(lambda: asyncio.to_thread(_end_supervisor, supervisor))

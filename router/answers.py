@@ -17,6 +17,7 @@ def stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStre
             index=delta.index,
             logprobs=delta.logprobs,
             prompt_logprobs=delta.prompt_logprobs,
+            prompt_token_ids=delta.prompt_token_ids,
         ),
         finish=delta.finish,
     )
@@ -50,6 +51,8 @@ async def gathered(request_id: str, deltas: AsyncIterator[Delta]) -> inference_p
             outputs[delta.index] = _Gathered(inference_pb2.Output(index=delta.index))
         outputs[delta.index].add(delta)
         response.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.prompt_token_ids and not response.prompt_token_ids:
+            response.prompt_token_ids.extend(delta.prompt_token_ids)
     response.outputs.extend(outputs[index].whole() for index in sorted(outputs))
     first = response.outputs[0]
     response.text = first.text

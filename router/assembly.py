@@ -4,7 +4,7 @@ Owns the figures of a Finish. Does not own when text is safe to show (proto/text
 (relay.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from blockyard.proto.text import Piece, TextOutput
@@ -28,12 +28,17 @@ class Assembly:
         record: RequestRecord,
         *,
         clock: Callable[[], float],
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
+        """`prompt_token_ids` go to the client, with the first delta of each output."""
         self._outputs = [_OutputAssembly(tokenizer, sampling, record, clock=clock) for _ in range(sampling.n)]
+        self._prompt_token_ids = dict.fromkeys(range(sampling.n), prompt_token_ids)
 
     def delta(self, chunk: TokenChunk) -> Delta:
         """It has a finish where the engine or a stop string has ended the output: no more of its chunks may come."""
-        return self._outputs[chunk.index].delta(chunk)
+        delta = self._outputs[chunk.index].delta(chunk)
+        delta.prompt_token_ids = self._prompt_token_ids.pop(chunk.index, ())
+        return delta
 
 
 class _OutputAssembly:
@@ -56,6 +61,7 @@ class _OutputAssembly:
             min_tokens=sampling.min_tokens,
             stop_token_ids=sampling.stop_token_ids,
             include_stop=sampling.include_stop_in_output,
+            skip_special=sampling.skip_special_tokens,
         )
         self._num_tokens = 0
         self._logprob = 0.0
@@ -78,6 +84,8 @@ class _OutputAssembly:
             index=chunk.index,
             logprobs=[] if self._sampling.logprobs is None else logprobs,
             prompt_logprobs=chunk.prompt_logprobs,
+            prompt_tokens=self._record.prompt_tokens,
+            cached_tokens=self._record.progress.cached_tokens or 0,
         )
 
     def _finish(self, chunk: TokenChunk, piece: Piece) -> inference_pb2.Finish | None:

@@ -173,8 +173,8 @@ def check_admin(field: str) -> None:
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     shown = [value for key, value in metadata if key == AUTHORIZATION_KEY]
     if len(shown) != 1 or not isinstance(shown[0], str):
-        raise Unauthenticated("one bearer token is required: metadata `authorization: Bearer TOKEN`")
+        raise Unauthenticated("one bearer token is required: `authorization: Bearer TOKEN`")
     scheme, _, token = shown[0].partition(" ")
     if scheme.lower() != "bearer" or not token:
-        raise Unauthenticated("one bearer token is required: metadata `authorization: Bearer TOKEN`")
+        raise Unauthenticated("one bearer token is required: `authorization: Bearer TOKEN`")
     return token

@@ -1,4 +1,4 @@
-"""A call that generates, from its admission to its last delta, whatever protocol it came by.
+"""A call that generates, from its admission to its last delta, or tokenises, whatever protocol it came by.
 
 Owns the order of admission, client, deadline and registry, and the turns of the event loop that arrivals and writes
 take. The end of a call, whoever ends it, cancels the handler's task and with it everything that the request holds. Does
@@ -9,18 +9,25 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 
+from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.logs import REQUEST_ID
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission import Charge
 from blockyard.router.auth import check_admin
 from blockyard.router.call_bounds import CallBounds, CallContext, Caller
 from blockyard.router.errors import Overloaded, Unavailable
-from blockyard.router.generation import RouterParts, admit, generate
+from blockyard.router.generation import RouterParts, admit, generate, tokenise
 from blockyard.router.output import Delta, deliver
 from blockyard.router.rate_limits import RateCharge
 from blockyard.router.requests import RequestRecord
 from blockyard.router.turn_share import TurnShare
-from blockyard.router.validation import ValidGeneration
+from blockyard.router.validation import (
+    ValidGeneration,
+    check_detokenize,
+    check_model,
+    prompt_estimate,
+    valid_prompt,
+)
 
 WRITES_A_TURN = 12
 """One takes 40 to 60 us in gRPC itself. With 256 streams from 4 workers every fourth tick of 5 ms was late at 32, every
@@ -78,6 +85,31 @@ class Calls:
                     held.enter_context(_counted(rate, record))
                     async with aclosing(generate(parts, valid, record, charge, deadline=deadline)) as deltas:
                         yield valid.request_id, deltas
+
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: CallContext
+    ) -> inference_pb2.TokenizeResponse:
+        """Raises any RouterError."""
+        parts = self.parts
+        check_model(request, parts.facts)
+        prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
+        client = self.bounds.caller(context).client
+        async with self.bounds.admitted(context, prompt_estimate(prompt)) as charge:
+            prepared = await tokenise(parts, prompt, charge, root=None, block_size=1, client=client)
+        return inference_pb2.TokenizeResponse(
+            token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len
+        )
+
+    async def detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: CallContext
+    ) -> inference_pb2.DetokenizeResponse:
+        """Raises any RouterError."""
+        parts = self.parts
+        check_detokenize(request, parts.facts, max_model_len=parts.max_model_len)
+        skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        async with self.bounds.admitted(context, len(request.token_ids)):
+            text = await parts.tokenizing.detokenize(list(request.token_ids), skip_special=skip_special)
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def _admitted(
         self, held: ExitStack, valid: ValidGeneration, caller: Caller, *, waits: bool

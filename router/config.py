@@ -1,6 +1,7 @@
 """Every setting of a router, with its unit, in one frozen value."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from blockyard.proto.logs import LogConfig
@@ -22,6 +23,8 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_NO_WORKER_SECONDS = 30.0
 DEFAULT_SLOW_READER_SECONDS = 30.0
 DEFAULT_TOKENIZER_PROCESSES = 1
+_ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+"""Scheme, host and port in lower case, without a path."""
 
 
 def check_limits(
@@ -69,6 +72,17 @@ def check_patience(
         raise ValueError(f"max_migrations must be at least 0, not {max_migrations}")
 
 
+def checked_origins(origins: Iterable[str]) -> tuple[str, ...]:
+    """Web origins as browsers write them. Raises ValueError."""
+    checked = tuple(origins)
+    for origin in checked:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"an origin is like https://chat.example or http://127.0.0.1:3000, not {origin!r}"
+            )
+    return checked
+
+
 def check_tokenizer_processes(tokenizer_processes: int) -> None:
     """Raises ValueError."""
     if tokenizer_processes < 1:
@@ -97,6 +111,8 @@ class RouterConfig:
     http_port: int | None = None
     """Of the OpenAI-compatible gateway on the same interface, with the same TLS and tokens: 0 takes a free one, None
     opens none."""
+    cors_origins: tuple[str, ...] = ()
+    """Of web pages whose scripts may call the gateway, such as "https://chat.example"."""
     auth_file: str | None = None
     """The clients' tokens (auth.py), read again when it changes. None: whoever reaches the port may call everything."""
     page_token_sha256: str | None = field(default=None, repr=False)

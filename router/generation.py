@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission import AdmissionLedger, Charge
 from blockyard.router.assembly import Assembly
@@ -27,12 +28,13 @@ from blockyard.router.output import Delta
 from blockyard.router.placer import Placer
 from blockyard.router.relay import Generation, Relay
 from blockyard.router.requests import RequestRecord, RequestRegistry
-from blockyard.router.sampling_checks import SamplingLimits
+from blockyard.router.sampling_checks import SamplingLimits, ban_words
 from blockyard.router.tokenizing import (
     Prepared,
     PromptError,
     PromptInput,
     PromptTooLong,
+    TemplateKwargsError,
     TokenizerService,
     TokenizingError,
     TokenizingTimeout,
@@ -41,13 +43,10 @@ from blockyard.router.validation import (
     ValidGeneration,
     check_context,
     check_prompt_report,
+    kept_tokens,
+    most_encoded_tokens,
     valid_generation,
 )
-
-CONTEXTS_ENCODED = 2
-"""A prompt of more contexts than this is refused before all of it is encoded."""
-LEAST_TOKENS_ENCODED = 131_072
-"""The least for which that holds: so few take too little time to matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +91,20 @@ async def tokenise(
     root: bytes | None,
     block_size: int,
     client: str,
+    keep_last: int | None = None,
 ) -> Prepared:
     """Token ids and names, with the tokeniser's failures as answers to the client. From then on the charge is exact.
 
-    Clients take turns by the name `client`."""
-    max_tokens = max(CONTEXTS_ENCODED * parts.max_model_len, LEAST_TOKENS_ENCODED)
+    Clients take turns by the name `client`. Of a longer prompt the last `keep_last` tokens are kept."""
+    max_tokens = most_encoded_tokens(parts.max_model_len)
     try:
         prepared = await parts.tokenizing.prepare(
-            prompt, root=root, block_size=block_size, client=client, max_tokens=max_tokens
+            prompt,
+            root=root,
+            block_size=block_size,
+            client=client,
+            max_tokens=max_tokens,
+            keep_last=keep_last,
         )
     except PromptTooLong:
         most = parts.max_model_len - 1
@@ -107,6 +112,8 @@ async def tokenise(
             f"input: more than {max_tokens} tokens do not fit a context of {parts.max_model_len}",
             violations=(FieldViolation(field="input", description=f"at most {most} tokens"),),
         ) from None
+    except TemplateKwargsError as error:
+        raise InvalidRequest.of("chat.template_kwargs", str(error)) from None
     except PromptError as error:
         raise InvalidRequest.of("input", str(error)) from None
     except TokenizingTimeout:
@@ -119,6 +126,8 @@ async def tokenise(
 
 def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGeneration:
     """Raises InvalidRequest, ContextLengthExceeded, UnknownModel."""
+    tokenizer = parts.tokenizing.tokenizer
+    ban_words(message.sampling, lambda word: tokenizer.encode(word, add_special_tokens=False))
     return valid_generation(message, parts.facts, max_model_len=parts.max_model_len, limits=parts.limits)
 
 
@@ -137,6 +146,7 @@ async def generate(
         root=parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix),
         block_size=identity.block_size,
         client=record.client,
+        keep_last=kept_tokens(valid, identity.max_model_len),
     )
     check_context(prepared.num_tokens, identity.max_model_len)
     check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
@@ -156,7 +166,13 @@ async def generate(
         policy=valid.policy,
     )
     meter = RequestMeter(parts.metrics, record)
-    assembly = Assembly(parts.tokenizing.tokenizer, valid.sampling, record, clock=parts.clock)
+    assembly = Assembly(
+        parts.tokenizing.tokenizer,
+        valid.sampling,
+        record,
+        clock=parts.clock,
+        prompt_token_ids=unpack_tokens(prepared.token_ids) if valid.return_prompt_token_ids else (),
+    )
     stopped: set[int] = set()
     has_grammar = generation.sampling.HasField("structured_output")
     async with (

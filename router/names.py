@@ -17,3 +17,8 @@ def is_name(text: str) -> bool:
 
 def is_id(text: str) -> bool:
     return bool(text) and is_name(text)
+
+
+def is_variable(text: str) -> bool:
+    """Whether a chat template can read it by this name."""
+    return len(text) <= MAX_NAME_CHARS and text.isascii() and text.isidentifier()

@@ -27,6 +27,11 @@ class Delta:
     logprobs: list[inference_pb2.TokenLogprob] = field(default_factory=list)
     """One for each token, if the client wants them."""
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
+    prompt_token_ids: Sequence[int] = ()
+    """With the output's first piece, if the client wants them."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, as far as is known by now."""
 
     def merge(self, later: "Delta") -> None:
         """Appends the piece that follows this one."""
@@ -38,6 +43,8 @@ class Delta:
         self.logprobs += later.logprobs
         # They come once, with whichever piece is the first.
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.prompt_token_ids = self.prompt_token_ids or later.prompt_token_ids
+        self.prompt_tokens, self.cached_tokens = later.prompt_tokens, later.cached_tokens
         self.finish = later.finish
 
 

@@ -8,12 +8,14 @@ Control tokens are the special tokens, and the added tokens that the chat templa
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -27,10 +29,16 @@ CHARACTERS_A_TOKEN = 4
 """A text of at most so many characters for each allowed token is encoded as a whole, without counting first."""
 COUNTED_CHARACTERS = 65_536
 """A longer text's tokens are counted in pieces of this length."""
+TEMPLATE_NAMES = frozenset({"messages", "raise_exception", "strftime_now"})
+"""Variables of every chat template, beside the arguments of `apply_chat_template` and the special tokens."""
 
 
 class PromptError(ValueError):
     """The client's mistake. The message is one of a few fixed sentences and holds nothing of the prompt."""
+
+
+class TemplateKwargsError(PromptError):
+    """The variables for the chat template are at fault."""
 
 
 class PromptTooLong(PromptError):
@@ -41,6 +49,8 @@ class PromptTooLong(PromptError):
 class ChatMessage:
     role: str
     content: str
+    name: str = ""
+    """Who speaks; empty: the message has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,19 @@ class TextPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: Sequence[ChatMessage]
+    template_kwargs: str = ""
+    """A JSON object of more variables for the template; empty: none."""
+    add_generation_prompt: bool = True
+    """Ends with the beginning of an answer."""
+    continue_final_message: bool = False
+    """Ends within the last message, behind its content. Excludes `add_generation_prompt`."""
+
+    def texts(self) -> Iterator[str]:
+        """All that a client wrote of it."""
+        for message in self.messages:
+            yield message.content
+            yield message.name
+        yield self.template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +87,60 @@ _Segments = tuple[list[str], list[str]]
 """Texts of the template, and the users' texts between them: always one fewer."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A chat as its template gets it."""
+
+    messages: list[dict[str, str]]
+    kwargs: Any
+    """By name, of JSON's values."""
+    options: Mapping[str, Any]
+    """Of `apply_chat_template`."""
+
+    @classmethod
+    def of(cls, prompt: ChatPrompt) -> _Chat:
+        messages = [
+            {"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})}
+            for m in prompt.messages
+        ]
+        names = ("add_generation_prompt", "continue_final_message")
+        kwargs = json.loads(prompt.template_kwargs or "{}")
+        return cls(messages, kwargs, {name: getattr(prompt, name) for name in names})
+
+    def changed(self, content: Callable[[str], str], other: Callable[[str], str]) -> _Chat:
+        """With other contents, and with other names and strings of `kwargs`. Empty ones stay as they are."""
+        messages = [
+            {
+                "role": message["role"],
+                "content": content(message["content"]) if message["content"] else "",
+                **({"name": other(message["name"])} if "name" in message else {}),
+            }
+            for message in self.messages
+        ]
+        return replace(self, messages=messages, kwargs=_with_strings(self.kwargs, other))
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    match value:
+        case str():
+            return change(value) if value else value
+        case list():
+            return [_with_strings(item, change) for item in value]
+        case dict():
+            return {key: _with_strings(item, change) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _inner_keys(value: Any) -> Iterator[str]:
+    """Keys of all objects inside an object or list."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        if isinstance(item, dict):
+            yield from item
+        yield from _inner_keys(item)
+
+
 class PromptEncoder:
     """Encodes prompts with one tokenizer."""
 
@@ -71,11 +148,22 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         control = _control_tokens(tokenizer)
         self._control_ids = frozenset(control)
+        ends = {character for token in control.values() for character in (token[:1], token[-1:])}
+        self._delimiters = frozenset(character for character in ends if not character.isalnum())
+        """Where control tokens begin and end, such as < and >. A text without them can complete none."""
+        worded = [token for token in control.values() if token[0].isalnum() or token[-1].isalnum()]
+        self._heads = tuple(token[:at] for token in worded for at in range(1, len(token)))
+        self._tails = tuple(token[at:] for token in worded for at in range(1, len(token)))
+        """Parts of those that begin or end with a letter: words have such ends too."""
         longest_first = sorted(control.values(), key=len, reverse=True)
         # Splits "<|x|>" after its "<": the strings on either side of the cut are no control token.
         self._cut = re.compile(
             "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longest_first)
         )
+        self._template_names = TEMPLATE_NAMES | {
+            *inspect.signature(tokenizer.apply_chat_template).parameters,
+            *tokenizer.special_tokens_map,
+        }
         self._start_ids, self._end_ids = self._frame()
 
     def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
@@ -86,9 +174,9 @@ class PromptEncoder:
                     raise PromptError("the prompt is empty")
                 self._check_length([text], max_tokens)
                 token_ids = [*self._start_ids, *self._spell(text), *self._end_ids]
-            case ChatPrompt(messages):
-                self._check_length([message.content for message in messages], max_tokens)
-                token_ids = self._encode_chat(messages)
+            case ChatPrompt():
+                self._check_length(list(prompt.texts()), max_tokens)
+                token_ids = self._encode_chat(prompt)
             case TokenPrompt(ids):
                 if any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
                     raise PromptError("a token id of the prompt is out of range")
@@ -108,11 +196,13 @@ class PromptEncoder:
                 if num_tokens > max_tokens:
                     raise PromptTooLong(f"the prompt has more than {max_tokens} tokens")
 
-    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        _check_messages(messages)
-        joint = self._encode(self._render(messages))
-        segments = self._segments(messages)
-        if self._control(joint) == self._template_control(messages, segments):
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        _check_messages(prompt.messages)
+        chat = _Chat.of(prompt)
+        self._check_kwargs(chat.kwargs)
+        joint = self._encode(self._render(chat))
+        segments = self._segments(chat)
+        if self._control(joint) == self._template_control(chat, segments):
             return joint
         if segments is None:
             raise PromptError("the chat template cannot keep this chat's text apart from its own")
@@ -124,39 +214,58 @@ class PromptEncoder:
             token_ids += [*of_template, *of_user]
         return token_ids
 
-    def _template_control(self, messages: Sequence[ChatMessage], segments: _Segments | None) -> list[int]:
-        """The control tokens that the template itself writes round these messages."""
-        if segments is None:
-            neutral = [ChatMessage(m.role, secrets.token_hex(8) if m.content else "") for m in messages]
-            return self._control(self._encode(self._render(neutral)))
-        return [token_id for text in segments[0] for token_id in self._control(self._encode(text))]
+    def _template_control(self, chat: _Chat, segments: _Segments | None) -> list[int]:
+        """The control tokens that the template itself writes round these texts."""
+        if segments is not None:
+            return [token_id for text in segments[0] for token_id in self._control(self._encode(text))]
 
-    def _segments(self, messages: Sequence[ChatMessage]) -> _Segments | None:
+        def neutral(text: str) -> str:
+            return secrets.token_hex(8)
+
+        neutral_chat = chat.changed(neutral, lambda text: neutral(text) if self._may_control(text) else text)
+        return self._control(self._encode(self._render(neutral_chat)))
+
+    def _segments(self, chat: _Chat) -> _Segments | None:
         """The rendered chat as what the template wrote and, between each two of those, what a user wrote.
 
-        Found by putting unguessable marks round each content before rendering. None for a template that drops
-        or cuts contents, and marks with them.
+        Found by putting unguessable marks round each content before rendering. A name or a variable may decide what
+        the template writes, so only those are marked that could be or complete a control token. None for a template
+        that drops or cuts such texts, and marks with them.
         """
         nonce = secrets.token_hex(8)
-        marked = [
-            ChatMessage(m.role, f"{nonce}o{index}z{m.content}{nonce}c{index}z" if m.content else "")
-            for index, m in enumerate(messages)
-        ]
-        pieces = re.split(rf"{nonce}([oc])(\d+)z", self._render(marked))
+        marked: list[str] = []
+
+        def mark(text: str) -> str:
+            owner = str(len(marked))
+            marked.append(owner)
+            return f"{nonce}o{owner}z{text}{nonce}c{owner}z"
+
+        marked_chat = chat.changed(mark, lambda text: mark(text) if self._may_control(text) else text)
+        pieces = re.split(rf"{nonce}([oc])(\d+)z", self._render(marked_chat))
         texts, kinds, owners = pieces[0::3], pieces[1::3], pieces[2::3]
         in_pairs = kinds == ["o", "c"] * (len(kinds) // 2) and owners[0::2] == owners[1::2]
-        if not in_pairs or set(owners) != {str(index) for index, m in enumerate(messages) if m.content}:
+        if not in_pairs or set(owners) != set(marked):
             return None
         return texts[0::2], texts[1::2]
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def _may_control(self, text: str) -> bool:
+        """Whether it holds a control token, or what others could complete to one."""
+        is_part = text.endswith(self._heads) or text.startswith(self._tails)
+        return is_part or not self._delimiters.isdisjoint(text) or bool(self._control(self._encode(text)))
+
+    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises TemplateKwargsError."""
+        if any(name in self._template_names or name.endswith(("_token", "_tokens")) for name in kwargs):
+            raise TemplateKwargsError("a name is taken by what the chat template gets anyway")
+        if any(self._may_control(key) for key in _inner_keys(kwargs)):
+            raise TemplateKwargsError("a key holds what could be a part of a control token")
+
+    def _render(self, chat: _Chat) -> str:
         if not self._tokenizer.chat_template:
             raise PromptError("this model has no chat template: send a prompt instead of messages")
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [{"role": m.role, "content": m.content} for m in messages],
-                tokenize=False,
-                add_generation_prompt=True,
+                chat.messages, tokenize=False, **chat.options, **chat.kwargs
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError):
             # The template's own message may quote the chat.

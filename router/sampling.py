@@ -39,6 +39,7 @@ class SamplingRequest:
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
     include_stop_in_output: bool
+    skip_special_tokens: bool
     logprobs: int | None
     """What the client wants to see; `for_engine` may ask for more."""
     prompt_logprobs: int | None
@@ -118,6 +119,7 @@ def parse_sampling(
         stop=tuple(message.stop),
         stop_token_ids=frozenset(message.stop_token_ids),
         include_stop_in_output=message.include_stop_in_output,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         n=message.n if message.HasField("n") else 1,

@@ -5,13 +5,13 @@ come first: nothing is copied or looked through that is longer than allowed. Def
 """
 
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
-from blockyard.router.errors import FieldViolation
+from blockyard.router.errors import FieldViolation, InvalidRequest
 from blockyard.router.model_facts import ModelFacts
 from blockyard.router.sampling import is_greedy
 from blockyard.router.structured_output import structured_problem
@@ -25,6 +25,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100
 MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 64
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -44,6 +46,7 @@ COUNTS = {
     "logit_bias": MAX_LOGIT_BIASES,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "bad_token_ids": MAX_BAD_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
 }
 TOKEN_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids")
 
@@ -98,6 +101,31 @@ def _bad_lists(message: inference_pb2.SamplingParams, facts: ModelFacts) -> Iter
         yield "logit_bias", f"each must be a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
     if not all(1 <= len(stop) <= MAX_STOP_CHARS for stop in _bounded(message, "stop")):
         yield "stop", f"each must have 1 to {MAX_STOP_CHARS} characters"
+    if not all(_is_bad_word(word) for word in _bounded(message, "bad_words")):
+        yield "bad_words", f"each must have 1 to {MAX_BAD_WORD_CHARS} characters, not spaces alone"
+
+
+def ban_words(message: inference_pb2.SamplingParams, encode: Callable[[str], Sequence[int]]) -> None:
+    """Puts the tokens of `bad_words` among `bad_token_ids`. Words that are wrong by themselves are left to
+    `sampling_violations`. Raises InvalidRequest for a word that no single token stands for.
+
+    The engine forbids tokens whatever came before them. A word of two tokens would take another token with it."""
+    if len(message.bad_words) > MAX_BAD_WORDS or not all(map(_is_bad_word, message.bad_words)):
+        return
+    banned: set[int] = set()
+    for word in message.bad_words:
+        # As in vLLM: at the beginning of a text, and behind a space.
+        alone, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
+        if len(alone) != 1 or not (len(spaced) == 1 or alone[0] in spaced):
+            raise InvalidRequest.of(
+                "sampling.bad_words", "each must be one token of the model, alone and behind a space"
+            )
+        banned |= {alone[0], spaced[0]} if len(spaced) == 1 else {alone[0]}
+    message.bad_token_ids.extend(sorted(banned.difference(message.bad_token_ids)))
+
+
+def _is_bad_word(word: str) -> bool:
+    return len(word) <= MAX_BAD_WORD_CHARS and bool(word.strip())
 
 
 def _bad_lengths(message: inference_pb2.SamplingParams) -> Iterator[Problem]:

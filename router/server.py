@@ -7,6 +7,7 @@ it puts together. Runs inside any asyncio loop.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -14,8 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.loopback import is_loopback
+from blockyard.proto.metric_table import ROUTER_METRICS
 from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
+from blockyard.proto.prometheus_export import exposition
 from blockyard.proto.tls import listen, server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
@@ -34,6 +37,7 @@ from blockyard.router.intake import Intake
 from blockyard.router.interceptor import AuthInterceptor, BoundaryInterceptor
 from blockyard.router.loop_watch import LoopWatch
 from blockyard.router.metric_readings import router_readings
+from blockyard.router.openai.about import AboutRouter
 from blockyard.router.openai.gateway import gateway
 from blockyard.router.parts import DIRECTORY_SECONDS, build_parts
 from blockyard.router.rate_limits import NO_LIMIT
@@ -67,9 +71,13 @@ SERVICES = tuple(
 class RouterServer:
     """`start`, serve, `stop`; each once. A background task that fails ends the server, is logged and sets `failed`."""
 
-    def __init__(self, config: RouterConfig, *, owns_process: bool = False) -> None:
-        """`owns_process`: nothing but this server lives in it, so that the garbage collector may be set for it."""
+    def __init__(
+        self, config: RouterConfig, *, owns_process: bool = False, router_id: str = "router"
+    ) -> None:
+        """`owns_process`: nothing but this server lives in it, so that the garbage collector may be set for it.
+        `router_id` is its name in metrics."""
         self._config = config
+        self._router_id = router_id
         self._owns_process = owns_process
         self.failed = asyncio.Event()
         """Nothing is served any more, and nothing here will cure it."""
@@ -154,7 +162,7 @@ class RouterServer:
             listening = self._listen(calls, gate, credentials)
             async with (
                 listening as (address, health_service),
-                gateway(calls, gate, self.intake, self._config) as self.http_address,
+                gateway(calls, gate, self.intake, self._config, self._about()) as self.http_address,
                 asyncio.TaskGroup() as tasks,
             ):
                 duties = [
@@ -176,6 +184,14 @@ class RouterServer:
                 for task in background:
                     task.cancel()
         logger.info("router stopped; event loop: %s", self.loop_watch.seen)
+
+    def _about(self) -> AboutRouter:
+        identity = ("router", self._router_id)
+        return AboutRouter(
+            version=_version(),
+            started=int(time.time()),
+            exposition=lambda: exposition(ROUTER_METRICS, identity, self.readings),
+        )
 
     async def _background(self, duty: Coroutine[None, None, None]) -> None:
         try:

@@ -3,15 +3,14 @@
 Errors are raised, never set: interceptor.py turns them into statuses.
 """
 
-from blockyard.proto.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.answers import gathered, stream_response
 from blockyard.router.calls import Calls
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.generation import RouterParts, tokenise
+from blockyard.router.generation import RouterParts
 from blockyard.router.interceptor import Context
+from blockyard.router.names import is_name
 from blockyard.router.output import Delta
-from blockyard.router.validation import check_detokenize, check_model, is_name, prompt_estimate, valid_prompt
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -38,29 +37,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        parts = self._parts
-        check_model(request, parts.facts)
-        prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
-        async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
-            prepared = await tokenise(
-                parts,
-                prompt,
-                charge,
-                root=None,
-                block_size=1,
-                client=self._bounds.caller(context).client,
-            )
-        return inference_pb2.TokenizeResponse(
-            token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len
-        )
+        return await self._calls.tokenize(request, context)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        check_detokenize(request, self._parts.facts, max_model_len=self._parts.max_model_len)
-        async with self._bounds.admitted(context, len(request.token_ids)):
-            text = await self._parts.tokenizing.detokenize(list(request.token_ids))
-        return inference_pb2.DetokenizeResponse(text=text)
+        return await self._calls.detokenize(request, context)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

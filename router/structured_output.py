@@ -6,6 +6,7 @@ time and memory (REJECT_REASON_GRAMMAR).
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
 
@@ -43,23 +44,28 @@ def _regex_problem(text: str) -> str | None:
 
 def _schema_problem(text: str) -> str | None:
     try:
-        schema = json.loads(text, parse_constant=_refuse_constant)
+        schema = parse_json(text)
     except RecursionError:
         return f"json_schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
     except ValueError:
         return "json_schema must be JSON"
     if not isinstance(schema, dict | bool):
         return "json_schema must be an object, true or false"
-    if _is_deeper_than(schema, MAX_SCHEMA_DEPTH):
+    if is_deeper_than(schema, MAX_SCHEMA_DEPTH):
         return f"json_schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
     return None
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError, also for NaN and Infinity, which are no JSON, and RecursionError."""
+    return json.loads(text, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
-def _is_deeper_than(value: object, max_depth: int) -> bool:
+def is_deeper_than(value: object, max_depth: int) -> bool:
     """Level by level, never by recursion."""
     level = [value]
     for _ in range(max_depth + 1):

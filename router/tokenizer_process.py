@@ -23,7 +23,7 @@ from typing import Any
 
 from blockyard.proto.block_hash import chain, pack_tokens
 from blockyard.proto.text import load_tokenizer
-from blockyard.router.prompts import PromptEncoder, PromptError, PromptInput
+from blockyard.router.prompts import PromptEncoder, PromptError
 from blockyard.router.tokenizer_wire import (
     Answer,
     Frames,
@@ -71,14 +71,10 @@ class TokenizerProcess:
             await asyncio.get_running_loop().create_connection(lambda: wire, sock=self._socket)
         return self._wire.ready
 
-    def prepare(
-        self, prompt: PromptInput, root: bytes | None, block_size: int, max_tokens: int | None
-    ) -> asyncio.Future[Prepared]:
+    def prepare(self, question: Question) -> asyncio.Future[Prepared]:
         """Its result raises PromptError, TokenizingError or ProcessDied."""
         assert self._wire is not None
-        return self._wire.ask(
-            Question(prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens)
-        )
+        return self._wire.ask(question)
 
     def end(self) -> None:
         """Ends it whatever it is doing; calls in it end with ProcessDied."""
@@ -182,6 +178,8 @@ def _answer(encoder: PromptEncoder, question: Question) -> Answer:
     except Exception as error:
         # Only the type: the message may quote the prompt, and ends in a log.
         return TokenizingError(f"tokenising failed with {type(error).__name__}")
+    if question.keep_last is not None:
+        token_ids = token_ids[-question.keep_last :]
     packed = pack_tokens(token_ids)
     root = question.root
     names = [] if root is None else [root, *chain(root, packed, question.block_size)]

@@ -21,11 +21,13 @@ from blockyard.router.prompts import (
     PromptError,
     PromptInput,
     PromptTooLong,
+    TemplateKwargsError,
     TextPrompt,
     TokenPrompt,
 )
 
 _LENGTH = struct.Struct("<Q")
+_CHAT_OPTIONS = ("template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class TokenizingError(RuntimeError):
@@ -40,6 +42,8 @@ class Question:
     block_size: int
     max_tokens: int | None = None
     """A prompt that clearly has more is refused."""
+    keep_last: int | None = None
+    """Of a prompt with more tokens the last are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,7 @@ Answer: TypeAlias = Prepared | Exception | None
 """None is the word that the tokenizer is loaded."""
 _ERRORS: dict[str, type[Exception]] = {
     "long": PromptTooLong,
+    "kwargs": TemplateKwargsError,
     "prompt": PromptError,
     "tokenizing": TokenizingError,
     "os": OSError,
@@ -90,7 +95,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 def question_frame(question: Question) -> bytes:
     head: dict[str, Any] = {"block_size": question.block_size, "has_root": question.root is not None}
-    head["max_tokens"] = question.max_tokens
+    head |= {"max_tokens": question.max_tokens, "keep_last": question.keep_last}
     body = question.root or b""
     match question.prompt:
         case TextPrompt(text):
@@ -99,8 +104,10 @@ def question_frame(question: Question) -> bytes:
         case ChatPrompt(messages):
             contents = [_encoded(message.content) for message in messages]
             head["chat"] = [
-                [message.role, len(content)] for message, content in zip(messages, contents, strict=True)
+                [message.role, message.name, len(content)]
+                for message, content in zip(messages, contents, strict=True)
             ]
+            head["options"] = {name: getattr(question.prompt, name) for name in _CHAT_OPTIONS}
             body += b"".join(contents)
         case TokenPrompt(token_ids):
             body += pack_tokens(token_ids)
@@ -114,10 +121,12 @@ def parse_question(content: bytes) -> Question:
     if "text" in head:
         prompt = TextPrompt(_decoded(body[root_bytes:]))
     elif "chat" in head:
-        ends = accumulate((size for _, size in head["chat"]), initial=root_bytes)
+        ends = accumulate((size for *_, size in head["chat"]), initial=root_bytes)
         texts = [_decoded(body[start:end]) for start, end in pairwise(ends)]
-        roles = [role for role, _ in head["chat"]]
-        prompt = ChatPrompt([ChatMessage(role, text) for role, text in zip(roles, texts, strict=True)])
+        messages = [
+            ChatMessage(role, text, name) for (role, name, _), text in zip(head["chat"], texts, strict=True)
+        ]
+        prompt = ChatPrompt(messages, **head["options"])
     else:
         prompt = TokenPrompt(unpack_tokens(body[root_bytes:]))
     return Question(
@@ -125,6 +134,7 @@ def parse_question(content: bytes) -> Question:
         root=body[:root_bytes] or None,
         block_size=head["block_size"],
         max_tokens=head["max_tokens"],
+        keep_last=head["keep_last"],
     )
 
 

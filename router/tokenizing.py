@@ -25,11 +25,13 @@ from blockyard.router.prompts import (
     PromptError,
     PromptInput,
     PromptTooLong,
+    TemplateKwargsError,
     TextPrompt,
     TokenPrompt,
 )
 from blockyard.router.tenants import TenantQueues, Ticket
 from blockyard.router.tokenizer_process import Prepared, ProcessDied, TokenizerProcess, TokenizingError
+from blockyard.router.tokenizer_wire import Question
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +43,7 @@ __all__ = [
     "PromptError",
     "PromptInput",
     "PromptTooLong",
+    "TemplateKwargsError",
     "TextPrompt",
     "TokenPrompt",
     "TokenizerService",
@@ -154,24 +157,28 @@ class TokenizerService:
         block_size: int,
         client: str = "",
         max_tokens: int | None = None,
+        keep_last: int | None = None,
     ) -> Prepared:
         """Token ids and, with a root, block names. Raises PromptError or TokenizingError.
 
         Clients take turns by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
-        all of it is encoded; one that has few more may pass.
+        all of it is encoded; one that has few more may pass. Only the last `keep_last` tokens are kept.
         """
+        question = Question(
+            prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens, keep_last=keep_last
+        )
         num_characters = _text_characters(prompt)
         lane = self._slow_lane if num_characters > LONG_TEXT_CHARACTERS else self._fast_lane
         seat = await lane.take(client, num_characters)
         try:
-            return await seat.prepare(prompt, root, block_size, max_tokens)
+            return await seat.prepare(question)
         finally:
             lane.give(seat)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, without special ones."""
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of these tokens, without special ones unless they are asked for."""
         text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return str(text)
 
@@ -181,8 +188,8 @@ def _text_characters(prompt: PromptInput) -> int:
     match prompt:
         case TextPrompt(text):
             return len(text)
-        case ChatPrompt(messages):
-            return sum(len(message.content) for message in messages)
+        case ChatPrompt():
+            return sum(map(len, prompt.texts()))
         case TokenPrompt():
             return 0
 
@@ -300,14 +307,12 @@ class _Seat:
             process.end()
             await asyncio.to_thread(process.join)
 
-    async def prepare(
-        self, prompt: PromptInput, root: bytes | None, block_size: int, max_tokens: int | None
-    ) -> Prepared:
+    async def prepare(self, question: Question) -> Prepared:
         await self._settle_last_call()
         for _ in range(2):
             process = await self.ready()
             deadline = asyncio.get_running_loop().time() + self._patience.call_seconds
-            future = process.prepare(prompt, root, block_size, max_tokens)
+            future = process.prepare(question)
             self._last_call = _Call(future=future, deadline=deadline)
             with suppress(ProcessDied):
                 return await self._outcome(self._last_call)

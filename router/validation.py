@@ -4,6 +4,7 @@ Pure. Says which field is wrong and what is allowed, never what was sent. Does n
 once the prompt is in tokens (generation.py), except where the client sent tokens.
 """
 
+import json
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,14 +20,19 @@ from blockyard.router.errors import (
     Unsupported,
 )
 from blockyard.router.model_facts import ModelFacts
-from blockyard.router.names import NAME_RULE, is_id
+from blockyard.router.names import NAME_RULE, is_id, is_variable
 from blockyard.router.names import is_name as is_name
 from blockyard.router.placement_config import PolicyName
 from blockyard.router.sampling import SamplingRequest, parse_sampling
 from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
+from blockyard.router.structured_output import is_deeper_than, parse_json
 from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, TextPrompt, TokenPrompt
 
 MAX_MESSAGES = 1024
+MAX_NAME_CHARS = 256
+"""Of a message."""
+MAX_TEMPLATE_KWARGS_BYTES = 16_384
+MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_TOLD = 5
 """Violations in the text of an error; its details have all of them."""
@@ -35,6 +41,10 @@ TENANT_KEY = "blockyard-tenant"
 MAX_PRIORITY = 100
 """Either sign."""
 _POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
+CONTEXTS_ENCODED = 2
+"""A prompt of more contexts than this is refused before all of it is encoded."""
+LEAST_TOKENS_ENCODED = 131_072
+"""The least for which that holds: so few take too little time to matter."""
 MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
 """Of prompt_logprobs, which travel in one message: half of what a worker's stream carries."""
 LOGPROB_BYTES = 24
@@ -66,6 +76,9 @@ class ValidGeneration:
     """Its prefix may be shared with anybody's that is public too."""
     policy: PolicyName | None
     """None: the router's own."""
+    truncate_prompt_tokens: int | None
+    """The most tokens of the prompt that are kept, its last; -1: as many as leave room."""
+    return_prompt_token_ids: bool
 
 
 def valid_generation(
@@ -87,6 +100,10 @@ def valid_generation(
         session_id=message.session_id,
         public_prefix=message.public_prefix,
         policy=_POLICIES.get(message.policy),
+        truncate_prompt_tokens=(
+            message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
+        ),
+        return_prompt_token_ids=message.return_prompt_token_ids,
     )
 
 
@@ -95,7 +112,7 @@ def check_model(
     facts: ModelFacts,
 ) -> None:
     if message.HasField("model") and message.model not in facts.names:
-        raise UnknownModel("model: not served here; ListModels says what is")
+        raise UnknownModel("model: not served here; the list of models says what is")
 
 
 def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:
@@ -110,12 +127,15 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
             return TextPrompt(text)
         case "chat":
             chat = _valid_chat(message.chat)
-            contents = (chat_message.content for chat_message in chat.messages)
-            _check_text(*contents, facts=facts, max_model_len=max_model_len)
+            _check_text(*chat.texts(), facts=facts, max_model_len=max_model_len)
             return chat
         case "prompt_token_ids":
             assert not isinstance(message, inference_pb2.TokenizeRequest), "it has no such field"
-            return _valid_token_ids(message.prompt_token_ids, facts, max_model_len)
+            is_cut = isinstance(message, inference_pb2.GenerateRequest) and message.HasField(
+                "truncate_prompt_tokens"
+            )
+            most_tokens = most_encoded_tokens(max_model_len) if is_cut else max_model_len
+            return _valid_token_ids(message.prompt_token_ids, facts, most_tokens)
         case _:
             raise InvalidRequest.of("input", "one of prompt, chat and prompt_token_ids is required")
 
@@ -147,6 +167,23 @@ def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     if len(names) > 1 or not isinstance(tenant, str) or not is_id(tenant):
         raise InvalidRequest.of(TENANT_KEY, f"must name one tenant by {NAME_RULE}, not empty")
     return tenant
+
+
+def most_encoded_tokens(max_model_len: int) -> int:
+    """A prompt of more tokens is refused before all of it is encoded, also where it would be truncated."""
+    return max(CONTEXTS_ENCODED * max_model_len, LEAST_TOKENS_ENCODED)
+
+
+def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
+    """How many of the prompt's tokens are kept; None: all. Raises InvalidRequest."""
+    if valid.truncate_prompt_tokens != -1:
+        return valid.truncate_prompt_tokens
+    kept = max_model_len - (valid.sampling.max_tokens or 1)
+    if kept < 1:
+        raise InvalidRequest.of(
+            "truncate_prompt_tokens", "-1 needs a max_tokens that leaves room for a prompt"
+        )
+    return kept
 
 
 def check_context(prompt_tokens: int, max_model_len: int) -> None:
@@ -196,8 +233,8 @@ def prompt_estimate(prompt: PromptInput) -> int:
     match prompt:
         case TextPrompt(text):
             return estimate_tokens(text_bytes(text))
-        case ChatPrompt(messages):
-            return estimate_tokens(text_bytes(*(message.content for message in messages)))
+        case ChatPrompt():
+            return estimate_tokens(text_bytes(*prompt.texts()))
         case TokenPrompt(token_ids):
             return len(token_ids)
 
@@ -231,16 +268,64 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
     if all(message.role == "assistant" for message in chat.messages):
         description = "needs a message that is not the assistant's"
         violations.append(FieldViolation(field="chat.messages", description=description))
+    if any(
+        message.HasField("name") and not 1 <= len(message.name) <= MAX_NAME_CHARS for message in chat.messages
+    ):
+        description = f"must have 1 to {MAX_NAME_CHARS} characters"
+        violations.append(FieldViolation(field="chat.messages.name", description=description))
+    for field, problem in (
+        ("chat.template_kwargs", _template_kwargs_problem(chat.template_kwargs)),
+        ("chat.continue_final_message", _continuation_problem(chat)),
+    ):
+        if problem is not None:
+            violations.append(FieldViolation(field=field, description=problem))
     if violations:
         raise _invalid(violations)
-    return ChatPrompt([ChatMessage(message.role, message.content) for message in chat.messages])
+    continues = chat.continue_final_message
+    return ChatPrompt(
+        [ChatMessage(message.role, message.content, message.name) for message in chat.messages],
+        template_kwargs=chat.template_kwargs,
+        add_generation_prompt=(
+            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+        ),
+        continue_final_message=continues,
+    )
 
 
-def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, max_model_len: int) -> TokenPrompt:
+def _template_kwargs_problem(text: str) -> str | None:
+    """What the template gets anyway is told by the tokeniser process, which knows it."""
+    if not text:
+        return None
+    if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode()) > MAX_TEMPLATE_KWARGS_BYTES:
+        return f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON are allowed"
+    try:
+        kwargs = parse_json(text)
+        # Half of a surrogate pair, which JSON may spell, is no character.
+        json.dumps(kwargs, ensure_ascii=False).encode()
+    except RecursionError:
+        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
+    except ValueError:
+        return "must be JSON"
+    if not isinstance(kwargs, dict) or not all(map(is_variable, kwargs)):
+        return "must be an object with names of variables"
+    if is_deeper_than(kwargs, MAX_TEMPLATE_KWARGS_DEPTH):
+        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
+    return None
+
+
+def _continuation_problem(chat: inference_pb2.Chat) -> str | None:
+    if not chat.continue_final_message:
+        return None
+    if chat.add_generation_prompt:
+        return "excludes add_generation_prompt"
+    return None if chat.messages[-1].role == "assistant" else "needs a last message that is the assistant's"
+
+
+def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, most_tokens: int) -> TokenPrompt:
     if not tokens.ids:
         raise InvalidRequest.of("prompt_token_ids", "must not be empty")
     # The length first: millions of ids are not even looked at.
-    check_context(len(tokens.ids), max_model_len)
+    check_context(len(tokens.ids), most_tokens)
     token_ids = list(tokens.ids)  # Once: walking a message's field takes three times as long.
     if max(token_ids) >= facts.vocab_size:
         raise InvalidRequest.of("prompt_token_ids", f"each must be below {facts.vocab_size}")
@@ -258,6 +343,12 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
     if abs(message.priority) > MAX_PRIORITY:
         description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
+    if message.HasField("truncate_prompt_tokens") and not (
+        message.truncate_prompt_tokens == -1 or message.truncate_prompt_tokens >= 1
+    ):
+        violations.append(
+            FieldViolation(field="truncate_prompt_tokens", description="must be -1 or at least 1")
+        )
     if message.HasField("policy") and message.policy not in _POLICIES:
         description = f"must be one of {', '.join(_POLICIES)}"
         violations.append(FieldViolation(field="policy", description=description))

@@ -5,14 +5,14 @@ protobuf itself cannot hold.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from google.protobuf.message import Message
 
 Messages = Sequence[Mapping[str, str]]
-"""A chat: [{"role": "user", "content": "..."}, ...]."""
+"""A chat: [{"role": "user", "content": "..."}, ...]; a message may have a "name" too."""
 EarlyStopping = bool | Literal["never"]
 """When a search with enough finished beams ends: at once (True), once the running ones are unlikely to get better
 (False), or only when they cannot ("never"). As in transformers."""
@@ -20,10 +20,30 @@ EarlyStopping = bool | Literal["never"]
 Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+_BESIDE_PROMPT = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
+    *("prompt", "chat", "prompt_token_ids", "sampling", "lora_name")
+}
 _STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
 
 
-class GenerateArguments(TypedDict, total=False):
+_CHAT_FIELDS = {
+    "chat_template_kwargs": "template_kwargs",
+    "add_generation_prompt": "add_generation_prompt",
+    "continue_final_message": "continue_final_message",
+}
+"""Fields of Chat, by argument."""
+
+
+class ChatArguments(TypedDict, total=False):
+    """The keyword arguments that say how a chat becomes a prompt."""
+
+    chat_template_kwargs: Mapping[str, Any] | str | None
+    """Variables for the chat template, as a value or as JSON text."""
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+class GenerateArguments(ChatArguments, total=False):
     """The keyword arguments of generate() and stream(). None or absent leaves the server's default."""
 
     messages: Messages | None
@@ -45,6 +65,8 @@ class GenerateArguments(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    skip_special_tokens: bool | None
+    bad_words: str | Sequence[str] | None
     include_stop_in_output: bool | None
     logprobs: int | None
     prompt_logprobs: int | None
@@ -64,9 +86,12 @@ class GenerateArguments(TypedDict, total=False):
     session_id: str | None
     policy: str | None
     """Of placement, for this request alone; for admins."""
+    truncate_prompt_tokens: int | None
+    """Keep the last so many tokens of the prompt; -1: as many as leave room."""
+    return_prompt_token_ids: bool | None
 
 
-class PromptArguments(TypedDict, total=False):
+class PromptArguments(ChatArguments, total=False):
     """The keyword arguments that name a prompt, of lookup_prefix()."""
 
     messages: Messages | None
@@ -85,8 +110,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
     """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     sampling = _sampling(given)
-    beside = ("model", "request_id", "cache_salt", "public_prefix", "priority", "session_id", "policy")
-    request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, beside)
+    request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
     request.sampling.CopyFrom(sampling)
     return request
 
@@ -108,11 +132,13 @@ def placement_request(
 
 
 def _prompt_request(
-    kind: type[Request], prompt: str | None, arguments: Mapping[str, Any], beside: Sequence[str]
+    kind: type[Request], prompt: str | None, arguments: Mapping[str, Any], beside: Iterable[str]
 ) -> Request:
     """With the prompt and the fields that this kind has beside it; any other argument is unknown."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    request = kind(**prompt_fields(prompt, given.pop("messages", None), given.pop("prompt_token_ids", None)))
+    messages, token_ids = given.pop("messages", None), given.pop("prompt_token_ids", None)
+    chat = {name: given.pop(name) for name in _CHAT_FIELDS if name in given}
+    request = kind(**prompt_fields(prompt, messages, token_ids, chat))
     for name in beside:
         if name in given:
             request.MergeFrom(message_of(kind, name, given.pop(name)))
@@ -122,11 +148,16 @@ def _prompt_request(
 
 
 def prompt_fields(
-    prompt: str | None, messages: Messages | None, prompt_token_ids: Sequence[int] | None
+    prompt: str | None,
+    messages: Messages | None,
+    prompt_token_ids: Sequence[int] | None,
+    chat_arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The request's `input`. Raises ValueError unless exactly one is given."""
     if [prompt, messages, prompt_token_ids].count(None) != 2:
         raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
+    if chat_arguments and messages is None:
+        raise ValueError(f"{min(chat_arguments)}: is for messages")
     if prompt is not None:
         message_of(inference_pb2.GenerateRequest, "prompt", prompt)
         return {"prompt": prompt}
@@ -134,14 +165,24 @@ def prompt_fields(
         tokens = message_of(inference_pb2.TokenIds, "ids", prompt_token_ids, called="prompt_token_ids")
         return {"prompt_token_ids": tokens}
     assert messages is not None
-    chat = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return {"chat": message_of(inference_pb2.Chat, "messages", chat)}
+    said = [
+        {key: message[key] for key in ("role", "content", "name") if key in message} for message in messages
+    ]
+    chat = message_of(inference_pb2.Chat, "messages", said)
+    for name, value in chat_arguments.items():
+        is_value = name == "chat_template_kwargs" and not isinstance(value, str)
+        field = message_of(
+            inference_pb2.Chat, _CHAT_FIELDS[name], json_text(name, value) if is_value else value, called=name
+        )
+        chat.MergeFrom(field)
+    return {"chat": chat}
 
 
 def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
     """Takes the sampling arguments out of `given`."""
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
+    for name in ("stop", "bad_words"):
+        if isinstance(given.get(name), str):
+            given[name] = [given[name]]
     if "early_stopping" in given:
         given["early_stopping"] = _early_stopping(given["early_stopping"])
     sampling = inference_pb2.SamplingParams()
@@ -151,18 +192,20 @@ def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
     if len(structured) > 1:
         raise ValueError(f"give at most one of {', '.join(_STRUCTURED_FIELDS)}")
     for name, value in structured.items():
-        text = _schema_text(value) if name == "json_schema" else value
+        is_schema = name == "json_schema" and not isinstance(value, str)
+        text = json_text(name, value) if is_schema else value
         sampling.structured_output.CopyFrom(message_of(inference_pb2.StructuredOutput, name, text))
     for name in [name for name in given if name in _SAMPLING_FIELDS - {"structured_output"}]:
         sampling.MergeFrom(message_of(inference_pb2.SamplingParams, name, given.pop(name)))
     return sampling
 
 
-def _schema_text(schema: Mapping[str, Any] | bool | str) -> str:
+def json_text(name: str, value: object) -> str:
+    """The value of an argument as JSON. Raises ValueError, naming it."""
     try:
-        return schema if isinstance(schema, str) else json.dumps(schema)
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _early_stopping(value: EarlyStopping) -> inference_pb2.EarlyStopping:

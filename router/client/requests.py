@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.client.arguments import (
+    ChatArguments,
     GenerateArguments,
     Messages,
     PlacementArguments,
@@ -58,9 +59,10 @@ def generate_stream(prompt: str | None, arguments: GenerateArguments) -> Generat
 
 
 def tokenize(
-    prompt: str | None, messages: Messages | None, model: str | None
+    prompt: str | None, messages: Messages | None, model: str | None, chat_arguments: ChatArguments
 ) -> Call[inference_pb2.TokenizeResponse]:
-    request = inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None))
+    chat = {name: value for name, value in chat_arguments.items() if value is not None}
+    request = inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None, chat))
     return _inference("Tokenize", request, inference_pb2.TokenizeResponse)
 
 

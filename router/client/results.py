@@ -61,6 +61,8 @@ class Delta:
     """One for each token, if asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """With the first delta of output 0, if asked for: one for each token of the prompt but the first."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """With the first delta of each output, if asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,8 @@ class Completion:
     outputs: tuple[Output, ...]
     """In order of index; of beams, the best first."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    """As the model got them, if asked for."""
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:
@@ -101,6 +105,7 @@ def completion(deltas: Sequence[Delta]) -> Completion:
         finish=first.finish,
         outputs=outputs,
         prompt_logprobs=tuple(token for delta in deltas for token in delta.prompt_logprobs),
+        prompt_token_ids=next((delta.prompt_token_ids for delta in deltas if delta.prompt_token_ids), ()),
     )
 
 

@@ -51,6 +51,7 @@ class StreamCheck:
             index=index,
             logprobs=_logprobs(message.delta.logprobs),
             prompt_logprobs=_logprobs(message.delta.prompt_logprobs),
+            prompt_token_ids=tuple(message.delta.prompt_token_ids),
         )
 
     def end(self) -> None:

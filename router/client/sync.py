@@ -9,6 +9,7 @@ import grpc
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.client import requests
 from blockyard.router.client.arguments import (
+    ChatArguments,
     GenerateArguments,
     Messages,
     PlacementArguments,
@@ -103,10 +104,15 @@ class Client:
         return self._deltas(call, Attempts(self._config, timeout_seconds))
 
     def tokenize(
-        self, prompt: str | None = None, *, messages: Messages | None = None, model: str | None = None
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str | None = None,
+        **chat_arguments: Unpack[ChatArguments],
     ) -> list[int]:
         """Token ids exactly as generate() would have them."""
-        return list(self._unary(requests.tokenize(prompt, messages, model)).token_ids)
+        return list(self._unary(requests.tokenize(prompt, messages, model, chat_arguments)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         return self._unary(requests.detokenize(token_ids, model)).text

@@ -7,20 +7,26 @@ from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.fields import (
     UINT32,
     Body,
+    Fields,
     boolean,
     given,
     integer,
     items,
+    json_text,
     mapping,
     refuse_others,
     text,
 )
-from blockyard.router.openai.sampling_fields import KNOWN, generate_request
-from blockyard.router.openai.unsupported import HARMLESS, refuse_unsupported, unsupported
-from blockyard.router.openai.wanted import Wanted, stream_wishes
-from blockyard.router.validation import MAX_MESSAGES
+from blockyard.router.openai.sampling_fields import POSITIVE, SHARED, generate_request
+from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported, unsupported
+from blockyard.router.openai.wanted import STREAM_FIELDS, Wanted, answering, field_names
+from blockyard.router.validation import MAX_MESSAGES, MAX_NAME_CHARS
 
-FIELDS = KNOWN | HARMLESS.keys() | {"messages", "max_completion_tokens", "top_logprobs"}
+NAMES = {
+    "input": "messages",
+    "sampling.max_tokens": "max_completion_tokens",
+    "sampling.logprobs": "top_logprobs",
+}
 ROLES = {"developer": "system"}
 """Of those that are called otherwise in the contract."""
 NO_ROLES = ("tool", "function")
@@ -30,16 +36,30 @@ def chat_wanted(body: Body) -> Wanted:
     """Raises InvalidRequest, Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body)
-    streams, includes_usage = stream_wishes(body)
+    wishes = answering(body)
     request = generate_request(body)
     _set_max_tokens(request.sampling, body)
     _set_logprobs(request.sampling, body)
-    request.chat.messages.extend(_messages(body))
-    return Wanted(route="chat", requests=(request,), streams=streams, includes_usage=includes_usage)
+    request.chat.CopyFrom(chat_of(body))
+    return Wanted(route="chat", requests=(request,), answering=wishes, names=field_names(body, NAMES))
+
+
+def chat_of(body: Body) -> inference_pb2.Chat:
+    """The messages, and how they become a prompt. Raises InvalidRequest, Unsupported."""
+    messages = given(body, "messages", CHAT_FIELDS["messages"])
+    if messages is None:
+        raise InvalidRequest.of("messages", "must be a list with at least one message")
+    kwargs = given(body, "chat_template_kwargs", CHAT_FIELDS["chat_template_kwargs"])
+    chat = inference_pb2.Chat(messages=messages, template_kwargs=kwargs)
+    for name, kind in CHAT_OPTIONS.items():
+        value = given(body, name, kind)
+        if value is not None:
+            setattr(chat, name, value)
+    return chat
 
 
 def _set_max_tokens(sampling: inference_pb2.SamplingParams, body: Body) -> None:
-    newer = given(body, "max_completion_tokens", integer(UINT32))
+    newer = given(body, "max_completion_tokens", FIELDS["max_completion_tokens"])
     if newer is None:
         return
     if sampling.HasField("max_tokens") and sampling.max_tokens != newer:
@@ -49,25 +69,24 @@ def _set_max_tokens(sampling: inference_pb2.SamplingParams, body: Body) -> None:
 
 def _set_logprobs(sampling: inference_pb2.SamplingParams, body: Body) -> None:
     num_top = given(body, "top_logprobs", integer(UINT32))
-    if given(body, "logprobs", boolean):
+    if given(body, "logprobs", FIELDS["logprobs"]):
         sampling.logprobs = num_top or 0
     elif num_top is not None:
         raise InvalidRequest.of("top_logprobs", "needs logprobs to be true")
 
 
-def _messages(body: Body) -> list[inference_pb2.ChatMessage]:
-    messages = given(body, "messages", items)
+def _read_messages(name: str, messages: list[Any]) -> list[inference_pb2.ChatMessage]:
     if not messages:
-        raise InvalidRequest.of("messages", "must be a list with at least one message")
+        raise InvalidRequest.of(name, "must be a list with at least one message")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest.of("messages", f"at most {MAX_MESSAGES} are allowed")
-    return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
+        raise InvalidRequest.of(name, f"at most {MAX_MESSAGES} are allowed")
+    return [_message(f"{name}[{number}]", message) for number, message in enumerate(messages)]
 
 
 def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     message = mapping(path, value)
-    for name in sorted(message.keys() - {"role", "content"}):
-        # Calls of tools, names, audio. None stands for nothing, and clients send back what they were given.
+    for name in sorted(message.keys() - {"role", "content", "name"}):
+        # Calls of tools, audio. None stands for nothing, and clients send back what they were given.
         if message[name] not in (None, [], {}):
             raise (
                 unsupported(f"{path}.{name}")
@@ -80,12 +99,14 @@ def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(f"{path}.content[{number}]", part) for number, part in enumerate(content))
-    return inference_pb2.ChatMessage(role=ROLES.get(role, role), content=text(f"{path}.content", content))
+    return inference_pb2.ChatMessage(
+        role=ROLES.get(role, role),
+        content=text(f"{path}.content", content),
+        name=None if message.get("name") is None else text(f"{path}.name", message["name"]),
+    )
 
 
-_NO_PARTS = frozenset(
-    {"name", "tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations"}
-)
+_NO_PARTS = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations"})
 
 
 def _part(path: str, value: Any) -> str:
@@ -96,3 +117,37 @@ def _part(path: str, value: Any) -> str:
     if kind in ("image_url", "input_audio", "file", "refusal"):
         raise unsupported(f"{path}.{kind}")
     raise InvalidRequest.of(f"{path}.type", "must be text")
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": text.schema},
+    "required": ["type", "text"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"type": ["string", "array"], "items": _PART},
+        "name": {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_NAME_CHARS},
+    },
+    "required": ["role", "content"],
+}
+CHAT_OPTIONS: Fields = {"add_generation_prompt": boolean, "continue_final_message": boolean}
+"""Fields that are called the same in Chat."""
+CHAT_FIELDS: Fields = {
+    "messages": items.then(_read_messages, items=_MESSAGE, minItems=1, maxItems=MAX_MESSAGES),
+    "chat_template_kwargs": mapping.then(json_text).said(
+        'Variables for the model\'s chat template, such as {"enable_thinking": false}.'
+    ),
+    **CHAT_OPTIONS,
+}
+FIELDS: Fields = {
+    **CHAT_FIELDS,
+    **SHARED,
+    "max_completion_tokens": integer(POSITIVE).said("OpenAI's newer name of max_tokens."),
+    "logprobs": boolean.said("Log-probabilities of each sampled token. Default false."),
+    "top_logprobs": integer((0, 20)).said("With logprobs: of so many likeliest tokens too."),
+    **STREAM_FIELDS,
+    **UNSUPPORTED,
+}

@@ -1,22 +1,36 @@
 """Outputs, whole or in pieces, as the choices of either route. Does not own what stands round them (answers.py)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.metrics import FINISHES
 from blockyard.router.openai.logprobs import CompletionLogprobs, chat_logprobs
 from blockyard.router.openai.token_texts import TokenTexts
-from blockyard.router.openai.wanted import Route
+from blockyard.router.openai.wanted import Wanted
 from blockyard.router.output import Delta
 
 Piece = Delta | inference_pb2.Output
 """A part of an output, or all of it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a client wants to see of each piece."""
+
+    logprobs: bool
+    token_ids: bool
+    special_tokens: bool
+
+    def rest(self, piece: Piece) -> dict[str, Any]:
+        """Of either route."""
+        return _end(piece) | ({"token_ids": list(piece.token_ids)} if self.token_ids else {})
+
+
 class ChatChoices:
-    def __init__(self, texts: TokenTexts, *, shows_logprobs: bool) -> None:
+    def __init__(self, texts: TokenTexts, shown: Shown) -> None:
         self._texts = texts
-        self._shows_logprobs = shows_logprobs
+        self._shown = shown
         self._begun: set[int] = set()
 
     def whole(self, output: inference_pb2.Output) -> dict[str, Any]:
@@ -31,14 +45,14 @@ class ChatChoices:
         return {"index": delta.index, "delta": role | said, **self._rest(delta)}
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
-        logprobs = chat_logprobs(piece.logprobs, self._texts) if self._shows_logprobs else None
-        return {"logprobs": logprobs, **_end(piece)}
+        logprobs = chat_logprobs(piece.logprobs, self._texts) if self._shown.logprobs else None
+        return {"logprobs": logprobs, **self._shown.rest(piece)}
 
 
 class CompletionChoices:
-    def __init__(self, texts: TokenTexts, *, shows_logprobs: bool) -> None:
+    def __init__(self, texts: TokenTexts, shown: Shown) -> None:
         self._texts = texts
-        self._shows_logprobs = shows_logprobs
+        self._shown = shown
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def whole(self, output: inference_pb2.Output) -> dict[str, Any]:
@@ -46,19 +60,26 @@ class CompletionChoices:
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         shown = None
-        if self._shows_logprobs:
-            logprobs = self._logprobs.setdefault(piece.index, CompletionLogprobs(self._texts))
+        if self._shown.logprobs:
+            logprobs = self._logprobs.setdefault(
+                piece.index, CompletionLogprobs(self._texts, shows_special=self._shown.special_tokens)
+            )
             shown = logprobs.of(piece.logprobs)
-        return {"index": piece.index, "text": piece.text, "logprobs": shown, **_end(piece)}
+        return {"index": piece.index, "text": piece.text, "logprobs": shown, **self._shown.rest(piece)}
 
 
 Choices = ChatChoices | CompletionChoices
 """Of one call."""
 
 
-def choices_of(route: Route, texts: TokenTexts, *, shows_logprobs: bool) -> Choices:
-    make = ChatChoices if route == "chat" else CompletionChoices
-    return make(texts, shows_logprobs=shows_logprobs)
+def choices_of(wanted: Wanted, texts: TokenTexts) -> Choices:
+    sampling = wanted.requests[0].sampling
+    shown = Shown(
+        logprobs=sampling.HasField("logprobs"),
+        token_ids=wanted.requests[0].return_prompt_token_ids,
+        special_tokens=sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens,
+    )
+    return ChatChoices(texts, shown) if wanted.route == "chat" else CompletionChoices(texts, shown)
 
 
 def _end(piece: Piece) -> dict[str, Any]:

@@ -1,16 +1,25 @@
 """The body of /v1/completions as GenerateRequests, one for each of its prompts: texts or lists of token ids."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.openai.fields import UINT32, Body, given, integer, refuse_others, text, token_ids
-from blockyard.router.openai.sampling_fields import KNOWN, generate_request
-from blockyard.router.openai.unsupported import HARMLESS, refuse_unsupported
-from blockyard.router.openai.wanted import Wanted, stream_wishes
+from blockyard.router.openai.fields import (
+    UINT32,
+    Body,
+    Fields,
+    Kind,
+    given,
+    integer,
+    refuse_others,
+    text,
+    token_ids,
+)
+from blockyard.router.openai.sampling_fields import SHARED, generate_request
+from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported
+from blockyard.router.openai.wanted import STREAM_FIELDS, Wanted, answering, field_names
 
-FIELDS = KNOWN | HARMLESS.keys() | {"prompt"}
+NAMES = {"input": "prompt"}
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, of this route."""
 MAX_PROMPTS = 64
@@ -23,18 +32,18 @@ def completion_wanted(body: Body) -> Wanted:
     """Raises InvalidRequest, Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body)
-    streams, includes_usage = stream_wishes(body)
+    wishes = answering(body)
     template = generate_request(body)
     if not template.sampling.HasField("max_tokens"):
         template.sampling.max_tokens = DEFAULT_MAX_TOKENS
-    num_top = given(body, "logprobs", integer(UINT32))
+    num_top = given(body, "logprobs", FIELDS["logprobs"])
     if num_top is not None:
         template.sampling.logprobs = num_top
-    prompts = tuple(_prompts(body))
+    prompts = _PROMPT("prompt", body.get("prompt"))
     if len(prompts) * template.ByteSize() > MAX_FANOUT_BYTES:
         raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
     requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
-    return Wanted(route="completions", requests=requests, streams=streams, includes_usage=includes_usage)
+    return Wanted(route="completions", requests=requests, answering=wishes, names=field_names(body, NAMES))
 
 
 def _with_prompt(
@@ -49,17 +58,29 @@ def _with_prompt(
     return request
 
 
-def _prompts(body: Body) -> Iterator[str | list[int]]:
-    prompt = body.get("prompt")
+def _read_prompts(name: str, prompt: Any) -> list[str | list[int]]:
     if not isinstance(prompt, list):
-        yield text("prompt", prompt)
-    elif prompt and type(prompt[0]) is int:
-        yield token_ids("prompt", prompt)
-    elif not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise InvalidRequest.of("prompt", f"must have 1 to {MAX_PROMPTS} prompts")
-    else:
-        yield from (_one(f"prompt[{number}]", item) for number, item in enumerate(prompt))
+        return [text(name, prompt)]
+    if prompt and type(prompt[0]) is int:
+        return [token_ids(name, prompt)]
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise InvalidRequest.of(name, f"must have 1 to {MAX_PROMPTS} prompts")
+    return [_one(f"{name}[{number}]", item) for number, item in enumerate(prompt)]
 
 
 def _one(path: str, value: Any) -> str | list[int]:
     return token_ids(path, value) if isinstance(value, list) else text(path, value)
+
+
+_ONE = [text.schema, token_ids.schema]
+_PROMPT = Kind(
+    _read_prompts,
+    {"anyOf": [*_ONE, {"type": "array", "items": {"anyOf": _ONE}, "minItems": 1, "maxItems": MAX_PROMPTS}]},
+).said(f"A text, token ids, or up to {MAX_PROMPTS} of either.")
+FIELDS: Fields = {
+    "prompt": _PROMPT,
+    **SHARED,
+    "logprobs": integer(UINT32),
+    **STREAM_FIELDS,
+    **UNSUPPORTED,
+}

@@ -5,12 +5,11 @@ from typing import Any
 
 from aiohttp.web import StreamResponse
 from blockyard.proto.logs import REQUEST_ID
-from blockyard.proto.v1 import inference_pb2
 from blockyard.router.answers import gathered
 from blockyard.router.call_gate import answer_to
 from blockyard.router.calls import Calls
 from blockyard.router.errors import SlowReader, is_gone
-from blockyard.router.openai.answers import Envelope, usage_of
+from blockyard.router.openai.answers import Envelope, Tally
 from blockyard.router.openai.choices import Choices, choices_of
 from blockyard.router.openai.http_call import HttpCall
 from blockyard.router.openai.http_errors import error_body
@@ -39,15 +38,13 @@ class Completions:
         envelope = Envelope(
             wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
         )
-        shows_logprobs = wanted.requests[0].sampling.HasField("logprobs")
-        choices = choices_of(wanted.route, self._texts, shows_logprobs=shows_logprobs)
-        if wanted.streams:
+        choices = choices_of(wanted, self._texts)
+        if wanted.answering.streams:
             return await self._stream(events, call, envelope, choices)
+        tally = Tally(wanted.outputs_a_prompt)
         async with outputs(self._calls, wanted, call) as deltas:
-            whole = await gathered(request_id, deltas)
-        finishes = [(output.index, output.finish) for output in whole.outputs]
-        usage = usage_of(finishes, wanted.outputs_a_prompt)
-        return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], usage))
+            whole = await gathered(request_id, tally.of(deltas))
+        return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], tally))
 
     async def _stream(
         self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
@@ -60,7 +57,7 @@ class Completions:
         except Exception as error:
             if not events.has_begun:
                 raise
-            await self._broken(events, error)
+            await self._broken(events, error, envelope.wanted)
         return events.response
 
     async def _events(
@@ -68,20 +65,17 @@ class Completions:
     ) -> list[dict[str, Any]]:
         """Sends all but the last ones, which are returned."""
         wanted = envelope.wanted
-        finishes: dict[int, inference_pb2.Finish] = {}
+        tally = Tally(wanted.outputs_a_prompt)
 
         async def write(delta: Delta) -> None:
-            if delta.finish is not None:
-                finishes[delta.index] = delta.finish
-            await events.send(envelope.chunk(choices.piece(delta)))
+            tally.add(delta)
+            await events.send(envelope.chunk(choices.piece(delta), delta, tally))
 
         async with outputs(self._calls, wanted, call) as deltas:
             await self._calls.deliver(deltas, write)
-        if not wanted.includes_usage:
-            return []
-        return [envelope.usage_chunk(usage_of(finishes.items(), wanted.outputs_a_prompt))]
+        return [envelope.usage_chunk(tally)] if wanted.answering.includes_usage else []
 
-    async def _broken(self, events: EventStream, error: Exception) -> None:
+    async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
         """Ends a stream that has begun: with the reason, unless its client has gone or takes nothing."""
         if is_gone(error):
             return
@@ -90,6 +84,6 @@ class Completions:
             events.cut_off()
             return
         try:
-            await events.end(error_body(answer), is_whole=False)
+            await events.end(error_body(answer, wanted.names), is_whole=False)
         except (TimeoutError, ConnectionError):
             events.cut_off()

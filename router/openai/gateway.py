@@ -15,6 +15,7 @@ from blockyard.router.call_gate import CallGate
 from blockyard.router.calls import Calls
 from blockyard.router.config import RouterConfig
 from blockyard.router.intake import Intake
+from blockyard.router.openai.about import AboutRouter
 from blockyard.router.openai.protocol import Connections
 from blockyard.router.openai.routes import Routes
 from blockyard.router.server_options import HANDSHAKE_SECONDS, max_connections
@@ -31,7 +32,9 @@ VANISHED_SECONDS = 15
 
 
 @asynccontextmanager
-async def gateway(calls: Calls, gate: CallGate, intake: Intake, config: RouterConfig) -> AsyncIterator[str]:
+async def gateway(
+    calls: Calls, gate: CallGate, intake: Intake, config: RouterConfig, about: AboutRouter
+) -> AsyncIterator[str]:
     """Serves for the life of the context: "host:port", or "" where the config wants none. Raises RuntimeError for a
     port that it cannot have, ValueError for TLS files that cannot be used."""
     if config.http_port is None:
@@ -39,7 +42,9 @@ async def gateway(calls: Calls, gate: CallGate, intake: Intake, config: RouterCo
         return
     tls = https_context(config.tls)
     listener = _listener(config.host, config.http_port, shares_port=config.reuse_port)
-    connections = Connections(Routes(calls, gate, intake), most_connections=max_connections())
+    connections = Connections(
+        Routes(calls, gate, intake, about, config.cors_origins), most_connections=max_connections()
+    )
     runner = ServerRunner(connections, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     listening = await asyncio.get_running_loop().create_server(

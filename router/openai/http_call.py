@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from aiohttp.web import BaseRequest
 from blockyard.router.errors import InvalidRequest
@@ -27,9 +28,21 @@ def drawn_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def own_headers(request_id: str) -> dict[str, str]:
+@dataclass(slots=True, kw_only=True)
+class CallNotes:
+    """What is found out about a call on its way and told with its answer."""
+
+    request_id: str
+    ignored: tuple[str, ...] = ()
+    """Fields of its body that change nothing here."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What its body calls fields of GenerateRequest."""
+
+
+def own_headers(notes: CallNotes) -> dict[str, str]:
     """Of every answer. aiohttp would name itself and its version."""
-    return {"Server": "blockyard", "X-Request-Id": request_id}
+    headers = {"Server": "blockyard", "X-Request-Id": notes.request_id}
+    return headers | ({"Blockyard-Ignored": ", ".join(notes.ignored)} if notes.ignored else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 Owns also what only HTTP can get wrong. Messages name fields by their names in the JSON, never a value.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import grpc
@@ -27,14 +29,14 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
 """Status and type."""
 WORTH_RETRYING = frozenset({Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})
 """Told by x-should-retry, which OpenAI's client obeys: it would else retry every 409 and 5xx, a poison too."""
-JSON_NAMES = {
-    "sampling.structured_output": "response_format",
+JSON_NAMES: dict[str, str] = {
     "sampling.include_stop_in_output": "include_stop_str_in_output",
     "prompt_token_ids": "prompt",
-    "chat.messages": "messages",
+    "chat.template_kwargs": "chat_template_kwargs",
     "request_id": "X-Request-Id",
 }
 """Of fields of GenerateRequest, where dropping `sampling.` is not enough."""
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class HttpRefusal(RouterError):
@@ -75,12 +77,13 @@ def status_of(error: RouterError) -> int:
     return error.status if isinstance(error, HttpRefusal) else STATUSES[code_of(error)][0]
 
 
-def error_body(error: RouterError) -> dict[str, Any]:
+def error_body(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
+    """`names`: how the client's body calls fields of GenerateRequest."""
     kind = "invalid_request_error" if isinstance(error, HttpRefusal) else STATUSES[code_of(error)][1]
     message = error.message
     for violation in error.violations:
-        message = message.replace(f"{violation.field}:", f"{json_name(violation.field)}:")
-    fields = [json_name(violation.field) for violation in error.violations]
+        message = message.replace(f"{violation.field}:", f"{json_name(violation.field, names)}:")
+    fields = [json_name(violation.field, names) for violation in error.violations]
     param = "model" if isinstance(error, UnknownModel) else next(iter(fields), None)
     return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
 
@@ -97,9 +100,9 @@ def error_headers(error: RouterError) -> dict[str, str]:
     return headers
 
 
-def json_name(field: str) -> str:
+def json_name(field: str, names: Mapping[str, str] = NO_NAMES) -> str:
     """What a client of this API calls a field."""
-    for known, name in JSON_NAMES.items():
+    for known, name in {**JSON_NAMES, **names}.items():
         if field == known or field.startswith(known + "."):
             return name + field[len(known) :]
-    return field.removeprefix("sampling.")
+    return field.removeprefix("sampling.").removeprefix("chat.")

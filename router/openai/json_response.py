@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp.web import Response
 from blockyard.router.errors import RouterError
-from blockyard.router.openai.http_errors import error_body, error_headers, status_of
+from blockyard.router.openai.http_errors import NO_NAMES, error_body, error_headers, status_of
 
 
 def encoded(value: Any) -> bytes:
@@ -20,5 +20,5 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     )
 
 
-def error_response(error: RouterError) -> Response:
-    return json_response(error_body(error), status=status_of(error), headers=error_headers(error))
+def error_response(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> Response:
+    return json_response(error_body(error, names), status=status_of(error), headers=error_headers(error))

@@ -27,8 +27,9 @@ def _entry(token: TokenLogprob | TopLogprob, texts: TokenTexts) -> dict[str, Any
 class CompletionLogprobs:
     """Of one output, piece by piece: it knows at which character each token begins."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, *, shows_special: bool) -> None:
         self._texts = texts
+        self._shows_special = shows_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_chars = 0
 
@@ -49,7 +50,10 @@ class CompletionLogprobs:
 
     def _offset(self, token: TokenLogprob) -> int:
         offset = self._num_chars
-        self._num_chars += len(self._decoder.decode(self._texts.of(token.token_id)[1] or b""))
+        text, raw = self._texts.of(token.token_id)
+        if raw is None:
+            raw = text.encode() if self._shows_special else b""
+        self._num_chars += len(self._decoder.decode(raw))
         return offset
 
 

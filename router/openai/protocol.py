@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, RequestHandler, Server, StreamResponse
 from blockyard.router.errors import InternalError, MalformedMessage, Overloaded, RouterError
-from blockyard.router.openai.http_call import drawn_id, own_headers
+from blockyard.router.openai.http_call import CallNotes, drawn_id, own_headers
 from blockyard.router.openai.http_errors import (
     HeadTooLarge,
     HeadTooSlow,
@@ -113,7 +113,7 @@ class _Connection(RequestHandler):
         if self.transport is None:
             return
         body, status = encoded(error_body(answer)), status_of(answer)
-        headers = error_headers(answer) | own_headers(drawn_id())
+        headers = error_headers(answer) | own_headers(CallNotes(request_id=drawn_id()))
         headers |= {"Content-Type": "application/json; charset=utf-8", "Content-Length": str(len(body))}
         lines = [f"{name}: {value}" for name, value in (headers | {"Connection": "close"}).items()]
         head = "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *lines, "", ""])
@@ -134,7 +134,7 @@ class _Connection(RequestHandler):
             logger.debug("a connection sent what is no HTTP request")
             answer = MalformedMessage("this is no HTTP request that can be read")
         response = error_response(answer)
-        response.headers.update(own_headers(drawn_id()))
+        response.headers.update(own_headers(CallNotes(request_id=drawn_id())))
         response.force_close()
         return response
 

@@ -1,40 +1,49 @@
 """Paths, who may call them, and the end of every request: an answer, an error, or nothing for a client that has gone.
 
 A route stands for a method of gRPC's, so that one table (../auth.py) says who may call it. Does not own what a route
-does (completions.py).
+does (completions.py, tokens.py, about.py).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from aiohttp.web import BaseRequest, Response, StreamResponse
+from aiohttp.web import BaseRequest, StreamResponse
 from blockyard.router.call_gate import CallGate, answer_to
 from blockyard.router.calls import Calls
-from blockyard.router.errors import UnknownModel, is_gone
+from blockyard.router.errors import is_gone
 from blockyard.router.intake import Intake
-from blockyard.router.openai.answers import model_object
+from blockyard.router.openai.about import AboutRouter, AboutRoutes
 from blockyard.router.openai.body import read_json
 from blockyard.router.openai.chat_request import chat_wanted
 from blockyard.router.openai.completion_request import completion_wanted
 from blockyard.router.openai.completions import Completions
+from blockyard.router.openai.cors import cors_headers, preflight
 from blockyard.router.openai.fields import Body
-from blockyard.router.openai.http_call import call_id, call_metadata, drawn_id, http_call, own_headers
+from blockyard.router.openai.http_call import (
+    CallNotes,
+    HttpCall,
+    call_id,
+    call_metadata,
+    drawn_id,
+    http_call,
+    own_headers,
+)
 from blockyard.router.openai.http_errors import MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.json_response import error_response, json_response
+from blockyard.router.openai.openapi import MODELS, PATHS
 from blockyard.router.openai.rate_headers import rate_headers
 from blockyard.router.openai.sse import EventStream
+from blockyard.router.openai.tokens import detokenized, tokenized
 from blockyard.router.openai.wanted import Wanted
-from blockyard.router.service import model_message, model_messages
 
-MODELS = "/v1/models"
-Handler = Callable[[BaseRequest, str], Awaitable[StreamResponse]]
-"""Takes the request and its id."""
+MODEL = f"{MODELS}/{{model}}"
+Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    verb: str
     method: str
     """Of gRPC's, whose roles may call it."""
     handler: Handler
@@ -43,96 +52,107 @@ class _Route:
 class Routes:
     """One for each gateway: the handler of all its requests."""
 
-    def __init__(self, calls: Calls, gate: CallGate, intake: Intake) -> None:
+    def __init__(
+        self, calls: Calls, gate: CallGate, intake: Intake, about: AboutRouter, cors_origins: Sequence[str]
+    ) -> None:
         self._calls, self._gate, self._intake = calls, gate, intake
+        self._cors_origins = cors_origins
         self._completions = Completions(calls)
-        generates, lists = (
-            f"/blockyard.v1.InferenceService/{name}" for name in ("GenerateStream", "ListModels")
+        tells = AboutRoutes(calls.parts, about)
+        generates, lists, tokenizes, detokenizes = (
+            f"/blockyard.v1.InferenceService/{name}"
+            for name in ("GenerateStream", "ListModels", "Tokenize", "Detokenize")
         )
+        health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
         self._routes: Mapping[str, _Route] = {
-            "/v1/chat/completions": _Route("POST", generates, self._generating(chat_wanted)),
-            "/v1/completions": _Route("POST", generates, self._generating(completion_wanted)),
-            MODELS: _Route("GET", lists, self._models),
-            f"{MODELS}/": _Route("GET", lists, self._model),
-            "/health": _Route("GET", "/grpc.health.v1.Health/Check", self._health),
+            "/v1/chat/completions": _Route(generates, self._generating(chat_wanted)),
+            "/v1/completions": _Route(generates, self._generating(completion_wanted)),
+            MODELS: _Route(lists, tells.models),
+            MODEL: _Route(lists, tells.model),
+            "/tokenize": _Route(tokenizes, self._answering(tokenized)),
+            "/detokenize": _Route(detokenizes, self._answering(detokenized)),
+            "/version": _Route(lists, tells.version),
+            "/metrics": _Route(info, tells.metrics),
+            "/health": _Route(health, tells.health),
+            "/openapi.json": _Route(lists, tells.document),
+            "/docs": _Route(lists, tells.page),
         }
 
     async def __call__(self, request: BaseRequest) -> StreamResponse:
-        request_id = drawn_id()
+        notes = CallNotes(request_id=drawn_id())
         try:
-            route = self._admitted(request)
-            request_id = call_id(request)
-            response = await self._answer(route, request, request_id)
+            # Before a token is asked for: a browser sends none with its question.
+            response: StreamResponse | None = preflight(self._cors_origins, request)
+            if response is None:
+                path = self._admitted(request)
+                notes.request_id = call_id(request)
+                response = await self._answer(path, request, notes)
         except asyncio.CancelledError as error:
             await self._gate.free(error)
             raise
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            response = error_response(answer_to(error, self._told(request)))
-        await self._finish(request, response, request_id)
+            response = error_response(answer_to(error, self._told(request)), notes.names)
+        await self._finish(request, response, notes)
         return response
 
-    def _admitted(self, request: BaseRequest) -> _Route | None:
+    def _admitted(self, request: BaseRequest) -> str | None:
         """Before anything else is said of the request. Raises Unauthenticated, Forbidden."""
-        route = self._route(request.path)
+        path = self._path(request.path)
         # A path that nobody knows needs a token too: who has none learns nothing.
-        self._gate.admit((route or self._routes[MODELS]).method, call_metadata(request))
-        return route
+        self._gate.admit(self._routes[path or MODELS].method, call_metadata(request))
+        return path
 
-    async def _answer(self, route: _Route | None, request: BaseRequest, request_id: str) -> StreamResponse:
-        if route is None:
-            raise NoSuchRoute("there is no such path here; /v1/models and the like are")
-        if request.method != route.verb:
-            raise MethodNotAllowed(f"only {route.verb} is for this path", metadata={"allow": route.verb})
-        return await route.handler(request, request_id)
+    async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
+        if path is None:
+            raise NoSuchRoute("there is no such path here; /openapi.json names all")
+        verb = PATHS[path].verb
+        if request.method != verb:
+            raise MethodNotAllowed(f"only {verb} is for this path", metadata={"allow": verb})
+        return await self._routes[path].handler(request, notes)
 
-    def _route(self, path: str) -> _Route | None:
-        return self._routes.get(f"{MODELS}/" if path.startswith(f"{MODELS}/") else path)
+    def _path(self, path: str) -> str | None:
+        """One of ours."""
+        known = MODEL if path.startswith(f"{MODELS}/") else path
+        return known if known in self._routes else None
 
     def _told(self, request: BaseRequest) -> str:
         """A path for the log: another than ours is the client's text."""
-        return request.path if request.path in self._routes else "a path"
+        return self._path(request.path) or "a path"
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
-        async def handle(request: BaseRequest, request_id: str) -> StreamResponse:
-            bounds = self._calls.bounds
-            call = http_call(request, default_timeout_seconds=bounds.default_timeout_seconds)
-            with self._intake.charge(call.peer()) as charge:
-                body = await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
+        async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
+            call, body = await self._read(request)
             wanted = parse(body)
+            notes.ignored, notes.names = wanted.answering.ignored, wanted.names
             events = EventStream(
                 request,
                 slow_reader_seconds=self._calls.slow_reader_seconds,
-                headed=lambda response: self._headed(response, request, request_id),
+                headed=lambda response: self._headed(response, request, notes),
             )
-            return await self._completions.answer(wanted, call, request_id, events)
+            return await self._completions.answer(wanted, call, notes.request_id, events)
 
         return handle
 
-    async def _models(self, request: BaseRequest, request_id: str) -> Response:
-        models = model_messages(self._calls.parts)
-        return json_response({"object": "list", "data": [model_object(model) for model in models]})
+    def _answering(self, answer: Callable[[Calls, Body, HttpCall], Awaitable[dict[str, Any]]]) -> Handler:
+        async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
+            call, body = await self._read(request)
+            notes.names = {"token_ids": "tokens", "input": "messages" if "messages" in body else "prompt"}
+            return json_response(await answer(self._calls, body, call))
 
-    async def _model(self, request: BaseRequest, request_id: str) -> Response:
-        if request.path.removeprefix(f"{MODELS}/") not in self._calls.parts.facts.names:
-            raise UnknownModel("model: not served here; /v1/models says what is")
-        return json_response(model_object(model_message(self._calls.parts)))
+        return handle
 
-    async def _health(self, request: BaseRequest, request_id: str) -> Response:
-        parts = self._calls.parts
-        if parts.registry.is_draining:
-            return json_response({"status": "draining"}, status=503)
-        is_ready = bool(parts.fleet.view.ready())
-        return json_response(
-            {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
-        )
+    async def _read(self, request: BaseRequest) -> tuple[HttpCall, Body]:
+        call = http_call(request, default_timeout_seconds=self._calls.bounds.default_timeout_seconds)
+        with self._intake.charge(call.peer()) as charge:
+            return call, await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
 
-    async def _finish(self, request: BaseRequest, response: StreamResponse, request_id: str) -> None:
+    async def _finish(self, request: BaseRequest, response: StreamResponse, notes: CallNotes) -> None:
         """Sends what has not been sent yet, to a client that takes it."""
         if response.prepared:
             return
-        self._headed(response, request, request_id)
+        self._headed(response, request, notes)
         try:
             async with asyncio.timeout(self._calls.slow_reader_seconds):
                 await response.prepare(request)
@@ -141,8 +161,8 @@ class Routes:
             if request.transport is not None:
                 request.transport.abort()
 
-    def _headed(self, response: StreamResponse, request: BaseRequest, request_id: str) -> None:
-        response.headers.update(own_headers(request_id))
+    def _headed(self, response: StreamResponse, request: BaseRequest, notes: CallNotes) -> None:
+        response.headers.update(own_headers(notes) | cors_headers(self._cors_origins, request))
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:

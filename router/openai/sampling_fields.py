@@ -4,62 +4,109 @@ OpenAI's names first, then ours and vLLM's, which its client sends by `extra_bod
 checked where gRPC's are.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.openai import fields
 from blockyard.router.openai.fields import (
     INT32,
     INT64,
     UINT32,
     Body,
+    Fields,
     Kind,
     boolean,
     given,
     integer,
+    mapping,
     number,
     text,
+    texts,
+    token_ids,
 )
-from blockyard.router.sampling_checks import COUNTS
+from blockyard.router.openai.structures import STRUCTURES, given_structure
+from blockyard.router.sampling_checks import COUNTS, MAX_LOGIT_BIAS
 
-SCALARS: Mapping[str, Kind] = {
+Value = TypeVar("Value")
+
+
+POSITIVE = (1, UINT32[1])
+
+
+def _counted(name: str, kind: Kind[Value]) -> Kind[Value]:
+    """Counts what is in a field before anybody looks through it: a body has room for a million."""
+
+    def checked(name: str, value: Any) -> Value:
+        if isinstance(value, list | dict) and len(value) > COUNTS[name]:
+            raise InvalidRequest.of(name, f"at most {COUNTS[name]} are allowed")
+        return kind(name, value)
+
+    bound = "maxProperties" if kind is mapping else "maxItems"
+    return Kind(checked, {**kind.schema, bound: COUNTS[name]})
+
+
+def _read_biases(name: str, value: Mapping[str, Any]) -> dict[int, float]:
+    return {_token_id(token_id): number(name, bias) for token_id, bias in value.items()}
+
+
+def _top_k(name: str, value: Any) -> int:
+    return 0 if value == -1 else integer(UINT32)(name, value)
+
+
+SCALARS: Fields = {
     "temperature": number,
-    "top_p": number,
+    "top_p": Kind(number.check, {**number.schema, "exclusiveMinimum": 0, "maximum": 1}),
     "presence_penalty": number,
     "frequency_penalty": number,
-    "seed": integer(INT64),
-    "n": integer(UINT32),
+    "seed": integer(INT64).said("Drawn by the router if absent."),
+    "n": integer(POSITIVE),
     "max_tokens": integer(UINT32),
-    "top_k": integer(UINT32),
+    "top_k": Kind(_top_k, integer((-1, UINT32[1])).schema).said(
+        "Keep the k likeliest tokens; 0 and -1 keep all. Default 0."
+    ),
     "min_p": number,
     "repetition_penalty": number,
     "min_tokens": integer(UINT32),
     "ignore_eos": boolean,
-    "beam_width": integer(UINT32),
+    "beam_width": integer(POSITIVE),
     "length_penalty": number,
+    "skip_special_tokens": boolean,
 }
 """Fields that are called the same in SamplingParams."""
-TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids")
-REQUEST_SCALARS: Mapping[str, Kind] = {
-    "model": text,
+LISTS: Fields = {
+    **{name: _counted(name, texts) for name in ("stop", "bad_words")},
+    **{name: _counted(name, token_ids) for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids")},
+}
+"""The same, repeated."""
+REQUEST_SCALARS: Fields = {
+    "model": text.said("Absent: the cluster's model."),
     "priority": integer(INT32),
     "session_id": text,
     "cache_salt": text,
     "public_prefix": boolean,
+    "truncate_prompt_tokens": integer(INT32),
 }
 """The same, of GenerateRequest."""
-STRUCTURES = ("response_format", "json_schema", "regex")
-KNOWN = frozenset(
-    {
-        *(*SCALARS, *TOKEN_LISTS, *REQUEST_SCALARS, *STRUCTURES),
-        *("stop", "logit_bias", "include_stop_str_in_output", "stream", "stream_options", "logprobs"),
-        *("user", "safety_identifier"),
-    }
+LOGIT_BIAS = _counted("logit_bias", mapping).then(
+    _read_biases,
+    propertyNames={"pattern": "^[0-9]{1,10}$"},
+    additionalProperties={"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
 )
-"""What both routes take. The last two are checked and change nothing: who calls is said by the token."""
+STOP_SHOWN = boolean.said(
+    "Whether a stop string, or the text of a stop token, ends the text that is returned. Default false."
+)
+RETURN_TOKEN_IDS = boolean.said("Whether the tokens of prompt and outputs are told as well. Default false.")
+SHARED: Fields = {
+    **SCALARS,
+    **LISTS,
+    **REQUEST_SCALARS,
+    **STRUCTURES,
+    "logit_bias": LOGIT_BIAS,
+    "include_stop_str_in_output": STOP_SHOWN,
+    "return_token_ids": RETURN_TOKEN_IDS,
+}
+"""What both routes take, but for streams and log-probabilities."""
 
 
 def generate_request(body: Body) -> inference_pb2.GenerateRequest:
@@ -69,8 +116,7 @@ def generate_request(body: Body) -> inference_pb2.GenerateRequest:
         value = given(body, name, kind)
         if value is not None:
             setattr(request, name, value)
-    for name in ("user", "safety_identifier"):
-        given(body, name, text)
+    request.return_prompt_token_ids = bool(given(body, "return_token_ids", RETURN_TOKEN_IDS))
     return request
 
 
@@ -84,28 +130,16 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
         value = given(body, name, kind)
         if value is not None:
             setattr(sampling, name, value)
-    for name in TOKEN_LISTS:
-        getattr(sampling, name).extend(given(body, name, _counted(fields.token_ids)) or ())
-    sampling.stop.extend(given(body, "stop", _counted(fields.texts)) or ())
-    for token_id, bias in (given(body, "logit_bias", _counted(fields.mapping)) or {}).items():
-        sampling.logit_bias[_token_id(token_id)] = number("logit_bias", bias)
-    if given(body, "include_stop_str_in_output", boolean):
+    for name, kind in LISTS.items():
+        getattr(sampling, name).extend(given(body, name, kind) or ())
+    for token_id, bias in (given(body, "logit_bias", LOGIT_BIAS) or {}).items():
+        sampling.logit_bias[token_id] = bias
+    if given(body, "include_stop_str_in_output", STOP_SHOWN):
         sampling.include_stop_in_output = True
-    structure = _structure(body)
+    structure = given_structure(body)
     if structure is not None:
         sampling.structured_output.CopyFrom(structure)
     return sampling
-
-
-def _counted(kind: Kind) -> Kind:
-    """Counts what is in a field before anybody looks through it: a body has room for a million."""
-
-    def checked(name: str, value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > COUNTS[name]:
-            raise InvalidRequest.of(name, f"at most {COUNTS[name]} are allowed")
-        return kind(name, value)
-
-    return checked
 
 
 def _token_id(written: str) -> int:
@@ -113,51 +147,3 @@ def _token_id(written: str) -> int:
     if not (written.isascii() and written.isdigit()) or len(written) > 10 or int(written) > UINT32[1]:
         raise InvalidRequest.of("logit_bias", "each key must be a token id")
     return int(written)
-
-
-def _structure(body: Body) -> inference_pb2.StructuredOutput | None:
-    found = {
-        name: structure
-        for name in STRUCTURES
-        if body.get(name) is not None and (structure := _one_structure(name, body[name])) is not None
-    }
-    if len(found) > 1:
-        raise InvalidRequest.of(sorted(found)[1], f"excludes {sorted(found)[0]}")
-    return next(iter(found.values()), None)
-
-
-def _one_structure(name: str, value: Any) -> inference_pb2.StructuredOutput | None:
-    match name:
-        case "regex":
-            return inference_pb2.StructuredOutput(regex=text(name, value))
-        case "json_schema":
-            return inference_pb2.StructuredOutput(json_schema=_schema(name, value))
-        case _:
-            return _response_format(fields.mapping(name, value))
-
-
-def _response_format(value: Mapping[str, Any]) -> inference_pb2.StructuredOutput | None:
-    match value.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return inference_pb2.StructuredOutput(json_object=True)
-        case "json_schema":
-            # Its `name`, `description` and `strict` change nothing: an output always follows the schema.
-            inner = fields.mapping("response_format.json_schema", value.get("json_schema"))
-            name = "response_format.json_schema.schema"
-            return inference_pb2.StructuredOutput(json_schema=_schema(name, inner.get("schema")))
-        case _:
-            raise InvalidRequest.of("response_format.type", "must be text, json_object or json_schema")
-
-
-def _schema(name: str, value: Any) -> str:
-    """As JSON; a string is taken for JSON already."""
-    if isinstance(value, str):
-        return text(name, value)
-    if not isinstance(value, dict | bool):
-        raise InvalidRequest.of(name, "must be a JSON schema")
-    try:
-        return text(name, json.dumps(value, ensure_ascii=False))
-    except RecursionError:
-        raise InvalidRequest.of(name, "is nested too deeply") from None

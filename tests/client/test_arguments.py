@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.client.arguments import GenerateArguments, generate_request
+from blockyard.router.client.arguments import GenerateArguments, generate_request, lookup_request
+from blockyard.router.client.requests import tokenize
 
 TAKEN: dict[str, Any] = {
     "temperature": 0.5,
@@ -24,6 +25,8 @@ TAKEN: dict[str, Any] = {
     "seed": -5,
     "stop": ["a", "b"],
     "stop_token_ids": [8],
+    "skip_special_tokens": False,
+    "bad_words": ["a", "b"],
     "include_stop_in_output": True,
     "logprobs": 2,
     "prompt_logprobs": 0,
@@ -33,7 +36,8 @@ TAKEN: dict[str, Any] = {
 }
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
 BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "public_prefix"}
-BESIDE |= {"priority", "session_id", "policy"}
+BESIDE |= {"priority", "session_id", "policy", "truncate_prompt_tokens", "return_prompt_token_ids"}
+OF_CHATS = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 
 
 def sampling(**arguments: Any) -> inference_pb2.SamplingParams:
@@ -41,7 +45,7 @@ def sampling(**arguments: Any) -> inference_pb2.SamplingParams:
 
 
 def test_every_argument_is_tested_here() -> None:
-    assert TAKEN.keys() | FORMED | BESIDE == GenerateArguments.__annotations__.keys()
+    assert TAKEN.keys() | FORMED | BESIDE | OF_CHATS == GenerateArguments.__annotations__.keys()
     fields = set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     assert TAKEN.keys() == fields - {"early_stopping", "structured_output"}
 
@@ -79,6 +83,25 @@ def test_structured_output_is_a_value_a_text_or_nothing() -> None:
     assert not sampling(json_object=False).HasField("structured_output")
 
 
+@pytest.mark.parametrize("kwargs", [{"thinking": False}, '{"thinking": false}'])
+def test_arguments_of_chats_reach_the_chat(kwargs: Any) -> None:
+    messages = [{"role": "user", "content": "x", "name": "ann"}, {"role": "assistant", "content": "y"}]
+    arguments: Any = {"messages": messages, "chat_template_kwargs": kwargs, "continue_final_message": True}
+    expected = inference_pb2.Chat(
+        messages=messages, template_kwargs='{"thinking": false}', continue_final_message=True
+    )
+    assert generate_request(None, arguments).chat == expected
+    assert lookup_request(None, arguments).chat == expected
+    assert (
+        tokenize(
+            None, messages, None, {name: arguments[name] for name in arguments.keys() & OF_CHATS}
+        ).request.chat
+        == expected
+    )
+    with pytest.raises(ValueError, match=r"^add_generation_prompt: is for messages"):
+        generate_request("x", {"add_generation_prompt": False})
+
+
 def test_what_is_beside_sampling_reaches_the_request() -> None:
     request = generate_request(
         None,
@@ -87,6 +110,9 @@ def test_what_is_beside_sampling_reaches_the_request() -> None:
     assert list(request.prompt_token_ids.ids) == [1, 2]
     assert (request.model, request.request_id, request.cache_salt, request.priority) == ("m", "r", "s", -5)
     assert generate_request("x", {"public_prefix": True}).public_prefix
+    told = generate_request("x", {"truncate_prompt_tokens": -1, "return_prompt_token_ids": True})
+    assert (told.truncate_prompt_tokens, told.return_prompt_token_ids) == (-1, True)
+    assert list(sampling(bad_words="word").bad_words) == ["word"]
 
 
 @pytest.mark.parametrize(

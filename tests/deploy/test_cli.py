@@ -244,6 +244,17 @@ def test_policy_and_placement_settings_reach_the_routers() -> None:
     assert (router.policy, router.placement) == ("dynamo", PlacementConfig(dynamo_temperature=0.5))
 
 
+def test_origins_of_web_pages_reach_the_routers_and_are_checked_before_anything_starts() -> None:
+    origins = ("https://chat.example", "http://127.0.0.1:3000")
+    arguments = ["--model", "demo", *(word for origin in origins for word in ("--cors-origin", origin))]
+    values = main.commands["up"].make_context("up", arguments).params
+    options = UpOptions(engine=EngineConfig(model="demo"), cors_origins=values["cors_origins"])
+    assert spec_of(cluster_state(), options, ONE_WORKER).router.cors_origins == origins
+    result = run("up", "--model", "demo", "--cors-origin", "*")
+    assert result.exit_code == 2
+    assert "an origin is like" in " ".join(result.output.split())
+
+
 def test_a_placement_setting_that_does_not_exist_is_named_before_anything_starts() -> None:
     result = run("up", "--model", "demo", "--placement", "near_equal=1")
     assert result.exit_code == 2

@@ -39,6 +39,11 @@ def calls() -> list[tuple[Any, str]]:
             (chat | {field: CANARY}, CHAT)
             for field in ("model", "regex", "user", "session_id", "seed", "n", CANARY)
         ),
+        (chat | {"messages": [{**SAID[0], "name": CANARY}], "chat_template_kwargs": {CANARY: CANARY}}, CHAT),
+        (chat | {"chat_template_kwargs": {"messages": CANARY}}, CHAT),
+        (chat | {"bad_words": [CANARY], "guided_choice": [CANARY], "metadata": {CANARY: CANARY}}, CHAT),
+        ({"prompt": CANARY, "return_token_strs": True}, "/tokenize"),
+        ({"tokens": [CANARY]}, "/detokenize"),
         (chat | {"json_schema": {CANARY: [CANARY]}}, CHAT),
         (chat | {"n": 3, "temperature": -1}, CHAT),
         (json.dumps(chat)[:-2].encode(), CHAT),

@@ -82,6 +82,21 @@ async def test_n_outputs_have_an_index_each_whole_and_streamed(
     assert list(texts.values()) == expected
 
 
+async def test_usage_in_every_chunk_counts_the_call_so_far(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    asked = {"model": "demo", "messages": HELLO, "max_tokens": 30, "n": 2, "stream": True}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = await chunks_of(await client.chat.completions.create(**asked, stream_options=both))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 60
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {worker.submits[0].prompt_tokens}
+    assert {chunk.usage.prompt_tokens_details.cached_tokens for chunk in chunks} == {32}
+    assert (last.choices, last.usage) == ([], chunks[-1].usage)
+    alone = {"continuous_usage_stats": True}
+    without = await chunks_of(await client.chat.completions.create(**asked, stream_options=alone))
+    assert all(chunk.choices and chunk.usage is None for chunk in without)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_name_each_token_by_text_and_bytes(
     client: AsyncOpenAI, worker: FakeWorker, stream: bool
@@ -157,6 +172,14 @@ async def test_a_stop_text_ends_the_answer_and_is_named(client: AsyncOpenAI, wor
         ),
         ({"extra_body": {"regex": "a+"}}, "regex"),
         ({"extra_body": {"json_schema": {"type": "object"}}}, "json_schema"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, "json_schema"),
+        ({"extra_body": {"guided_json": '{"type": "object"}'}}, "json_schema"),
+        ({"extra_body": {"guided_regex": "a+"}}, "regex"),
+        ({"extra_body": {"guided_choice": ["yes", "no"]}}, "regex"),
+        ({"extra_body": {"structured_outputs": {"json": {}, "regex": None}}}, "json_schema"),
+        ({"extra_body": {"structured_outputs": {"regex": "a+", "disable_fallback": True}}}, "regex"),
+        ({"extra_body": {"structured_outputs": {"choice": ["yes"]}}}, "regex"),
+        ({"extra_body": {"structured_outputs": {"json_object": True}}}, "json_object"),
     ],
 )
 async def test_structured_output_is_asked_for_in_openais_way_and_ours(

@@ -2,12 +2,17 @@
 
 import pytest
 from blockyard.proto.block_hash import unpack_tokens
+from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2
 from openai import AsyncOpenAI, NotFoundError
 
 from .rig import (
+    COMPLETIONS,
+    HELLO,
+    MODEL,
     FakeWorker,
     Gateway,
+    Script,
     expected_logprob,
     expected_text,
     expected_tokens,
@@ -76,6 +81,83 @@ async def test_logprobs_are_in_the_older_shape_with_the_place_of_each_token(
         expected_logprob(token) for token in expected_tokens(6, 20)
     ]
     assert all(len(top) == 2 for choice in choices for top in choice.logprobs.top_logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_prompts_and_outputs_are_told_where_vllm_tells_them(
+    gateway: Gateway, client: AsyncOpenAI, worker: FakeWorker, stream: bool
+) -> None:
+    asked = {"model": "demo", "max_tokens": 6, "seed": 2, "n": 2, "stream": stream}
+    asked["extra_body"] = {"return_token_ids": True}
+    answer = await client.completions.create(prompt=[[7, 8], [9]], **asked)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    tokens = {index: list[int]() for index in range(4)}
+    prompts = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        tokens[choice.index] += choice.token_ids
+        if "prompt_token_ids" in choice.model_extra:
+            assert choice.index not in prompts
+            prompts[choice.index] = choice.prompt_token_ids
+    assert tokens == {index: expected_tokens(2, 6, index % 2) for index in range(4)}
+    assert prompts == {0: [7, 8], 1: [7, 8], 2: [9], 3: [9]}
+    answer = await client.chat.completions.create(messages=HELLO, **asked)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    told = [chunk.prompt_token_ids for chunk in chunks if "prompt_token_ids" in chunk.model_extra]
+    assert told == [unpack_tokens(worker.submits[-1].token_ids)]
+    assert not any("prompt_token_ids" in choice.model_extra for chunk in chunks for choice in chunk.choices)
+
+
+async def test_a_long_prompt_is_cut_to_its_last_tokens_if_asked(gateway: Gateway, worker: FakeWorker) -> None:
+    long = list(range(20, 620))
+    for asked, kept in ((5, 5), (-1, 512 - 16), (10_000, None)):
+        answer = await gateway.post(
+            {"prompt": long, "max_tokens": 16, "truncate_prompt_tokens": asked}, COMPLETIONS
+        )
+        if kept is None:
+            assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        else:
+            assert answer.status == 200
+            assert unpack_tokens(worker.submits[-1].token_ids) == long[-kept:]
+    again = await gateway.post({"prompt": long[-5:], "max_tokens": 16}, COMPLETIONS)
+    assert again.status == 200
+    assert worker.submits[-1].block_names == worker.submits[0].block_names
+    refused = await gateway.post({"prompt": long, "truncate_prompt_tokens": 0}, COMPLETIONS)
+    assert (refused.status, refused.error["param"]) == (400, "truncate_prompt_tokens")
+
+
+async def test_words_of_one_token_are_banned_and_longer_ones_refused(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    tokenizer = load_tokenizer(MODEL)
+    banned = {*tokenizer.encode("def"), *tokenizer.encode(" def")}
+    assert len(banned) == 2
+    answer = await gateway.post({"prompt": "x", "bad_words": ["def"], "bad_token_ids": [9]}, COMPLETIONS)
+    assert answer.status == 200
+    assert set(worker.submits[0].sampling.bad_token_ids) == {*banned, 9}
+    refused = await gateway.post({"prompt": "x", "bad_words": ["supercalifragilistic"]}, COMPLETIONS)
+    assert (refused.status, refused.error["param"]) == (400, "bad_words")
+    assert "one token" in refused.error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_special_tokens_are_told_if_asked(client: AsyncOpenAI, gateway: Gateway, stream: bool) -> None:
+    start, space = load_tokenizer(MODEL).encode("<|im_start|> a")[:2]
+    special = worker_of_model("a", script=lambda submit: Script(tokens=(start, space, start, start)))
+    async with gateway.router.workers(special):
+        for skip, text in ((True, ""), (False, "<|im_start|>")):
+            answer = await client.completions.create(
+                model="demo",
+                prompt="x",
+                max_tokens=4,
+                logprobs=0,
+                stream=stream,
+                extra_body={"skip_special_tokens": skip},
+            )
+            choices = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
+            whole = "".join(choice.text for choice in choices)
+            assert whole.replace(" a", "") == text * 3
+            offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+            assert offsets[1] == len(text)
 
 
 async def test_models_are_listed_and_found_by_name(client: AsyncOpenAI, worker: FakeWorker) -> None:

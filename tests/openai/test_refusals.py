@@ -28,7 +28,15 @@ for _ in range(200):
         ({"tool_choice": "required"}, "tool_choice", "unsupported"),
         ({"modalities": ["audio"]}, "modalities", "unsupported"),
         ({"audio": {"voice": "x"}}, "audio", "unsupported"),
-        ({"store": True}, "store", "unsupported"),
+        ({"web_search_options": {}}, "web_search_options", "unsupported"),
+        ({"store": "yes"}, "store", "invalid_request"),
+        ({"metadata": [1]}, "metadata", "invalid_request"),
+        ({"top_k": -2}, "top_k", "invalid_request"),
+        (
+            {"stream_options": {"continuous": True}, "stream": True},
+            "stream_options.continuous",
+            "invalid_request",
+        ),
         ({"messages": IMAGE}, "messages[0].content[0].image_url", "unsupported"),
         ({"messages": CALLED}, "messages[1].tool_calls", "unsupported"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported"),
@@ -37,7 +45,7 @@ for _ in range(200):
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.role", "invalid_request"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "invalid_request"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "invalid_request"),
-        ({"messages": [{"role": "user", "content": "x " * 3000}]}, "input", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "x " * 3000}]}, "messages", "context_length_exceeded"),
         ({"temperature": -1}, "temperature", "invalid_request"),
         ({"temperature": "warm"}, "temperature", "invalid_request"),
         ({"temperature": 10**400}, "temperature", "invalid_request"),
@@ -47,9 +55,10 @@ for _ in range(200):
         ({"n": True}, "n", "invalid_request"),
         ({"seed": 2**63}, "seed", "invalid_request"),
         ({"max_tokens": 0}, "max_tokens", "invalid_request"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_request"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "invalid_request"),
         ({"top_logprobs": 3}, "top_logprobs", "invalid_request"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "invalid_request"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_request"),
         ({"logprobs": 3}, "logprobs", "invalid_request"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_request"),
         ({"logit_bias": {"9999999": 1}}, "logit_bias", "invalid_request"),
@@ -57,7 +66,33 @@ for _ in range(200):
         ({"stop_token_ids": [1, "2"]}, "stop_token_ids", "invalid_request"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_request"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "invalid_request"),
-        ({"json_schema": DEEP}, "response_format", "invalid_request"),
+        ({"json_schema": DEEP}, "json_schema", "invalid_request"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "unsupported"),
+        ({"return_token_ids": 1}, "return_token_ids", "invalid_request"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens", "invalid_request"),
+        ({"bad_words": ["x"] * 65}, "bad_words", "invalid_request"),
+        ({"guided_json": DEEP}, "guided_json", "invalid_request"),
+        ({"guided_json": 7}, "guided_json", "invalid_request"),
+        ({"guided_regex": "a" * 8193}, "guided_regex", "invalid_request"),
+        ({"guided_choice": "yes"}, "guided_choice", "invalid_request"),
+        ({"guided_choice": []}, "guided_choice", "invalid_request"),
+        ({"guided_choice": ["a", ""]}, "guided_choice", "invalid_request"),
+        ({"guided_choice": ["a"] * 1025}, "guided_choice", "invalid_request"),
+        ({"guided_choice": ["*" * 5000]}, "guided_choice", "invalid_request"),
+        ({"guided_choice": ["a"], "regex": "a"}, "regex", "invalid_request"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar", "unsupported"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "unsupported"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unsupported"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "unsupported",
+        ),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "invalid_request"),
+        ({"structured_outputs": {}}, "structured_outputs", "invalid_request"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "invalid_request"),
+        ({"structured_outputs": {"json": DEEP}}, "structured_outputs", "invalid_request"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "invalid_request"),
         ({"stream_options": "yes"}, "stream_options", "invalid_request"),
         ({"stream": "yes"}, "stream", "invalid_request"),
         ({"temprature": 1}, "temprature", "invalid_request"),
@@ -120,6 +155,37 @@ async def test_what_asks_for_nothing_is_taken(gateway: Gateway, worker: FakeWork
     assert answer.status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_hints_are_ignored_and_named_in_a_header(
+    client: AsyncOpenAI, worker: FakeWorker, stream: bool
+) -> None:
+    hints: dict[str, Any] = {
+        "metadata": {"team": "search"},
+        "parallel_tool_calls": False,
+        "prediction": {"type": "content", "content": "hello"},
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "somebody",
+        "service_tier": "flex",
+        "store": True,
+        "user": "somebody",
+        "verbosity": "low",
+    }
+    create = client.chat.completions.with_raw_response.create
+    hinted = await create(model="demo", messages=HELLO, max_tokens=2, stream=stream, **hints)
+    assert hinted.headers["blockyard-ignored"] == ", ".join(hints)
+    plain = await create(model="demo", messages=HELLO, max_tokens=2, stream=stream)
+    assert "blockyard-ignored" not in plain.headers
+    one, other = worker.submits
+    assert one.token_ids == other.token_ids
+
+
+async def test_top_k_of_minus_one_keeps_all_tokens(gateway: Gateway, worker: FakeWorker) -> None:
+    for path, prompt in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
+        assert (await gateway.post({**prompt, "max_tokens": 1, "top_k": -1}, path)).status == 200
+    assert [submit.sampling.top_k for submit in worker.submits] == [0, 0]
+
+
 async def test_openais_client_raises_its_own_errors(client: AsyncOpenAI, worker: FakeWorker) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         await client.chat.completions.create(model="demo", messages=HELLO, temperature=-1)
@@ -165,7 +231,7 @@ async def test_what_a_worker_refuses_before_the_first_token_has_its_own_status(g
     async with gateway.router.workers(picky):
         for stream in (False, True):
             answer = await gateway.post({"messages": HELLO, "regex": "(", "stream": stream})
-            assert (answer.status, answer.error["param"]) == (400, "response_format"), answer.error
+            assert (answer.status, answer.error["param"]) == (400, "regex"), answer.error
 
 
 async def test_a_failure_within_a_stream_is_an_event(gateway: Gateway) -> None:

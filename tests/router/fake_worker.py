@@ -81,6 +81,8 @@ class Script:
     """Never gets a token."""
     omit_logprobs: bool = False
     """Leaves out what was asked for."""
+    tokens: tuple[int, ...] = ()
+    """Those of each output, in place of what every worker generates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -403,7 +405,9 @@ def _rows(submit: session_pb2.Submit, script: Script) -> list[_Row]:
     rows = []
     for index, tokens in done.items():
         length = script.stop_token_at or (script.lengths[index] if script.lengths else sampling.max_tokens)
-        row = _Row(index, expected_tokens(sampling.seed, length, index), len(tokens))
+        row = _Row(
+            index, list(script.tokens[:length]) or expected_tokens(sampling.seed, length, index), len(tokens)
+        )
         assert row.tokens[: row.done] == tokens, "a replay of other tokens"
         rows.append(row)
     return rows

@@ -176,6 +176,22 @@ def test_a_stop_string_is_shown_only_where_it_is_asked_for(
     assert text == ("first second third" if include_stop else "first second ")
 
 
+@pytest.mark.parametrize(
+    ("skip_special", "include_stop", "text"),
+    [(True, True, "a b"), (False, False, "a<|im_start|> b"), (False, True, "a<|im_start|> b<|im_end|>")],
+)
+def test_special_tokens_are_text_only_where_they_are_asked_for(
+    tokenizer: Any, skip_special: bool, include_stop: bool, text: str
+) -> None:
+    tokens = tokenizer.encode("a<|im_start|> b<|im_end|>", add_special_tokens=False)
+    output = TextOutput(
+        tokenizer, stop=[], min_tokens=0, include_stop=include_stop, skip_special=skip_special
+    )
+    pieces = [output.push([token], is_last=False).text for token in tokens[:-1]]
+    pieces.append(output.push(tokens[-1:], is_last=True, stop_token=tokens[-1]).text)
+    assert "".join(pieces) == text
+
+
 def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tokenizer: Any) -> None:
     tokens = tokenizer.encode("stop then stop again", add_special_tokens=False)
     output = TextOutput(tokenizer, stop=["stop"], min_tokens=len(tokens) // 2)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.router.errors import InvalidRequest
 from blockyard.router.model_facts import (
     GenerationConfig,
     ModelFacts,
@@ -16,7 +17,7 @@ from blockyard.router.model_facts import (
     read_sampling_defaults,
 )
 from blockyard.router.sampling import parse_sampling
-from blockyard.router.sampling_checks import SamplingLimits, sampling_violations
+from blockyard.router.sampling_checks import SamplingLimits, ban_words, sampling_violations
 
 from .facts import FACTS
 
@@ -62,6 +63,7 @@ LISTS: dict[str, tuple[list[Any], list[Any]]] = {
     "stop_token_ids": ([[999] * 64], [[1000], [2**32 - 1], [1] * 65, [1] * 1_000_000]),
     "allowed_token_ids": ([[999] * 65_536], [[1000], [2**32 - 1], [1] * 65_537]),
     "bad_token_ids": ([[999] * 1024], [[1000], [2**32 - 1], [1] * 1025, [1] * 1_000_000]),
+    "bad_words": ([["x" * 64] * 64, [" x"]], [[""], ["  "], ["x" * 65], ["x"] * 65, ["x"] * 1_000_000]),
     "logit_bias": (
         [{1: 100.0, 999: -100.0}, dict.fromkeys(range(1000), 1.0)],
         [{1000: 1.0}, {1: 100.5}, {1: -100.5}, {1: math.nan}, {1: math.inf}, dict.fromkeys(range(1025), 1.0)],
@@ -100,7 +102,7 @@ TABLE: dict[str, tuple[list[Any], list[Any]]] = {
     **LISTS,
     "structured_output": STRUCTURED,
 }
-UNCHECKED = {"ignore_eos", "include_stop_in_output"}
+UNCHECKED = {"ignore_eos", "include_stop_in_output", "skip_special_tokens"}
 
 
 def cases(which: int) -> list[Any]:
@@ -123,6 +125,31 @@ def test_a_value_inside_its_range_is_taken(field: str, value: Any) -> None:
 @pytest.mark.parametrize(("field", "value"), cases(1))
 def test_a_value_outside_its_range_is_named(field: str, value: Any) -> None:
     assert violations(**{field: value}) == {field}
+
+
+@pytest.mark.parametrize(
+    ("words", "banned"),
+    [
+        (["yes"], {1, 11}),
+        ([" yes", "yes", "no"], {1, 11, 2}),
+        ([], set()),
+        (["two words"], None),
+        (["split"], None),
+        ([""], set()),
+        (["long" * 17], set()),
+    ],
+)
+def test_bad_words_are_the_tokens_of_both_spellings(words: list[str], banned: set[int] | None) -> None:
+    """ "no" is the same token behind the token of a space, "split" is two there that leave its own out."""
+    spelt = {"yes": [1], " yes": [11], "no": [2], " no": [9, 2], "split": [3], " split": [4, 5]}
+    message = inference_pb2.SamplingParams(bad_words=words, bad_token_ids=[7])
+    if banned is None:
+        with pytest.raises(InvalidRequest, match="one token") as refused:
+            ban_words(message, lambda word: spelt.get(word, [6, 6]))
+        assert [found.field for found in refused.value.violations] == ["sampling.bad_words"]
+        return
+    ban_words(message, spelt.__getitem__)
+    assert list(message.bad_token_ids) == [7, *sorted(banned)]
 
 
 def test_all_that_is_wrong_is_named_at_once() -> None:

@@ -30,7 +30,13 @@ from hypothesis import strategies as st
 TEXTS = st.text()
 PROMPTS = st.one_of(
     TEXTS.map(TextPrompt),
-    st.lists(st.builds(ChatMessage, TEXTS, TEXTS)).map(ChatPrompt),
+    st.builds(
+        ChatPrompt,
+        st.lists(st.builds(ChatMessage, TEXTS, TEXTS, TEXTS)),
+        TEXTS,
+        st.booleans(),
+        st.booleans(),
+    ),
     st.lists(st.integers(0, 2**31 - 1)).map(TokenPrompt),
 )
 ROOTS = st.none() | st.binary(min_size=NAME_BYTES, max_size=NAME_BYTES)
@@ -40,6 +46,7 @@ QUESTIONS = st.builds(
     root=ROOTS,
     block_size=st.integers(1, 256),
     max_tokens=st.none() | st.integers(1, 2**20),
+    keep_last=st.none() | st.integers(1, 2**20),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from blockyard.router.sampling_checks import SamplingLimits
-from blockyard.router.validation import check_prompt_report, valid_generation
+from blockyard.router.validation import check_prompt_report, kept_tokens, valid_generation
 
 from .facts import FACTS
 
@@ -21,6 +21,12 @@ def validate(**fields: Any) -> Any:
     return valid_generation(
         inference_pb2.GenerateRequest(**fields), FACTS, max_model_len=MAX_MODEL_LEN, limits=LIMITS
     )
+
+
+def said(last: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
+    """A chat whose last message has other fields."""
+    hello = {"role": "user", "content": "hello"}
+    return {"chat": {"messages": [hello, hello | (last or {})], **options}}
 
 
 def violations(**fields: Any) -> set[str]:
@@ -71,6 +77,21 @@ def test_an_empty_request_id_is_refused_and_an_absent_one_drawn() -> None:
         ({"chat": {"messages": [{"role": "root", "content": "x"}]}}, "chat.messages.role"),
         ({"chat": {"messages": [{"content": "x"}]}}, "chat.messages.role"),
         ({"chat": {"messages": [{"role": "assistant", "content": "x"}]}}, "chat.messages"),
+        (said({"name": ""}), "chat.messages.name"),
+        (said({"name": "a" * 257}), "chat.messages.name"),
+        (said(template_kwargs="{"), "chat.template_kwargs"),
+        (said(template_kwargs="[]"), "chat.template_kwargs"),
+        (said(template_kwargs='{"a b": 1}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": NaN}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": "\\ud800"}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": "' + "b" * 16_384 + '"}'), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": ' + "[" * 17 + "]" * 17 + "}"), "chat.template_kwargs"),
+        (said(template_kwargs='{"a": ' + "[" * 8_000 + "]" * 8_000 + "}"), "chat.template_kwargs"),
+        (said(continue_final_message=True), "chat.continue_final_message"),
+        (
+            said({"role": "assistant"}, continue_final_message=True, add_generation_prompt=True),
+            "chat.continue_final_message",
+        ),
         ({"prompt": ""}, "prompt"),
         ({"prompt_token_ids": {}}, "prompt_token_ids"),
         ({"prompt_token_ids": {"ids": [1, 1000]}}, "prompt_token_ids"),
@@ -79,6 +100,60 @@ def test_an_empty_request_id_is_refused_and_an_absent_one_drawn() -> None:
 )
 def test_a_prompt_that_cannot_be_is_named(message: dict[str, Any], field: str) -> None:
     assert violations(**message) == {field}
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts"),
+    [
+        ({}, True),
+        ({"add_generation_prompt": True}, True),
+        ({"add_generation_prompt": False}, False),
+        ({"continue_final_message": False}, True),
+        ({"continue_final_message": True}, False),
+        ({"continue_final_message": True, "add_generation_prompt": False}, False),
+    ],
+)
+def test_a_continued_message_takes_the_place_of_the_generation_prompt(
+    options: dict[str, bool], prompts: bool
+) -> None:
+    prompt = validate(**said({"role": "assistant"}, **options)).prompt
+    assert prompt.add_generation_prompt is prompts
+    assert prompt.continue_final_message is options.get("continue_final_message", False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"), [(-2, False), (-1, True), (0, False), (1, True), (2**31 - 1, True)]
+)
+def test_a_prompt_is_truncated_to_some_tokens_or_to_what_fits(asked: int, fits: bool) -> None:
+    if fits:
+        assert validate(truncate_prompt_tokens=asked).truncate_prompt_tokens == asked
+    else:
+        assert violations(truncate_prompt_tokens=asked) == {"truncate_prompt_tokens"}
+
+
+def test_as_many_tokens_as_fit_leave_room_for_max_tokens() -> None:
+    def kept(truncate_prompt_tokens: int | None, **sampling: int) -> int | None:
+        fields = {} if truncate_prompt_tokens is None else {"truncate_prompt_tokens": truncate_prompt_tokens}
+        return kept_tokens(validate(sampling=sampling, **fields), MAX_MODEL_LEN)
+
+    assert (kept(None), kept(7), kept(-1), kept(-1, max_tokens=28)) == (None, 7, 127, 100)
+    with pytest.raises(InvalidRequest, match="leaves room"):
+        kept(-1, max_tokens=128)
+
+
+def test_tokens_that_are_truncated_may_be_more_than_a_context() -> None:
+    ids = {"ids": [1] * 131_071}
+    assert len(validate(prompt_token_ids=ids, truncate_prompt_tokens=5).prompt.token_ids) == 131_071
+    with pytest.raises(ContextLengthExceeded):
+        validate(prompt_token_ids=ids)
+    with pytest.raises(ContextLengthExceeded):
+        validate(prompt_token_ids={"ids": [1] * 131_072}, truncate_prompt_tokens=5)
+
+
+def test_names_and_variables_count_as_text() -> None:
+    plain = validate(**said()).estimated_tokens
+    assert validate(**said({"name": "ann" * 40})).estimated_tokens > plain + 25
+    assert validate(**said(template_kwargs='{"a": "' + "b" * 120 + '"}')).estimated_tokens > plain + 25
 
 
 def test_no_input_at_all_is_refused() -> None:

@@ -1,0 +1,74 @@
+"""What the port tells of its router: the model, health, version, metrics, and the API's document."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp.web import BaseRequest, Response
+from blockyard.proto.prometheus_export import CONTENT_TYPE
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import UnknownModel
+from blockyard.router.generation import RouterParts
+from blockyard.router.openai.http_call import CallNotes
+from blockyard.router.openai.json_response import encoded, json_response
+from blockyard.router.openai.openapi import MODELS, PAGE_HEADERS, document, page
+from blockyard.router.service import model_message, model_messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AboutRouter:
+    """What a router says of itself."""
+
+    version: str
+    started: int
+    """Unix seconds."""
+    exposition: Callable[[], bytes]
+    """Its metrics as Prometheus' text."""
+
+
+class AboutRoutes:
+    """Handlers of GET."""
+
+    def __init__(self, parts: RouterParts, about: AboutRouter) -> None:
+        self._parts, self._about = parts, about
+        self._document = encoded(document(about.version))
+        self._page = page(about.version).encode()
+
+    async def models(self, request: BaseRequest, notes: CallNotes) -> Response:
+        models = [self._model_object(model) for model in model_messages(self._parts)]
+        return json_response({"object": "list", "data": models})
+
+    async def model(self, request: BaseRequest, notes: CallNotes) -> Response:
+        if request.path.removeprefix(f"{MODELS}/") not in self._parts.facts.names:
+            raise UnknownModel("model: not served here; the list of models says what is")
+        return json_response(self._model_object(model_message(self._parts)))
+
+    async def health(self, request: BaseRequest, notes: CallNotes) -> Response:
+        if self._parts.registry.is_draining:
+            return json_response({"status": "draining"}, status=503)
+        is_ready = bool(self._parts.fleet.view.ready())
+        return json_response(
+            {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
+        )
+
+    async def version(self, request: BaseRequest, notes: CallNotes) -> Response:
+        return json_response({"version": self._about.version})
+
+    async def metrics(self, request: BaseRequest, notes: CallNotes) -> Response:
+        return Response(body=self._about.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def document(self, request: BaseRequest, notes: CallNotes) -> Response:
+        return Response(body=self._document, content_type="application/json", charset="utf-8")
+
+    async def page(self, request: BaseRequest, notes: CallNotes) -> Response:
+        return Response(body=self._page, headers=PAGE_HEADERS)
+
+    def _model_object(self, model: inference_pb2.Model) -> dict[str, Any]:
+        """`max_model_len` is vLLM's. The model is there since its router is."""
+        return {
+            "id": model.id,
+            "object": "model",
+            "created": self._about.started,
+            "owned_by": "blockyard",
+            "max_model_len": model.max_model_len,
+        }

@@ -1,0 +1,179 @@
+"""The API's document: what each path takes, as OpenAPI for programs and as one page for people.
+
+Made from the tables that check requests, and from the comments of the contract: nothing is described twice. Does not
+own what a path does (routes.py).
+"""
+
+import html
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from blockyard.router.openai import chat_request, completion_request, tokens
+from blockyard.router.openai.fields import Fields, object_schema
+from blockyard.router.sampling_checks import RANGES
+
+MODELS = "/v1/models"
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;width:100%}td,th{border-top:1px solid #bbb;padding:.3rem .6rem .3rem 0;"
+    "text-align:left;vertical-align:top}code{font:14px ui-monospace,monospace}h2{margin-top:2.5rem}"
+)
+PAGE_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    f"style-src 'sha256-{b64encode(sha256(_STYLE.encode()).digest()).decode()}'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A path."""
+
+    verb: str
+    says: str
+    fields: Fields | None = None
+    """Of its body; None: it has none."""
+    required: tuple[str, ...] = ()
+    answer: str = "application/json"
+    """The type of its content."""
+
+
+PATHS: Mapping[str, Described] = {
+    "/v1/chat/completions": Described(
+        verb="POST", says="Answers a chat.", fields=chat_request.FIELDS, required=("messages",)
+    ),
+    "/v1/completions": Described(
+        verb="POST", says="Continues prompts.", fields=completion_request.FIELDS, required=("prompt",)
+    ),
+    MODELS: Described(verb="GET", says="The model that is served."),
+    f"{MODELS}/{{model}}": Described(verb="GET", says="The same, by its name."),
+    "/tokenize": Described(
+        verb="POST", says="The tokens of a prompt or a chat, as in vLLM.", fields=tokens.TOKENIZE_FIELDS
+    ),
+    "/detokenize": Described(
+        verb="POST",
+        says="The text of tokens, as in vLLM.",
+        fields=tokens.DETOKENIZE_FIELDS,
+        required=("tokens",),
+    ),
+    "/version": Described(verb="GET", says="The version of the router."),
+    "/metrics": Described(verb="GET", says="The router's metrics.", answer="text/plain"),
+    "/health": Described(verb="GET", says="Whether a worker is ready: 200, or 503. Needs no token."),
+    "/openapi.json": Described(verb="GET", says="This document as OpenAPI."),
+    "/docs": Described(verb="GET", says="This document as a page.", answer="text/html"),
+}
+"""All that there are."""
+
+
+def document(version: str) -> dict[str, Any]:
+    """As OpenAPI."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Blockyard", "version": version},
+        "security": [{"token": []}, {}],
+        "paths": {path: {described.verb.lower(): _operation(described)} for path, described in PATHS.items()},
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "schemas": {"Error": _ERROR},
+        },
+    }
+
+
+def page(version: str) -> str:
+    """As HTML that loads nothing and runs nothing."""
+    title = f"Blockyard {html.escape(version)}: HTTP API"
+    sections = "".join(_section(path, described) for path, described in PATHS.items())
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f"<h1>{title}</h1><p>The same for programs: <code>/openapi.json</code>.</p>{sections}</html>"
+    )
+
+
+_STRING = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {**_STRING, "description": "The field that is wrong."},
+                "code": _STRING,
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+
+
+def _operation(described: Described) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    operation: dict[str, Any] = {
+        "summary": described.says,
+        "responses": {
+            "200": {"description": "OK", "content": {described.answer: {}}},
+            "default": {"description": "What went wrong.", "content": error},
+        },
+    }
+    if described.fields is not None:
+        schema = body_schema(described.fields, described.required)
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        if "stream" in described.fields:
+            operation["responses"]["200"]["content"]["text/event-stream"] = {}
+    return operation
+
+
+def body_schema(fields: Fields, required: Iterable[str] = ()) -> dict[str, Any]:
+    schema = object_schema(fields, required=required)
+    comments = _comments()
+    for name, property_ in schema["properties"].items():
+        if name in RANGES and {"number", "integer"} & set(property_["type"]):
+            property_["minimum"], property_["maximum"] = RANGES[name]
+        if name in comments:
+            property_.setdefault("description", comments[name])
+    return schema
+
+
+def _comments() -> dict[str, str]:
+    """What the contract says of fields, by name."""
+    found: dict[str, dict[str, str]] = {}
+    message, comment = "", list[str]()
+    for line in files("blockyard.proto.v1").joinpath("inference.proto").read_text().splitlines():
+        match line.split():
+            case ["//", *words]:
+                comment += words
+                continue
+            case ["message", name, *_]:
+                message = name
+            case [*_, field, "=", _]:
+                found.setdefault(message, {})[field] = " ".join(comment)
+        comment = []
+    return {**found["GenerateRequest"], **found["SamplingParams"], **found["Chat"]}
+
+
+def _section(path: str, described: Described) -> str:
+    head = f"<h2><code>{described.verb} {html.escape(path)}</code></h2><p>{html.escape(described.says)}</p>"
+    if described.fields is None:
+        return head
+    rows = "".join(_rows(described.fields, described.required))
+    return f"{head}<table><tr><th>field<th>type<th></tr>{rows}</table>"
+
+
+def _rows(fields: Fields, required: Iterable[str]) -> Iterator[str]:
+    for name, schema in body_schema(fields, required)["properties"].items():
+        must = " (required)" if name in required else ""
+        told = f"{schema.get('description', '')}{must}"
+        yield f"<tr><td><code>{name}</code><td>{_type(schema)}<td>{html.escape(told)}</tr>"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    kinds = schema.get("type", "")
+    named = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if kind != "null"]
+    return html.escape(" or ".join(named))

@@ -1,0 +1,72 @@
+"""/tokenize and /detokenize, in the shapes of vLLM: JSON to messages of gRPC's and back."""
+
+import asyncio
+from typing import Any
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.calls import Calls
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.chat_request import CHAT_FIELDS, chat_of
+from blockyard.router.openai.fields import Body, Fields, boolean, given, refuse_others, text, token_ids
+from blockyard.router.openai.http_call import HttpCall
+from blockyard.router.openai.unsupported import unsupported
+
+TOKENIZE_FIELDS: Fields = {
+    "prompt": text.said("This, or messages."),
+    **CHAT_FIELDS,
+    "model": text,
+    "return_token_strs": boolean.said("Whether tokens are told by name as well. Default false."),
+    "add_special_tokens": boolean.said("As it is: true for a prompt, false for messages."),
+}
+DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": text}
+TOKENS_A_TURN = 4096
+"""Whose names are looked up in one turn of the event loop."""
+
+
+async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
+    """Raises any RouterError."""
+    request = _tokenize_request(body)
+    shows_names = given(body, "return_token_strs", boolean)
+    answer = await calls.tokenize(request, call)
+    return {
+        "count": len(answer.token_ids),
+        "max_model_len": answer.max_model_len,
+        "tokens": list(answer.token_ids),
+        "token_strs": await _names(calls, list(answer.token_ids)) if shows_names else None,
+    }
+
+
+async def detokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
+    """With special tokens, as vLLM. Raises any RouterError."""
+    refuse_others(body, DETOKENIZE_FIELDS)
+    request = inference_pb2.DetokenizeRequest(
+        model=given(body, "model", text),
+        token_ids=token_ids("tokens", body.get("tokens")),
+        skip_special_tokens=False,
+    )
+    return {"prompt": (await calls.detokenize(request, call)).text}
+
+
+def _tokenize_request(body: Body) -> inference_pb2.TokenizeRequest:
+    refuse_others(body, TOKENIZE_FIELDS)
+    request = inference_pb2.TokenizeRequest(model=given(body, "model", text))
+    is_chat = body.get("messages") is not None
+    if is_chat and body.get("prompt") is not None:
+        raise InvalidRequest.of("prompt", "excludes messages")
+    if is_chat:
+        request.chat.CopyFrom(chat_of(body))
+    else:
+        request.prompt = text("prompt", body.get("prompt"))
+    # A template writes its own special tokens; a text gets those that a completion gets.
+    if given(body, "add_special_tokens", boolean) not in (None, not is_chat):
+        raise unsupported("add_special_tokens")
+    return request
+
+
+async def _names(calls: Calls, ids: list[int]) -> list[str]:
+    tokenizer = calls.parts.tokenizing.tokenizer
+    names: list[str] = []
+    for at in range(0, len(ids), TOKENS_A_TURN):
+        names += tokenizer.convert_ids_to_tokens(ids[at : at + TOKENS_A_TURN])
+        await asyncio.sleep(0)
+    return names
