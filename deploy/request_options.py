@@ -56,6 +56,12 @@ def sampling_options(command: Command) -> Command:
         ),
         _token_ids("--bad-token-id", "bad_token_ids", "A token that is never sampled"),
         click.option(
+            "--bad-word",
+            "bad_words",
+            multiple=True,
+            help="A word of one token that is never sampled; may be given more than once.",
+        ),
+        click.option(
             "--seed", type=int, help="The same seed samples the same way again. Default: a random one."
         ),
         click.option(
@@ -68,6 +74,11 @@ def sampling_options(command: Command) -> Command:
             is_flag=True,
             default=None,
             help="Keep the text of what ended the output at its end.",
+        ),
+        click.option(
+            "--skip-special-tokens/--keep-special-tokens",
+            default=None,
+            help="Whether special tokens are left out of the text.  [default: skip]",
         ),
         click.option("--priority", type=int, help="Lower is served earlier, -100 to 100."),
         click.option("--tenant", help="Whose request it is: tenants get their turns and shares by name."),
@@ -118,6 +129,11 @@ def answer_options(command: Command) -> Command:
             "--json-object", is_flag=True, default=None, help="The output is a JSON object of any kind."
         ),
         click.option("--regex", help="The output matches this expression."),
+        click.option(
+            "--truncate-prompt-tokens",
+            type=int,
+            help="Keep the last so many tokens of a longer prompt; -1: as many as leave room for --max-tokens.",
+        ),
         click.option(
             "--cache-salt", help="Share cached prefixes only with requests that give the same salt."
         ),

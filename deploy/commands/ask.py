@@ -12,7 +12,7 @@ from blockyard.deploy.commands.shown import connected, which_cluster
 from blockyard.deploy.deadline import ANSWER_SECONDS
 from blockyard.deploy.options import cluster_option, output_option, router_option
 from blockyard.deploy.patience import told_while_waiting
-from blockyard.deploy.request_options import answer_options, sampling_options
+from blockyard.deploy.request_options import answer_options, sampling_options, text_or_file
 from blockyard.deploy.security import connection_options
 from blockyard.deploy.settings import wrong_values_are_usage
 from blockyard.router.client import Delta
@@ -50,6 +50,12 @@ def generate(
 
 @click.command()
 @click.option("--system", help="The system prompt.")
+@click.option(
+    "--chat-template-kwargs",
+    callback=text_or_file,
+    metavar="JSON|@FILE",
+    help="Variables for the model's chat template, such as '{\"enable_thinking\": false}'.",
+)
 @cluster_option
 @router_option
 @connection_options

@@ -13,7 +13,7 @@ import pytest
 from blockyard.deploy.cli import main
 from blockyard.deploy.patience import PATIENCE_SECONDS
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
-from blockyard.router.client.arguments import GenerateArguments
+from blockyard.router.client.arguments import ChatArguments, GenerateArguments
 from click.testing import CliRunner, Result
 
 
@@ -217,11 +217,40 @@ def test_any_json_object_can_be_asked_for(terminal: Terminal) -> None:
 
 
 def test_every_argument_of_the_client_that_is_no_prompt_is_an_option_of_generate() -> None:
-    # The rest names a prompt, the one model that a cluster serves, or what `bench --compare` asks for as an admin.
-    arguments = GenerateArguments.__annotations__.keys() - {"messages", "prompt_token_ids", "model", "policy"}
+    # The rest is of chats, names a prompt or the one model that a cluster serves, is shown by no command, or is what
+    # `bench --compare` asks for as an admin.
+    others = {"messages", "prompt_token_ids", "return_prompt_token_ids", "model", "policy"}
+    arguments = GenerateArguments.__annotations__.keys() - ChatArguments.__annotations__.keys() - others
     options = {parameter.name: parameter for parameter in main.commands["generate"].params}
     assert arguments <= options.keys()
     assert all(getattr(options[name], "help", None) for name in arguments)
+
+
+def test_words_special_tokens_and_truncation_are_options(terminal: Terminal) -> None:
+    terminal.router.answers = ONE
+    options = (
+        "--bad-word",
+        "cat",
+        "--bad-word",
+        "dog",
+        "--keep-special-tokens",
+        "--truncate-prompt-tokens",
+        "-1",
+    )
+    assert terminal.run("generate", "x", *options).exit_code == 0
+    (request,) = terminal.router.requests
+    assert list(request.sampling.bad_words) == ["cat", "dog"]
+    assert request.sampling.HasField("skip_special_tokens")
+    assert not request.sampling.skip_special_tokens
+    assert request.truncate_prompt_tokens == -1
+
+
+def test_a_chat_gives_variables_to_the_template(terminal: Terminal) -> None:
+    terminal.router.answers = ONE
+    variables = '{"enable_thinking": false}'
+    result = terminal.run("chat", "--chat-template-kwargs", variables, input="hello\n")
+    assert result.exit_code == 0, result.output
+    assert json.loads(terminal.router.requests[0].chat.template_kwargs) == {"enable_thinking": False}
 
 
 def test_what_is_not_asked_for_is_left_to_the_server(terminal: Terminal) -> None:
