@@ -7,21 +7,21 @@ STAMP := $(VENV)/.installed
 PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto proto/v1/session.proto
 MINUTES ?= 30
 SEED ?=
-JOBS ?= 4
+JOBS ?= 3
+CLUSTER_JOBS ?= 0
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
 QUICK := not slow and not slow_fault
 # Without them each process of the tests compiles every source anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests wait about as long as they compute, so there are more processes than cores. What starts whole clusters comes
-# last, in two processes: one has everything with Ray, since two Ray heads side by side keep one another waiting.
+# Many tests wait for timers, so there are more processes than cores. What starts whole clusters comes last, one after
+# the other. With CLUSTER_JOBS=2 one process has everything with Ray, since two Ray heads keep one another waiting.
 PARALLEL := --no-loadscope-reorder --durations 10
 define run_tests
 	@failed=0; \
 	$(PYTEST) $(PARALLEL) -n $(JOBS) --dist loadfile -m "($(1)) and not cluster and not alone" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) $(PARALLEL) -n 2 --dist loadgroup -m "($(1)) and cluster" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) -m "($(1)) and alone" $(or $(TESTS),tests/router) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) $(PARALLEL) -n $(CLUSTER_JOBS) --dist loadgroup -m "($(1)) and (cluster or alone)" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 endef
 
