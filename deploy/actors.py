@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 START_SECONDS = 600.0
 CALL_SECONDS = 5.0
 ACTOR_TITLES = ("ray::WorkerActor", "ray::RouterActor")
-"""What Ray calls their processes."""
+"""These are Ray's names for their processes."""
 Reply = TypeVar("Reply")
 
 

@@ -72,7 +72,7 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
 
 
 def _take_name(options: UpOptions) -> ClusterState:
-    """In this home: from here on another `up` of this name is refused."""
+    """Takes the name in this home: from here on another `up` of this name is refused."""
     with state.alone():
         left = refuse_if_up(options.cluster)
         if left is not None and left.directory is not None:

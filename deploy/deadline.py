@@ -21,11 +21,11 @@ ANSWER_SECONDS = 8.5
 MAX_START_SECONDS = 4.0
 """No more is counted of the start: where Python takes longer a sound cluster still has time to answer."""
 SAY_SECONDS = 0.5
-"""What a step leaves of the budget: to say that it had no answer."""
+"""Each step leaves so much of the budget to say that it had no answer."""
 MIN_STEP_SECONDS = 1.0
 """However little is left: a sound cluster on a busy machine needs it."""
 END_SECONDS = 0.5
-"""For a child that has answered to leave Ray in good order."""
+"""A child that has answered has so long to leave Ray in good order."""
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -45,7 +45,7 @@ class Budget:
         return max(0.0, self._ends_at - self._clock())
 
     def step_seconds(self, most_seconds: float = ANSWER_SECONDS) -> float:
-        """What the next step may take. Never 0: no call has a deadline that has passed."""
+        """Tells what the next step may take. It is never 0: no call has a deadline that has passed."""
         return max(MIN_STEP_SECONDS, min(most_seconds, self.left_seconds - SAY_SECONDS))
 
 

@@ -118,7 +118,7 @@ def _value(command: list[str], option: str) -> str:
 
 
 def does_answer(part: Part, *, seconds: float) -> bool:
-    """Within so many seconds. One that cannot be asked is not held to be silent; nor is a raylet that speaks TLS."""
+    """Tells whether a part answers in time. One that cannot be asked counts as answering; so does a raylet with TLS."""
     if part.name == RAYLET and part.environment.get("RAY_USE_TLS") == "1":
         return True
     try:
@@ -200,7 +200,7 @@ class Guardian:
             part.process = identify(process.pid) or part.process
 
     def _make_room(self, raylet: Part) -> None:
-        """For another raylet after a dead one."""
+        """Removes what a dead raylet has left, and makes its command that of a new node."""
         self._end_workers()
         for option in ("--raylet_socket_name", "--store_socket_name"):
             Path(_value(raylet.command, option)).unlink(missing_ok=True)

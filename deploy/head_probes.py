@@ -23,10 +23,10 @@ STARTING_SECONDS = 600.0
 LATE_SECONDS = 2.0
 """A guardian that pauses for so long more than it wanted was not scheduled, and no question of that time counts."""
 HTTP2_HEAD_BYTES = 9
-"""Of each frame: its length, type, flags and stream."""
+"""Each frame begins with its length, type, flags and stream."""
 HTTP2_SETTINGS = b"\4"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
-"""What a client says first, with no settings of its own."""
+"""A client says this first; it has no settings of its own."""
 RAYLET_METHOD = "/ray.rpc.NodeManagerService/GetSystemConfig"
 _DATA, _HEADERS, _RESET = b"\0", b"\1", b"\3"
 _END_STREAM, _END_HEADERS = b"\1", b"\4"
@@ -128,7 +128,7 @@ def _call(method: str, token: str) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """In HPACK (RFC 7541, 5.1 and 5.2): its length with a prefix of 7 bits, then the text, not compressed."""
+    """Encodes a text in HPACK (RFC 7541, 5.1 and 5.2): its length in a prefix of 7 bits, then the text as it is."""
     encoded = text.encode()
     if len(encoded) < 0x7F:
         return bytes([len(encoded)]) + encoded
@@ -144,7 +144,7 @@ def _frame(kind: bytes, flags: bytes, payload: bytes) -> bytes:
 
 
 def _is_call_answered(received: bytes) -> bool:
-    """By headers or a reset; settings and pings are gRPC's own."""
+    """Headers or a reset are an answer; settings and pings are gRPC's own."""
     return any(kind in (_HEADERS, _RESET) and stream == _STREAM for kind, stream in _frames(received))
 
 

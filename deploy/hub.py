@@ -5,6 +5,7 @@ variables hold: HF_TOKEN for gated models, HF_HOME for the cache, HF_HUB_OFFLINE
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,12 +27,12 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFiles:
-    """What a worker needs of a repository."""
+    """The files of a repository that a worker needs."""
 
     num_files: int
     num_bytes: int
     missing_bytes: int
-    """Of those, what is not in the cache yet."""
+    """This part of them is not in the cache yet."""
     blobs: Path
     """The folder of the cache that they come to."""
 
@@ -102,7 +103,7 @@ def download(model: str, report: Report) -> None:
         else:
             done_bytes = min(_size(files) - before_bytes, files.missing_bytes)
             report(Progress(stage=stage, done=done_bytes, total=files.missing_bytes))
-        threading.Event().wait(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
     downloaded.result()
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 15.0
 HELLO_SECONDS = 4.0
-"""For the supervisor's first word to a command."""
+"""A supervisor has so long for its first word to a command."""
 POLL_SECONDS = 0.2
 
 
@@ -96,7 +96,7 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What Ray and the supervisor say of a cluster."""
+    """Holds what Ray and the supervisor say of a cluster."""
 
     report: "SupervisorReport"
     living: "list[RayNode]"
@@ -128,7 +128,7 @@ def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> Non
 
 
 def check_lets_in(address: str) -> None:
-    """As `check_answers`, of a Ray without a cluster of ours."""
+    """Checks as `check_answers` does, for a Ray without a cluster of ours."""
 
     def look(send: Callable[[Any], None]) -> None:
         with joined(address):

@@ -50,7 +50,7 @@ on: killing them frees little and ends a cluster for another program's sake. Wit
 OBJECT_STORE_BYTES = 100_000_000
 """Near Ray's minimum: tokens never pass through the object store."""
 SUPERVISOR_TITLE = "ray::Supervisor"
-"""What Ray calls its process."""
+"""This is Ray's name for its process."""
 _POLL_SECONDS = 0.05
 _LOG_TAIL_BYTES = 2000
 
@@ -209,7 +209,7 @@ def check_alive(session: int) -> None:
 
 
 def is_supervisor_stopped(session: int) -> bool:
-    """Of the head that was started here; one on another node is not seen."""
+    """Looks at the head that was started here; one on another node is not seen."""
     return any(
         state_of(member.pid) == STOPPED
         for member in session_members(session)

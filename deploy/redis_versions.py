@@ -44,7 +44,7 @@ class ServerVersion:
 
     @property
     def told(self) -> str:
-        """What an operator is told of its known holes; empty if it has none."""
+        """Tells an operator of its known holes; empty if it has none."""
         if (sound := self.sound) is None or self.version >= sound.version:
             return ""
         return f"{self} has, by its version, known security holes: the first release without them is {sound}"

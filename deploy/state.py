@@ -66,7 +66,7 @@ class ClusterState:
     gateways: tuple[str, ...] = ()
     """Where they serve OpenAI's API, host:port."""
     host: str = LOOPBACK
-    """What routers bind."""
+    """Routers bind this address."""
     directory: str | None = None
     """Everything this cluster writes to disk; `down` removes it."""
     head: HeadState | None = None

@@ -37,7 +37,7 @@ _PORT = click.IntRange(0, MAX_PORT)
 
 
 def _checked_host(host: str) -> str:
-    """As addresses have it. Raises ValueError."""
+    """Returns it as addresses have it. Raises ValueError."""
     try:
         if not host or (":" in host and ip_address(without_brackets(host)).version != 6):
             raise ValueError

@@ -101,7 +101,7 @@ def summary(cluster: ClusterState) -> RenderableType:
 
 
 def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
-    """What `serve` says once it serves: addresses, and a call to try."""
+    """Tells what `serve` says once it serves: addresses, and a call to try."""
     scheme = "http" if options.security.tls is None else "https"
     urls = [f"{scheme}://{address}/v1" for address in cluster.gateways]
     lines = [

@@ -28,7 +28,7 @@ class UpOptions:
 
     engine: EngineConfig
     model_names: tuple[str, ...] = ()
-    """What clients call the model: its id, then aliases; none: as model_facts.py names it."""
+    """Names of the model for clients: its id, then aliases. If empty, model_facts.py names it."""
     generation_config: GenerationConfig = "auto"
     """Whether the sampling defaults of the model's generation_config.json apply."""
     cluster: str = "default"
@@ -53,9 +53,9 @@ class UpOptions:
     http_port: int | None = None
     """Of the routers' gateways (OpenAI's API); 0 takes a free one, None opens none."""
     movable_ports: frozenset[str] = frozenset()
-    """Of router_port and http_port those that nobody asked for: where one is taken, the next free one is."""
+    """Holds router_port or http_port if nobody asked for it: the next free port then replaces a taken one."""
     cors_origins: tuple[str, ...] = ()
-    """Of web pages whose scripts may call the gateways."""
+    """Scripts of web pages from these origins may call the gateways."""
     separate_ports: bool = False
     """Each router has a port of its own, from that of the first on; else they share it and the kernel deals
     connections out."""
@@ -123,7 +123,7 @@ class UpOptions:
 
     @property
     def num_ports(self) -> int:
-        """Of each kind, in a row."""
+        """The routers take so many ports of each kind, in a row."""
         return self.num_routers if self.separate_ports else 1
 
     @property

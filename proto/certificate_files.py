@@ -107,7 +107,7 @@ class Reloaded(Generic[Made]):
         self._made = make()
 
     def current(self) -> Made:
-        """What was made last, of the files as they are. Blocks for PATIENCE_SECONDS at most."""
+        """Returns what was made last, of the files as they are. Blocks for PATIENCE_SECONDS at most."""
         if look := self._new_look():
             look.join(PATIENCE_SECONDS)
             if look.is_alive():

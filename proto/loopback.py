@@ -27,12 +27,12 @@ def is_every_interface(host: str) -> bool:
 
 
 def without_brackets(host: str) -> str:
-    """As sockets take it."""
+    """Returns the host as sockets take it."""
     return host.removeprefix("[").removesuffix("]")
 
 
 def with_brackets(host: str) -> str:
-    """As addresses with a port have it: an IPv6 address in brackets."""
+    """Returns the host as addresses with a port have it: an IPv6 address is in brackets."""
     return f"[{without_brackets(host)}]" if ":" in host else host
 
 

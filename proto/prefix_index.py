@@ -229,7 +229,7 @@ class PrefixIndex(Protocol):
         ...
 
     async def directory_page(self, after: int = 0) -> DirectoryPage:
-        """Those with a berth above `after`: up to MAX_PAGE_RECORDS, fewer where they are long."""
+        """Returns records with a berth above `after`: up to MAX_PAGE_RECORDS, fewer where they are long."""
         ...
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:

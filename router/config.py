@@ -96,7 +96,7 @@ class RouterConfig:
     model: str
     """Local folder or hub name: the router reads tokenizer and config, never the weights."""
     model_names: tuple[str, ...] = ()
-    """What clients call the model: its id, then aliases; none: as model_facts.py names it."""
+    """Names of the model for clients: its id, then aliases. If empty, model_facts.py names it."""
     generation_config: GenerationConfig = "auto"
     """`auto` takes the sampling defaults of the model's generation_config.json; `none` ignores them."""
     cluster: str = "default"
@@ -112,7 +112,7 @@ class RouterConfig:
     """Of the OpenAI-compatible gateway on the same interface, with the same TLS and tokens: 0 takes a free one, None
     opens none."""
     cors_origins: tuple[str, ...] = ()
-    """Of web pages whose scripts may call the gateway, such as "https://chat.example"."""
+    """Scripts of web pages from these origins, such as "https://chat.example", may call the gateway."""
     auth_file: str | None = None
     """The clients' tokens (auth.py), read again when it changes. None: whoever reaches the port may call everything."""
     page_token_sha256: str | None = field(default=None, repr=False)

@@ -62,7 +62,7 @@ class Directory:
             self._end_pass()
 
     def _admit(self, new: list[str]) -> None:
-        """Beyond the bound only in the place of addresses that fail; at random, so that each has its turn."""
+        """Beyond the bound, new addresses replace only those that fail, at random, so that each has its turn."""
         excess = len(self._addresses) + len(new) - self._max_addresses
         if excess > 0:
             failed = [address for address in self._addresses if self._has_failed(address)]

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 PLACES_OF_A_WORKER = 8
-"""That one client may take: a quarter of `max_unstarted`."""
+"""One client may take so many: a quarter of `max_unstarted`."""
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         """`message_bytes`: the largest message that the server reads."""
         self._gate, self._intake, self._message_bytes = gate, intake, message_bytes
         self._num_lasting: Counter[tuple[str, str]] = Counter()
-        """By method and client. Under the client "" are all of a method."""
+        """Counts calls by method and client. The client "" stands for all of a method."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails

@@ -51,7 +51,7 @@ class ModelFacts:
     """The model as its files describe it."""
 
     names: tuple[str, ...]
-    """What requests may call it. The first is its id, which answers have."""
+    """Requests may use each of these names. The first is its id, which answers have."""
     vocab_size: int
     """Token ids from 0 that both tokenizer and model know."""
     max_position_embeddings: int

@@ -31,7 +31,7 @@ class Delta:
     """With the output's first piece, if the client wants them."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, as far as is known by now."""
+    """So many of the prompt's tokens were cached, as far as is known by now."""
 
     def merge(self, later: "Delta") -> None:
         """Appends the piece that follows this one."""

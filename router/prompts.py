@@ -50,7 +50,7 @@ class ChatMessage:
     role: str
     content: str
     name: str = ""
-    """Who speaks; empty: the message has none."""
+    """The speaker's name; empty if the message has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ class _Chat:
 
     messages: list[dict[str, str]]
     kwargs: Any
-    """By name, of JSON's values."""
+    """Variables by name; each is a value of JSON."""
     options: Mapping[str, Any]
-    """Of `apply_chat_template`."""
+    """Further arguments of `apply_chat_template`."""
 
     @classmethod
     def of(cls, prompt: ChatPrompt) -> _Chat:

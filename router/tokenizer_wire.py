@@ -43,7 +43,7 @@ class Question:
     max_tokens: int | None = None
     """A prompt that clearly has more is refused."""
     keep_last: int | None = None
-    """Of a prompt with more tokens the last are kept."""
+    """A prompt with more tokens keeps its last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from blockyard.router.tokenizing import ChatMessage, ChatPrompt, PromptInput, Te
 
 MAX_MESSAGES = 1024
 MAX_NAME_CHARS = 256
-"""Of a message."""
+"""The name in a message of a chat has at most so many characters."""
 MAX_TEMPLATE_KWARGS_BYTES = 16_384
 MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant"})

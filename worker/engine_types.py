@@ -39,7 +39,7 @@ class EngineRequest:
     tenant: TenantId = NOBODY
     """On whose account it is cached."""
     client: int = 0
-    """Whose turn its slow masks take; 0 is nobody's in particular."""
+    """The client whose turn its slow masks take; 0 is nobody in particular."""
     continuations: tuple[Continuation, ...] = ()
     """A replay of a request with several outputs: those that are unfinished. `token_ids` is then the prompt alone."""
     grammar: object | None = None

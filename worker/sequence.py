@@ -192,7 +192,7 @@ class Sequence:
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
     client: int = 0
-    """Whose turn its slow masks take."""
+    """The client whose turn its slow masks take."""
     request_id: RequestId = RequestId(0)
     index: int = 0
     """Which of the request's outputs."""

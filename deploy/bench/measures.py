@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 
 PERCENTILES = {"p50": 500, "p90": 900, "p99": 990, "p99.9": 999}
-"""In thousandths."""
+"""Values are in thousandths."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
 
 LOOK_SECONDS = 3.0
-"""For the supervisor, and for the routers meanwhile."""
+"""Limits how long the supervisor and the routers, asked at once, may take."""
 
 
 @click.command()
@@ -27,7 +27,7 @@ LOOK_SECONDS = 3.0
 @connection_options
 @output_option
 def status(cluster: str, output: str) -> None:
-    """Who should run, who does, and what the routers see.
+    """Show who should run, who does, and what the routers see.
 
     It answers within ten seconds. Where the supervisor or Ray does not, it prints what the routers say, names who is
     silent, and ends with exit code 1."""

@@ -88,7 +88,7 @@ class Completion:
     """In order of index; of beams, the best first."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
-    """As the model got them, if asked for."""
+    """The prompt's tokens as the model got them, if asked for."""
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:

@@ -33,7 +33,7 @@ HAND_OVER_SECONDS = 60.0
 """Of a drain, beyond its grace: the step under way has to end."""
 
 DEFAULT_CONNECT_SECONDS = 2.0
-"""For a new connection, with the greetings of TLS and HTTP/2; gRPC's own bound is 20 s."""
+"""A new connection has so long, with the greetings of TLS and HTTP/2; gRPC's own bound is 20 s."""
 MAX_CONNECT_SECONDS = 3600.0
 KEEPALIVE_SECONDS = 10
 """A router that froze in mid-call is noticed after twice that."""

@@ -1,4 +1,4 @@
-"""What the port tells of its router: the model, health, version, metrics, and the API's document."""
+"""Tells about the router over HTTP: the model, health, version, metrics, and the API's document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from blockyard.router.service import model_message, model_messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AboutRouter:
-    """What a router says of itself."""
+    """Holds what a router says of itself."""
 
     version: str
     started: int

@@ -13,12 +13,12 @@ CHUNK = {"chat": "chat.completion.chunk", "completions": "text_completion"}
 
 
 class Tally:
-    """What has come of one call so far: tokens, and the prompts' own where a client wants them."""
+    """Counts what has come of one call so far, and keeps the prompts' tokens for a client that wants them."""
 
     def __init__(self, outputs_a_prompt: int) -> None:
         self._outputs_a_prompt = outputs_a_prompt
         self._counts: dict[int, tuple[int, int]] = {}
-        """Of each prompt: its tokens, and how many were cached."""
+        """For each prompt: its number of tokens, and how many were cached."""
         self._completion_tokens = 0
         self.prompts: dict[int, Sequence[int]] = {}
         """Token ids, by index of the output."""

@@ -16,14 +16,14 @@ Piece = Delta | inference_pb2.Output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a client wants to see of each piece."""
+    """Says what a client wants to see of each piece."""
 
     logprobs: bool
     token_ids: bool
     special_tokens: bool
 
     def rest(self, piece: Piece) -> dict[str, Any]:
-        """Of either route."""
+        """Returns what both routes add to a piece."""
         return _end(piece) | ({"token_ids": list(piece.token_ids)} if self.token_ids else {})
 
 

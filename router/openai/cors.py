@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from aiohttp.web import BaseRequest, Response
 
 MAX_AGE_SECONDS = 600
-"""For which a browser remembers a yes."""
+"""A browser remembers a yes for so long."""
 EXPOSED = (
     *("X-Request-Id", "Blockyard-Ignored", "Retry-After", "Retry-After-Ms"),
     *(
@@ -24,7 +24,7 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?: *, *[A-Za-z0-9-]{1,64}){0,63}
 
 
 def cors_headers(origins: Sequence[str], request: BaseRequest) -> dict[str, str]:
-    """Of an answer."""
+    """Returns the CORS headers of an answer."""
     if not origins:
         return {}
     headers = {"Vary": "Origin"}

@@ -30,13 +30,13 @@ def drawn_id() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class CallNotes:
-    """What is found out about a call on its way and told with its answer."""
+    """Collects what is found out about a call on its way and told with its answer."""
 
     request_id: str
     ignored: tuple[str, ...] = ()
     """Fields of its body that change nothing here."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What its body calls fields of GenerateRequest."""
+    """Maps fields of GenerateRequest to the names that the call's body has for them."""
 
 
 def own_headers(notes: CallNotes) -> dict[str, str]:

@@ -37,7 +37,7 @@ class Described:
     verb: str
     says: str
     fields: Fields | None = None
-    """Of its body; None: it has none."""
+    """The schema of its body; None if it has none."""
     required: tuple[str, ...] = ()
     answer: str = "application/json"
     """The type of its content."""
@@ -71,7 +71,7 @@ PATHS: Mapping[str, Described] = {
 
 
 def document(version: str) -> dict[str, Any]:
-    """As OpenAPI."""
+    """Returns the description as OpenAPI."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "Blockyard", "version": version},
@@ -85,7 +85,7 @@ def document(version: str) -> dict[str, Any]:
 
 
 def page(version: str) -> str:
-    """As HTML that loads nothing and runs nothing."""
+    """Returns the description as HTML that loads nothing and runs nothing."""
     title = f"Blockyard {html.escape(version)}: HTTP API"
     sections = "".join(_section(path, described) for path, described in PATHS.items())
     return (
@@ -142,7 +142,7 @@ def body_schema(fields: Fields, required: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _comments() -> dict[str, str]:
-    """What the contract says of fields, by name."""
+    """Returns the comments of the contract's fields, by name."""
     found: dict[str, dict[str, str]] = {}
     message, comment = "", list[str]()
     for line in files("blockyard.proto.v1").joinpath("inference.proto").read_text().splitlines():

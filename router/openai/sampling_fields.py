@@ -106,7 +106,7 @@ SHARED: Fields = {
     "include_stop_str_in_output": STOP_SHOWN,
     "return_token_ids": RETURN_TOKEN_IDS,
 }
-"""What both routes take, but for streams and log-probabilities."""
+"""Both routes take these fields; streams and log-probabilities are read elsewhere."""
 
 
 def generate_request(body: Body) -> inference_pb2.GenerateRequest:

@@ -1,4 +1,4 @@
-"""What an output must follow, in OpenAI's words, vLLM's and ours, as one StructuredOutput.
+"""Reads what an output must follow, in OpenAI's words, vLLM's and ours, as one StructuredOutput.
 
 Owns the names and shapes of fields. Does not own whether a schema or an expression can be followed
 (../structured_output.py, the worker).
@@ -141,4 +141,4 @@ STRUCTURES: Fields = {
     "guided_regex": _regex,
     "guided_choice": _choice,
 }
-"""By field. At most one may be there."""
+"""Readers by field. A body may have at most one of these fields."""

@@ -20,7 +20,7 @@ TOKENIZE_FIELDS: Fields = {
 }
 DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": text}
 TOKENS_A_TURN = 4096
-"""Whose names are looked up in one turn of the event loop."""
+"""The names of so many tokens are looked up in one turn of the event loop."""
 
 
 async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What OpenAI's API knows and this gateway does not do.
+"""Refuses what OpenAI's API knows and this gateway does not do.
 
 A hint changes no token of an answer: it is ignored, and the answer's headers name it. All else is refused by name,
 unless its value asks for nothing. A field that was dropped without a word would answer another question than the
@@ -42,7 +42,7 @@ UNSUPPORTED: Fields = {
         for name, harmless in REFUSED.items()
     },
 }
-"""For the API's document."""
+"""The same fields, for the API's document."""
 
 
 def refuse_unsupported(body: Body) -> None:

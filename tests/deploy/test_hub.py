@@ -20,7 +20,7 @@ from blockyard.deploy.options import model_path
 REPOSITORY = "someone/small-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PAUSE_SECONDS = 0.4
-"""Between the halves of a large file."""
+"""The server pauses so long between the halves of a large file."""
 REPORTS = """
 import json, sys
 from blockyard.deploy.hub import download

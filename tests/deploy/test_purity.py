@@ -32,7 +32,7 @@ def test_up_and_the_supervisor_load_no_torch_and_no_tokenizer() -> None:
 
 
 def test_a_client_and_the_commands_that_call_a_cluster_need_the_base_packages_alone() -> None:
-    """As after `pip install blockyard` without [serve]: nothing else can be imported."""
+    """Blocks all other imports, as after `pip install blockyard` without [serve]."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {Requirement(text).name for texts in project["optional-dependencies"].values() for text in texts}
     code = (

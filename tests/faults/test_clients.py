@@ -35,7 +35,7 @@ LONG_PROMPT_TOKENS = 1900
 """Half a second of prefill."""
 NUM_PLACES = 4
 MAX_REQUESTS = 24
-"""That one client may hold; the router keeps one place in sixteen for others."""
+"""One client may hold so many; the router keeps one place in sixteen for others."""
 KEEPALIVE_SECONDS = 15.0
 
 

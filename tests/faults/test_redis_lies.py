@@ -22,7 +22,7 @@ from .redis_rig import RedisCluster
 
 FOREIGN_BERTH = 4711
 REFUSED_SECONDS = 30.0
-"""Within which a router finds forged records; it looks each second."""
+"""A router finds forged records within this time; it looks each second."""
 
 
 def overwrite_values(cluster: RedisCluster) -> None:

@@ -185,7 +185,7 @@ def compile_settle_nuclei() -> Any:
 
 
 def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
-    """Of shapes that differ little a quick run has one."""
+    """A quick run compiles one of several shapes that differ little."""
     for dtype in dtypes:
         torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         compiled = {"merge": compile_merge(dtype)}

@@ -25,7 +25,7 @@ from ..router.rig import Router  # noqa: TID252
 from .rig import is_ready, request, running_router, until, worker_of_model
 
 LOOK_SECONDS = 0.1
-"""Between two looks at the directory, and what a look may take, which a crowded machine needs."""
+"""The pause between two looks at the directory, and the time of one, which a crowded machine needs."""
 PREFIX = key_prefix("default")
 FOREVER_MS = 9e15
 FIRST_FORGED, LAST_FORGED = 20_000, 60_000

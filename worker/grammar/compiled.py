@@ -130,7 +130,7 @@ class CompiledGrammar:
             self.is_slow = self._masks_to_prove > 0
 
     def hold_for_slow(self, times_slow: int) -> None:
-        """As though it had been found slow so often."""
+        """Treats it as though it had been found slow so often."""
         self.is_slow = True
         self.times_slow = min(times_slow, MAX_TIMES_SLOW)
         self._masks_to_prove = PROOF_MASKS << (self.times_slow - 1)

@@ -196,7 +196,7 @@ class Masks:
         return follower
 
     def _make_next(self) -> None:
-        """In the slow thread: the mask of whose client's turn it is."""
+        """Makes, in the slow thread, the mask of the client whose turn it is."""
         with self._lock:
             make = self._to_make.take()
         make()
