@@ -91,7 +91,7 @@ def _take_name(options: UpOptions) -> ClusterState:
 def _up(cluster: ClusterState, options: UpOptions, told: Report, report: Report) -> ClusterState:
     try:
         if options.address is None:
-            hub.download(options.engine.model, report)
+            hub.download_all(options.engine.model, options.engine.tokenizer, report)
             cluster = _start_redis(cluster, options, told)
         cluster = _start_ray(cluster, options, told)
         cluster = _start_serving(cluster, options, told)
