@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from blockyard.worker.model.config import ModelConfig
-from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,6 +39,9 @@ def check_shards(folder: Path, config: ModelConfig) -> None:
 
 def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Name, shape and data type of each tensor."""
+    # Here, because `size` and the commands that call a cluster do without it.
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="numpy") as shard:
             for name in shard.keys():  # noqa: SIM118, the reader is no mapping
