@@ -42,6 +42,8 @@ KV_CACHE_BYTES = 18 * 2**20
 """384 blocks of this model in float32: small enough to see each."""
 AGREE_SECONDS = 5.0
 """A worker writes its map each second, and the dashboard reads it from the disk."""
+TOLD_CHATS = 6
+"""A pipe is told of so many at once."""
 TAIL_CHARACTERS = 88
 DASHBOARD_SECONDS = 10.0
 
@@ -118,7 +120,7 @@ def _show_chats(console: Console, cluster: ClusterState) -> None:
         with Live(_panel(chats), console=console, refresh_per_second=8, vertical_overflow="crop") as live:
             asyncio.run(run_chats(routers, chats, lambda chat: live.update(_panel(chats))))
     else:
-        asyncio.run(run_chats(routers, chats, _line_printer(console)))
+        asyncio.run(run_chats(routers, chats, _line_printer(console, chats)))
     console.rule("what each request took", align="left")
     console.print(_requests_table(chats))
     followers = [chat for chat in chats if chat.number > 1]
@@ -139,16 +141,25 @@ def _panel(chats: list[Chat]) -> Table:
     return table
 
 
-def _line_printer(console: Console) -> Callable[[Chat], None]:
-    """Prints each line of each text when it is whole, after its request's name: 24 streams stay readable."""
+def _line_printer(console: Console, chats: list[Chat]) -> Callable[[Chat], None]:
+    """Prints one chat line by line as it comes, and then how many of all are done."""
+    shown, num_told = chats[0], 0
+    console.print(f"{shown.name} asks: {shown.question}\n", markup=False, soft_wrap=True)
 
     def on_text(chat: Chat) -> None:
-        *lines, rest = chat.text[chat.unread_from :].split("\n")
-        if chat.finish is not None and rest:
-            lines, rest = [*lines, rest], ""
-        chat.unread_from = len(chat.text) - len(rest)
-        for line in lines:
-            console.print(f"{chat.name:>10} | {line}", markup=False, soft_wrap=True)
+        nonlocal num_told
+        if chat is shown:
+            *lines, rest = chat.text[chat.unread_from :].split("\n")
+            if chat.finish is not None:
+                lines, rest = [*lines, rest, ""], ""
+            chat.unread_from = len(chat.text) - len(rest)
+            for line in lines:
+                console.print(line, markup=False, soft_wrap=True)
+        num_done = sum(each.finish is not None for each in chats)
+        is_due = num_done >= num_told + TOLD_CHATS or num_told < num_done == len(chats)
+        if shown.finish is not None and is_due:
+            num_told = num_done
+            console.print(f"{num_done} of {len(chats)} chats are done")
 
     return on_text
 
