@@ -58,7 +58,7 @@ def _commands() -> Iterator[str]:
         yield from _shared_options(options)
     yield from ("## Reaching a router", "")
     yield from _option_table(_all_shared())
-    yield from ("`--config FILE`: a file of settings, whose `[client]` is read.", "")
+    yield from ("`-c`, `--config FILE`: a file of settings, whose `[client]` is read.", "")
 
 
 def _shared_options(options: list[click.Option]) -> Iterator[str]:
@@ -97,9 +97,11 @@ def _option_table(options: list[click.Option]) -> Iterator[str]:
 
 
 def _option_row(option: click.Option) -> str:
-    flag = max(option.opts, key=len)
+    *short, flag = sorted(option.opts, key=len)
     takes = "" if option.is_flag else f" {option.make_metavar(click.Context(root))}"
-    return f"| {_code(flag + takes)} | {_default(option)} | {_one_line(option.help)} |"
+    return (
+        f"| {', '.join(map(_code, [*short, flag + takes]))} | {_default(option)} | {_one_line(option.help)} |"
+    )
 
 
 def _settings() -> Iterator[str]:

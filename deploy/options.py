@@ -171,5 +171,12 @@ def grace_option(command: Command) -> Command:
 
 
 def output_option(command: Command) -> Command:
-    add = click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+    add = click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+        help="`json` is for programs.",
+    )
     return add(command)

@@ -74,6 +74,13 @@ def test_every_command_that_prints_can_print_json() -> None:
     assert without == TALKS
 
 
+@pytest.mark.parametrize(("long", "short"), [("--output", "-o"), ("--config", "-c")])
+def test_every_command_with_the_long_name_of_an_option_takes_the_short_one(long: str, short: str) -> None:
+    named = [option for _, command in all_commands() for option in command.params if long in option.opts]
+    assert named
+    assert all(short in option.opts for option in named)
+
+
 def test_doctor_prints_each_finding_for_programs() -> None:
     result = CliRunner().invoke(main, ["doctor", "--output", "json"])
     findings = json.loads(result.stdout)
