@@ -51,6 +51,7 @@ _OF_THE_CLUSTER = (
         "cluster",
         "--model-name",
         "model_names",
+        group="Model",
         multiple=True,
         help="What clients call the model: the first is its id, others are aliases that requests may use. Default: a "
         "hub model's full name and its short one, a folder's last part.",
@@ -58,6 +59,7 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--generation-config",
+        group="Model",
         type=click.Choice(get_args(GenerationConfig)),
         default="auto",
         show_default=True,
@@ -83,6 +85,7 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--host",
+        group="Addresses",
         default=LOOPBACK,
         show_default=True,
         callback=checked_by(_checked_host),
@@ -92,6 +95,7 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--router-port",
+        group="Addresses",
         type=_PORT,
         help="Where gRPC is served; 0 takes a free one. Default: a free one; of `serve` "
         f"{SERVE_PORTS['router_port']}, or the next that is free.",
@@ -99,6 +103,7 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--http-port",
+        group="Addresses",
         type=_PORT,
         help="Where OpenAI's API (docs/gateway.md) is served; 0 takes a free one. Default: it is not; of `serve` "
         f"{SERVE_PORTS['http_port']}, or the next that is free.",
@@ -107,6 +112,7 @@ _OF_THE_CLUSTER = (
         "cluster",
         "cors_origins",
         "--cors-origin",
+        group="Addresses",
         multiple=True,
         callback=checked_by(checked_origins),
         metavar="ORIGIN",
@@ -115,23 +121,29 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--separate-ports",
+        group="Addresses",
         is_flag=True,
         help="A port for each router, from --router-port on, instead of one for all.",
     ),
     setting("cluster", "--cpus-per-worker", type=float, help="Default: the cluster's CPUs in equal shares."),
     setting(
-        "cluster", "--address", help="An existing Ray cluster, host:port. Default: a local one is started."
+        "cluster",
+        "--address",
+        group="Existing Ray cluster",
+        help="An existing Ray cluster, host:port. Default: a local one is started.",
     ),
     setting(
         "cluster",
         "--ship-code",
         "ships_code",
+        group="Existing Ray cluster",
         is_flag=True,
         help="With --address: give the nodes this command's own code, whatever they have installed.",
     ),
     setting(
         "cluster",
         "--router-resource",
+        group="Existing Ray cluster",
         metavar="NAME",
         help="With --address: routers run only on nodes with this Ray resource, one for each unit of it.",
     ),
@@ -146,6 +158,7 @@ _OF_REQUESTS = (
     setting(
         "limits",
         "--hung-seconds",
+        group="Failures",
         type=float,
         default=DEFAULT_HUNG_SECONDS,
         show_default=True,
