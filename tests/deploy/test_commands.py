@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
 
-TALKS = {"blockyard chat", "blockyard config example"}
-"""Whose output is a conversation, or a file."""
+TALKS = {"blockyard chat", "blockyard config example", "blockyard logs"}
+"""Whose output is a conversation, a file, or the lines of others."""
 PROMPT = "def join_paths(first, second):\n    " * 4
 
 
