@@ -11,6 +11,7 @@ from typing import Any
 import click
 from blockyard.deploy import state
 from blockyard.deploy.deadline import Budget, answers_within
+from blockyard.deploy.openai_server import OpenAIServer, ServerUrl, api_key, tls_context
 from blockyard.deploy.security import client_connection
 from blockyard.deploy.settings import wrong_values_are_usage
 from blockyard.router.client import Client, NotFoundError
@@ -41,6 +42,20 @@ def asking(
         answers_within(budget.left_seconds + extra_seconds, sentence),
     ):
         yield client
+
+
+def server_at(url: str, timeout_seconds: float) -> OpenAIServer:
+    """The server of OpenAI's API at a URL, with the key and the TLS files that the command was given. Raises click's
+    UsageError for what cannot be a URL, a key or a certificate."""
+    with wrong_values_are_usage():
+        parsed, given = ServerUrl.parse(url), client_connection()
+        return OpenAIServer(
+            parsed,
+            key=api_key(file_token=given["token"]),
+            tls=tls_context(given["tls"]) if parsed.scheme == "https" else None,
+            timeout_seconds=timeout_seconds,
+            allow_plaintext_key=given["allow_plaintext_token"],
+        )
 
 
 @contextmanager
