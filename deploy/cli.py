@@ -25,6 +25,7 @@ COMMANDS = {
     "top": "commands.watch.top",
     "explain": "commands.explain.explain",
     **{name: f"commands.ask.{name}" for name in ("generate", "chat")},
+    "run-batch": "commands.batch.run_batch",
     "bench": "commands.bench.bench",
     "size": "commands.reckon.size_command",
     "figures": "commands.reckon.figures_command",

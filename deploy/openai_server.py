@@ -75,11 +75,6 @@ class ServerUrl:
         return f"{self.scheme}://{self.authority}{self.path}"
 
 
-def api_key(*, file_token: str | None) -> str | None:
-    """The key of a file, else that of OPENAI_API_KEY."""
-    return file_token or os.environ.get(API_KEY_VARIABLE) or None
-
-
 def tls_context(options: TlsOptions | None) -> ssl.SSLContext:
     """Raises ValueError for files that cannot be used."""
     given = options or TlsOptions()

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
 
-TALKS = {"blockyard chat", "blockyard config example", "blockyard logs"}
+TALKS = {"blockyard chat", "blockyard config example", "blockyard logs", "blockyard run-batch"}
 """Whose output is a conversation, a file, or the lines of others."""
 PROMPT = "def join_paths(first, second):\n    " * 4
 
