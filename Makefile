@@ -11,6 +11,7 @@ JOBS ?= 3
 CLUSTER_JOBS ?= 0
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 QUICK := not slow and not slow_fault
 # Without them each process of the tests compiles every source anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,7 +26,7 @@ define run_tests
 	exit $$failed
 endef
 
-.PHONY: demo test test-all faults soak fuzz check format proto lock sbom install clean gpu-check gpu-bench \
+.PHONY: demo test test-all faults soak fuzz check site format proto lock sbom install clean gpu-check gpu-bench \
 	gpu-bench-kernels gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
 
@@ -61,6 +62,11 @@ check: install .typing/blockyard
 	$(BIN)/python -m blockyard.deploy.api_reference --check
 	$(BIN)/python -m supply_chain.sbom --check
 	$(BIN)/python -m supply_chain.advisories
+	$(SITE) --quiet
+
+# The documentation with a search box, as pages under .site/.
+site: install
+	$(SITE)
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -59,6 +59,7 @@ _STAGES = {
     "draining": "draining",
     "waiting": "starting afresh",
     "starting": "starting afresh",
+    "downloading": "downloading the model",
     "stopped": "starting afresh",
     "serving": "joining routers and workers",
 }

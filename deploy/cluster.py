@@ -91,7 +91,8 @@ def _take_name(options: UpOptions) -> ClusterState:
 def _up(cluster: ClusterState, options: UpOptions, told: Report, report: Report) -> ClusterState:
     try:
         if options.address is None:
-            hub.download(options.engine.model, report)
+            hub.download_all(options.engine.model, options.engine.tokenizer, report)
+            preflight.check_weights(options.engine)
             cluster = _start_redis(cluster, options, told)
         cluster = _start_ray(cluster, options, told)
         cluster = _start_serving(cluster, options, told)

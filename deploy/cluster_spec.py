@@ -41,6 +41,8 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
     )
     router = RouterConfig(
         model=options.engine.model,
+        tokenizer=options.engine.tokenizer,
+        chat_template=options.chat_template,
         model_names=options.served_names,
         generation_config=options.generation_config,
         cluster=cluster.cluster,

@@ -4,6 +4,7 @@ Owns what a command does before anything starts. Names, files and refusals are w
 variables hold: HF_TOKEN for gated models, HF_HOME for the cache, HF_HUB_OFFLINE=1 to take the cache alone.
 """
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,10 +16,15 @@ from typing import Any
 from blockyard.deploy.interruption import raise_if_asked
 from blockyard.deploy.pool_map import format_bytes
 from blockyard.deploy.serving import Progress, Report
+from blockyard.proto.model_files import (
+    CACHE_VARIABLE,
+    HUB_TIMEOUT_SECONDS,
+    TOKENIZER_FILES,
+    name_and_revision,
+)
 from blockyard.worker.model.config import (
     HUB_IGNORED_PATTERNS,
     HUB_PATTERNS,
-    HUB_TIMEOUT_SECONDS,
     resolve_model,
 )
 
@@ -41,16 +47,25 @@ def is_on_hub(model: str) -> bool:
     return not Path(model).expanduser().is_dir()
 
 
-def hub_files(model: str) -> HubFiles | None:
+def use_download_dir(folder: str | None) -> None:
+    """This process and those that it starts keep the hub's files in this folder."""
+    if folder is not None:
+        os.environ[CACHE_VARIABLE] = folder
+
+
+def hub_files(model: str, patterns: Sequence[str] = HUB_PATTERNS) -> HubFiles | None:
     """Asks the hub. None where it does not say: offline, or without the sizes."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # they count files, not bytes
+    name, revision = name_and_revision(model)
     try:
         found = snapshot_download(
-            model,
-            allow_patterns=list(HUB_PATTERNS),
+            name,
+            revision=revision,
+            cache_dir=os.environ.get(CACHE_VARIABLE),
+            allow_patterns=list(patterns),
             ignore_patterns=list(HUB_IGNORED_PATTERNS),
             etag_timeout=HUB_TIMEOUT_SECONDS,
             dry_run=True,
@@ -73,16 +88,23 @@ def _told(found: Sequence[Any]) -> HubFiles | None:
     )
 
 
-def download(model: str, report: Report) -> None:
-    """Brings a hub's model into this machine's cache, before any process starts that would wait for it.
+def download_all(model: str, tokenizer: str | None, report: Report) -> None:
+    """Download a model, and the tokenizer where it is another's, before any process starts that would wait for them.
 
     Does nothing for a folder, nor for what is cached. Raises ValueError for what is neither here nor on the hub.
     """
+    download(model, report)
+    if tokenizer is not None:
+        download(tokenizer, report, patterns=TOKENIZER_FILES)
+
+
+def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTERNS) -> None:
+    """Download the files of one hub repository that match. Otherwise as `download_all`."""
     if not is_on_hub(model):
         return
     stage = f"looking for {model} on the hub"
     report(Progress(stage=stage))
-    files = hub_files(model)
+    files = hub_files(model, patterns)
     if files is not None and files.missing_bytes:
         stage = f"downloading {model}: {format_bytes(files.missing_bytes)}"
     downloaded: Future[Path] = Future()
@@ -90,7 +112,7 @@ def download(model: str, report: Report) -> None:
 
     def run() -> None:
         try:
-            downloaded.set_result(resolve_model(model))
+            downloaded.set_result(resolve_model(model, patterns=patterns))
         except BaseException as error:
             downloaded.set_exception(error)
 

@@ -17,10 +17,11 @@ from blockyard.router.placement_config import PlacementConfig, PolicyName, parse
 from blockyard.worker.config import EngineConfig
 
 DEMO_MODEL = "demo"
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
 
 ENGINE_HELP = {
-    "model": "Model folder, hub name, or `demo`.",
+    "model": "Model folder, hub name (with `@REVISION` if you like), or `demo`.",
+    "tokenizer": "Another folder or hub name, for the tokenizer and the chat template. Default: the model's.",
     "engine": "`simulated` keeps scheduler, pool and cache, and replaces the model by a clock.",
     "device": "`auto` takes a GPU where there is one.",
     "dtype": "Of weights and KV cache. `auto`: what the model's config says.",
@@ -67,7 +68,7 @@ ENGINE_HELP = {
 """By field of EngineConfig."""
 _ENGINE_GROUPS = {
     "Model": (
-        *("model", "engine", "device", "dtype", "load_format", "seed", "max_model_len"),
+        *("model", "tokenizer", "engine", "device", "dtype", "load_format", "seed", "max_model_len"),
         *("cpu_linears", "deterministic", "enforce_eager"),
     ),
     "Memory of each worker": (
@@ -85,7 +86,7 @@ _ENGINE_GROUPS = {
 
 def model_path(model: str) -> str:
     """A folder as an absolute path, for actors start elsewhere; `demo` as the model in this package; a hub
-    name as it is. Raises ValueError for what can be none of them."""
+    name, with or without `@REVISION`, as it is. Raises ValueError for what can be none of them."""
     if model == DEMO_MODEL:
         return str(Path(__file__).parent.resolve() / "demo_model" / "checkpoint")
     folder = Path(model).expanduser()
@@ -94,6 +95,17 @@ def model_path(model: str) -> str:
     if not _HUB_NAME.fullmatch(model):
         raise ValueError(f"model {model!r} is no folder here, and no hub name")
     return model
+
+
+def at_revision(model: str, revision: str | None) -> str:
+    """A hub model's name with its revision. Raises ValueError for a folder, which has none."""
+    if revision is None:
+        return model
+    if Path(model).is_dir():
+        raise ValueError("a revision is of a model on the hub, and this model is a folder")
+    if "@" in model:
+        raise ValueError(f"the model {model!r} names its revision already")
+    return model_path(f"{model}@{revision}")
 
 
 def ray_address(address: str) -> str:
@@ -125,7 +137,12 @@ def engine_config(values: dict[str, Any]) -> EngineConfig:
     model."""
     if values["model"] is None:
         raise click.UsageError("Missing option '--model'.")
-    config: EngineConfig = taken(EngineConfig, {**values, "model": model_path(values["model"])})
+    tokenizer = values["tokenizer"]
+    found = {
+        "model": at_revision(model_path(values["model"]), values.pop("revision", None)),
+        "tokenizer": None if tokenizer is None else model_path(tokenizer),
+    }
+    config: EngineConfig = taken(EngineConfig, {**values, **found})
     for field in fields(EngineConfig):
         del values[field.name]
     return config

@@ -26,7 +26,7 @@ DEFAULT_HUNG_SECONDS = 20.0
 """Far above any pause of a sound event loop, on a busy machine too."""
 
 Kind = Literal["worker", "router"]
-Phase = Literal["starting", "serving", "draining", "waiting", "stopped"]
+Phase = Literal["starting", "downloading", "serving", "draining", "waiting", "stopped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

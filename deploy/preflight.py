@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 
 from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE
 from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
+from blockyard.deploy.pool_map import format_bytes
 from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
 from blockyard.deploy.shared_port import can_bind, next_free, reserved_port
-from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, stored_dtype
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
+from blockyard.worker.model.shards import check_shards, num_parameters
 
 if TYPE_CHECKING:
     from blockyard.deploy.wanted_cluster import UpOptions
@@ -113,12 +116,47 @@ def _check_model(options: "UpOptions") -> None:
     context = engine.max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    if Path(engine.model).is_dir():
+        check_weights(engine)
     pool = pool_of(options, config, has_gpu=engine.device != "cpu")
     if pool is not None and pool.num_tokens < context:
         raise ValueError(
             f"the KV cache holds {pool.num_tokens} tokens, fewer than max_model_len {context}: give it more memory "
             "(--kv-cache-memory) or lower --max-model-len"
         )
+    if options.address is None and engine.engine == "model":
+        _check_memory(options, config)
+
+
+def check_weights(engine: EngineConfig) -> None:
+    """By the headers of a model's files, which must be here. Raises ValueError."""
+    if engine.engine == "model" and engine.load_format == "auto":
+        folder = resolve_model(engine.model)
+        check_shards(folder, load_config(folder))
+
+
+def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
+    """Of workers on this machine's CPU: a GPU's memory is known to its worker alone."""
+    cpus, num_gpus = local_hardware(options)
+    num_workers = shape_of(options, cpus, num_gpus).num_workers
+    pool = pool_of(options, config, has_gpu=num_gpus > 0)
+    if num_gpus or pool is None:
+        return
+    weights_bytes = weights_bytes_of(options.engine, config, on_cpu=True)
+    needed_bytes = num_workers * (weights_bytes + pool.total_bytes)
+    has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > has_bytes:
+        raise ValueError(
+            f"{num_workers} worker{'s' if num_workers > 1 else ''} would need {format_bytes(needed_bytes)}, and this "
+            f"machine has {format_bytes(has_bytes)}: each holds {format_bytes(weights_bytes)} of weights and "
+            f"{format_bytes(pool.total_bytes)} of KV cache (--kv-cache-memory, --workers)"
+        )
+
+
+def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool) -> int:
+    """What each worker holds, without the copies that kernels make of some."""
+    usual = "float32" if on_cpu else config.dtype
+    return num_parameters(config) * DTYPE_BYTES[usual if engine.dtype == "auto" else engine.dtype]
 
 
 def _check_workers(options: "UpOptions") -> None:

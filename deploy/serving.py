@@ -50,7 +50,11 @@ def wait_until_all_serve(report: Report) -> Serving:
     while time.monotonic() < deadline:
         everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).places
         serving = [place for place in everyone if place.phase == "serving"]
-        report(Progress(stage="loading the model", done=len(serving), total=len(everyone)))
+        is_downloading = any(place.phase == "downloading" for place in everyone)
+        if is_downloading:
+            deadline = time.monotonic() + SERVE_SECONDS
+        stage = "downloading the model" if is_downloading else "loading the model"
+        report(Progress(stage=stage, done=len(serving), total=len(everyone)))
         if len(serving) == len(everyone):
             routers = [place for place in everyone if place.kind == "router"]
             gateways = (place.http_address for place in routers if place.http_address)

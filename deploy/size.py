@@ -4,8 +4,16 @@ sizes."""
 import re
 from dataclasses import dataclass
 
-from blockyard.worker.kv_size import KVCacheDtype, KVSize, blocks_in_budget, bytes_per_block, stored_dtype
+from blockyard.worker.kv_size import (
+    DTYPE_BYTES,
+    KVCacheDtype,
+    KVSize,
+    blocks_in_budget,
+    bytes_per_block,
+    stored_dtype,
+)
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
+from blockyard.worker.model.shards import num_parameters
 
 _UNITS = {
     "": 1,
@@ -29,6 +37,8 @@ class ModelSize:
     dtype: str
     kv_dtype: str
     max_model_len: int
+    weights_bytes: int
+    """In `dtype`; a worker holds them beside the KV cache."""
     kv: KVSize
 
     def as_dict(self) -> dict[str, object]:
@@ -36,6 +46,7 @@ class ModelSize:
             "model": self.model,
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
+            "weights_bytes": self.weights_bytes,
             "block_size": self.kv.block_size,
             "bytes_per_block": self.kv.block_bytes,
             "blocks": self.kv.num_blocks,
@@ -83,4 +94,11 @@ def size_model(
     kv = KVSize(
         num_blocks=blocks_in_budget(budget_bytes, block_bytes), block_size=block_size, block_bytes=block_bytes
     )
-    return ModelSize(model=model, dtype=chosen, kv_dtype=kv_dtype, max_model_len=context, kv=kv)
+    return ModelSize(
+        model=model,
+        dtype=chosen,
+        kv_dtype=kv_dtype,
+        max_model_len=context,
+        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen],
+        kv=kv,
+    )

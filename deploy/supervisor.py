@@ -285,6 +285,10 @@ class Supervisor:
                 pulse.patience_seconds = STARTING_SECONDS
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
             place.node_id, place.pid = await pulse.unless_hung(whereabouts)
+            if place.kind == "worker":
+                place.phase = "downloading"
+                await pulse.unless_hung(actor.fetch_model.remote())
+                place.phase = "starting"
             self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._remember_addresses())
             pulse.patience_seconds = self._spec.hung_seconds

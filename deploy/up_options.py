@@ -6,6 +6,7 @@ whole. Does not own what is done with them (cluster.py).
 
 from collections.abc import Mapping
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -33,6 +34,7 @@ from blockyard.router.model_facts import GenerationConfig
 ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
 UP_PORTS: Mapping[str, int | None] = {"router_port": 0, "http_port": None}
 SERVE_PORTS: Mapping[str, int | None] = {"router_port": 50051, "http_port": 8000}
+MAX_TEMPLATE_BYTES = 2**20
 _PORT = click.IntRange(0, MAX_PORT)
 
 
@@ -46,6 +48,17 @@ def _checked_host(host: str) -> str:
     return with_brackets(host)
 
 
+def _text_of(file: str) -> str:
+    """Raises ValueError."""
+    try:
+        content = Path(file).read_bytes()
+        if len(content) > MAX_TEMPLATE_BYTES:
+            raise ValueError(f"is longer than {MAX_TEMPLATE_BYTES:,} bytes: {file}")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read ({type(error).__name__}): {file}") from None
+
+
 _OF_THE_CLUSTER = (
     setting(
         "cluster",
@@ -55,6 +68,28 @@ _OF_THE_CLUSTER = (
         multiple=True,
         help="What clients call the model: the first is its id, others are aliases that requests may use. Default: a "
         "hub model's full name and its short one, a folder's last part.",
+    ),
+    setting(
+        "cluster",
+        "--revision",
+        group="Model",
+        metavar="REVISION",
+        help="A branch, tag or commit of a hub model. Default: its main branch.",
+    ),
+    setting(
+        "cluster",
+        "--chat-template",
+        group="Model",
+        type=click.Path(dir_okay=False),
+        callback=checked_by(_text_of),
+        help="A Jinja template for chats. Default: the tokenizer's own.",
+    ),
+    setting(
+        "cluster",
+        "--download-dir",
+        group="Model",
+        type=click.Path(file_okay=False, resolve_path=True),
+        help="Where files from the hub are kept. Default: what HF_HUB_CACHE or HF_HOME says.",
     ),
     setting(
         "cluster",

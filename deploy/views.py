@@ -248,8 +248,13 @@ def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:
 
 
 def size_view(sized: ModelSize) -> RenderableType:
+    # Here, because the commands that call a cluster do without what this needs.
+    from blockyard.deploy.pool_map import format_bytes
+
     kv = sized.kv
     rows = [
+        ("weights", f"{format_bytes(sized.weights_bytes)} in {sized.dtype}, beside the KV cache"),
+        ("KV cache", f"{format_bytes(kv.total_bytes)} in {sized.kv_dtype}"),
         ("bytes a block", f"{kv.block_bytes:,}"),
         ("blocks", f"{kv.num_blocks:,} of {kv.block_size} tokens"),
         ("tokens", f"{kv.num_tokens:,}"),
@@ -258,7 +263,7 @@ def size_view(sized: ModelSize) -> RenderableType:
             f"{kv.max_concurrency(sized.max_model_len):,.2f} of {sized.max_model_len:,} tokens",
         ),
     ]
-    return plain_table((f"{sized.kv_dtype} KV cache", Path(sized.model).name), rows)
+    return plain_table(("a worker holds", Path(sized.model).name), rows)
 
 
 def finish_line(finish: Finish) -> str:

@@ -31,6 +31,10 @@ class UpOptions:
     """Names of the model for clients: its id, then aliases. If empty, model_facts.py names it."""
     generation_config: GenerationConfig = "auto"
     """Whether the sampling defaults of the model's generation_config.json apply."""
+    chat_template: str | None = None
+    """The text of a Jinja template that replaces the model's own."""
+    download_dir: str | None = None
+    """Where files of the hub are kept on this machine. None: where HF_HUB_CACHE or HF_HOME says."""
     cluster: str = "default"
     num_workers: int | None = None
     """None: one for each GPU of the Ray cluster, or one on a machine without any."""
@@ -86,6 +90,11 @@ class UpOptions:
             raise ValueError(f"hung_seconds must be above 0, not {self.hung_seconds:g}")
         if self.address is not None:
             host_and_port(self.address)
+            if self.download_dir is not None:
+                raise ValueError(
+                    "--download-dir is a folder of this machine: for a Ray cluster of your own set HF_HUB_CACHE "
+                    "where its nodes start"
+                )
         for url in (self.given_redis_url, self.router_redis_url):
             if url is not None:
                 check_url(url)

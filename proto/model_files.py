@@ -1,17 +1,67 @@
-"""Which model folders may be read at all: regular files only, and none that ask for code of their own.
+"""Where a model's files are, and which model folders may be read at all.
 
-A FIFO, a socket or a device would hold the start for ever. `auto_map` names Python code in the checkpoint: it is never
-run, and without it nobody can say that this is the same model. Does not own what the files say.
+Owns the names of models: a folder, or a repository on the hub with a revision after `@`. A folder must hold regular
+files only, and none that ask for code of their own: a FIFO, a socket or a device would hold the start for ever.
+`auto_map` names Python code in the checkpoint, which is never run; without it nobody can say that this is the same
+model. Does not own what the files say.
 """
 
 import json
+import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 CODE_KEY = "auto_map"
 NAMES_CODE = ("config.json", "tokenizer_config.json")
 FILE_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 """What is called so is no folder."""
+TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "vocab.*", "merges.txt", "*.model")
+"""What a router reads of a hub model: everything but the weights."""
+HUB_TIMEOUT_SECONDS = 10.0
+CACHE_VARIABLE = "HF_HUB_CACHE"
+"""The hub's own: the folder where downloads go."""
+
+
+def name_and_revision(model: str) -> tuple[str, str | None]:
+    """Split `NAME@REVISION`. The revision is a branch, a tag or a commit of a hub repository; None without one."""
+    name, _, revision = model.partition("@")
+    return name, revision or None
+
+
+def resolve_model(model: str | Path, *, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
+    """Find the local folder of a model, and download files that are on the hub alone.
+
+    A folder is taken as it is. Of a hub repository this takes the files that match `patterns` and not `ignored`. Raises
+    ValueError if the model is neither, or holds what must not be read.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return check_model_files(folder)
+    # Here, because a worker that serves a local folder needs no hub client.
+    from huggingface_hub import snapshot_download
+
+    name, revision = name_and_revision(str(model))
+    try:
+        snapshot = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=os.environ.get(CACHE_VARIABLE),
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored),
+            etag_timeout=HUB_TIMEOUT_SECONDS,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {str(model)!r} is no folder here, and the hub did not give it ({type(error).__name__}): "
+            "give a folder, or a name that the hub knows and a way to reach it"
+        ) from error
+    return check_model_files(Path(snapshot))
+
+
+def resolve_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
+    """Find the folder of the tokenizer: the model's own unless another is named. Raises ValueError as above."""
+    return model_folder if tokenizer is None else resolve_model(tokenizer, patterns=TOKENIZER_FILES)
 
 
 def check_model_files(folder: Path) -> Path:

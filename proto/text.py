@@ -30,10 +30,11 @@ _CHARACTER_TOKENS = 4
 """A character takes at most 4 bytes, so at most 4 tokens."""
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local checkpoint folder, or of a hub name that is already in the local cache.
+def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a local checkpoint folder, or of a hub name that is already in the local cache.
 
-    Reaches no network and runs no code from the checkpoint. Raises OSError or ValueError where there is none.
+    `chat_template` is the text of a Jinja template that replaces its own. Reaches no network and runs no code from the
+    checkpoint. Raises OSError or ValueError where there is none.
     """
     # Here, because importing transformers takes seconds, and checking stop strings needs none of it.
     with _torch_out_of_sight():
@@ -48,6 +49,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:
         # A broken file ends in whatever its reader trips over, and the one in Rust raises bare Exceptions.
         raise ValueError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer
 
 

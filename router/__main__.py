@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
@@ -73,6 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what clients call the model: its id, then aliases (default: the hub's name and its last part, or the "
         "folder's name)",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="MODEL", help="take the tokenizer and chat template of this one"
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja template, in place of the tokenizer's own"
     )
     parser.add_argument(
         "--generation-config",
@@ -191,6 +198,8 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
     return RouterConfig(
         model=arguments.model,
         model_names=tuple(arguments.model_name),
+        tokenizer=arguments.tokenizer,
+        chat_template=_chat_template(arguments.chat_template),
         generation_config=arguments.generation_config,
         cluster=arguments.cluster,
         cluster_secret=os.environ.get(SECRET_VARIABLE, ""),
@@ -218,6 +227,13 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         loop_tick_seconds=arguments.loop_tick_seconds,
         **{name: getattr(arguments, name) for name in FAULT_SETTINGS},
     )
+
+
+def _chat_template(file: str | None) -> str | None:
+    try:
+        return None if file is None else Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--chat-template {file!r} cannot be read: {type(error).__name__}") from None
 
 
 def _check_address(address: str) -> None:

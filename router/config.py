@@ -94,7 +94,12 @@ class RouterConfig:
     """One router process. Raises ValueError for bad values."""
 
     model: str
-    """Local folder or hub name: the router reads tokenizer and config, never the weights."""
+    """Local folder, or hub name with or without `@REVISION`: the router reads tokenizer and config, never the
+    weights."""
+    tokenizer: str | None = None
+    """Another folder or hub name, for the tokenizer and the chat template. The workers must have the same."""
+    chat_template: str | None = field(default=None, repr=False)
+    """The text of a Jinja template that replaces the tokenizer's own."""
     model_names: tuple[str, ...] = ()
     """Names of the model for clients: its id, then aliases. If empty, model_facts.py names it."""
     generation_config: GenerationConfig = "auto"

@@ -1,7 +1,7 @@
 """What a router must know of the model it fronts, read once from its folder: never the weights.
 
-Owns finding the folder and the few facts that validation and sampling need. Does not own the tokenizer's
-work.
+Owns the few facts that validation and sampling need. Does not own finding the folder (proto/model_files.py), nor the
+tokenizer's work.
 """
 
 import json
@@ -12,20 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from blockyard.proto.model_files import check_model_files
+from blockyard.proto.model_files import name_and_revision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ROUTER_FILES = (
-    "*.json",
-    "*.jinja",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-)
-"""What is fetched of a hub model: everything but the weights."""
 
 NORMALISER_SHRINK = 3
 """Unicode normal forms write a character with at most so many times fewer bytes."""
@@ -71,24 +61,6 @@ class ModelFacts:
         return num_tokens * self.longest_token_bytes
 
 
-def resolve_model(name_or_path: str) -> Path:
-    """The local folder of a model: the folder itself, or the router's files of a hub repository.
-
-    Raises ValueError if it is neither, or holds what must not be read (proto/model_files.py).
-    """
-    folder = Path(name_or_path)
-    if folder.is_dir() and (folder / "config.json").exists():
-        return check_model_files(folder)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        snapshot = Path(snapshot_download(name_or_path, allow_patterns=list(ROUTER_FILES)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{name_or_path} is no model folder, nor one that the hub gives") from error
-    return check_model_files(snapshot)
-
-
 def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...]:
     """The chosen ones. Else a folder's last part, or a hub model's full name and, as an alias, its short one."""
     if chosen:
@@ -96,7 +68,8 @@ def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...
     path = Path(name_or_path)
     if path.is_absolute() or path.is_dir():
         return (path.resolve().name,)
-    return tuple(dict.fromkeys((name_or_path, path.name)))
+    name, _ = name_and_revision(name_or_path)
+    return tuple(dict.fromkeys((name, Path(name).name)))
 
 
 def read_facts(

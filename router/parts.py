@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from blockyard.proto.code_version import code_version
 from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.model_files import TOKENIZER_FILES, resolve_model, resolve_tokenizer
 from blockyard.proto.prefix_index import PrefixIndex
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.proto.tls import session_channels
@@ -17,7 +18,7 @@ from blockyard.router.engine_link import CHANNEL_OPTIONS
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
 from blockyard.router.grammar_places import GrammarPlaces
-from blockyard.router.model_facts import model_names, read_facts, resolve_model
+from blockyard.router.model_facts import model_names, read_facts
 from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup
 from blockyard.router.relay import Relay
@@ -32,9 +33,14 @@ DIRECTORY_SECONDS = 1.0
 async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
     """They live as long as the stack; and the index, whose directory lists workers. Raises OSError, ValueError or
     TokenizingError for a model folder that cannot be used."""
-    folder = await asyncio.to_thread(resolve_model, config.model)
+    folder = await asyncio.to_thread(resolve_model, config.model, patterns=TOKENIZER_FILES)
+    tokenizer_folder = await asyncio.to_thread(resolve_tokenizer, config.tokenizer, folder)
     tokenizing = await stack.enter_async_context(
-        TokenizerService(folder, num_processes=config.tokenizer_processes)
+        TokenizerService(
+            tokenizer_folder,
+            chat_template=config.chat_template,
+            num_processes=config.tokenizer_processes,
+        )
     )
     facts = read_facts(
         folder,
@@ -43,7 +49,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         generation_config=config.generation_config,
     )
     fleet = Fleet(
-        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_folder),
         suspect_seconds=config.suspect_seconds,
         lost_seconds=config.lost_seconds,
         stall_seconds=config.stall_seconds,

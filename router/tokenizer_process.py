@@ -50,11 +50,11 @@ class ProcessDied(Exception):
 class TokenizerProcess:
     """Begins to load the tokenizer at once; `connect` before anything else is asked of it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, chat_template: str | None = None) -> None:
         self._socket, theirs = socket.socketpair()
         # Spawned: a fork of a process that runs gRPC threads may never come up.
         spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(target=_serve, args=(path, theirs), daemon=True)
+        self._process = spawn.Process(target=_serve, args=(path, chat_template, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self._wire: _Wire | None = None
@@ -135,7 +135,7 @@ def _settle(future: asyncio.Future[Any], answer: object) -> None:
         future.set_result(answer)
 
 
-def _serve(path: str, connection: socket.socket) -> None:
+def _serve(path: str, chat_template: str | None, connection: socket.socket) -> None:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -145,7 +145,7 @@ def _serve(path: str, connection: socket.socket) -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]
     with connection, connection.makefile("rb") as questions:
         try:
-            encoder = PromptEncoder(load_tokenizer(path))
+            encoder = PromptEncoder(load_tokenizer(path, chat_template))
         except Exception as error:
             connection.sendall(answer_frame(error))
             return

@@ -86,13 +86,15 @@ class TokenizerService:
         self,
         path: str | Path,
         *,
+        chat_template: str | None = None,
         num_processes: int = 1,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         start_timeout_seconds: float = DEFAULT_START_TIMEOUT_SECONDS,
         spare_delay_seconds: float = SPARE_DELAY_SECONDS,
     ) -> None:
         self._path = str(path)
-        self._spare = _Spare(self._path, delay_seconds=spare_delay_seconds)
+        self._chat_template = chat_template
+        self._spare = _Spare(self._path, chat_template, delay_seconds=spare_delay_seconds)
         patience = _Patience(call_seconds=timeout_seconds, start_seconds=start_timeout_seconds)
         long_patience = _Patience(
             call_seconds=LONG_TIMEOUT_FACTOR * timeout_seconds, start_seconds=start_timeout_seconds
@@ -107,7 +109,7 @@ class TokenizerService:
         """Loads the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
         for seat in self._seats:
             seat.open()
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path, self._chat_template)
         for seat in self._seats:
             await seat.ready()
             self._fast_lane.give(seat)
@@ -237,8 +239,9 @@ class _Lane:
 class _Spare:
     """A process that loads the tokenizer before one is needed."""
 
-    def __init__(self, path: str, *, delay_seconds: float) -> None:
+    def __init__(self, path: str, chat_template: str | None, *, delay_seconds: float) -> None:
         self._path = path
+        self._chat_template = chat_template
         self._delay_seconds = delay_seconds
         self._timer: asyncio.TimerHandle | None = None
         self.process: TokenizerProcess | None = None
@@ -251,12 +254,12 @@ class _Spare:
         """The spare if there is one, else a process that begins to load now."""
         process, self.process = self.process, None
         if process is None:
-            return TokenizerProcess(self._path)
+            return TokenizerProcess(self._path, self._chat_template)
         self._start()
         return process
 
     def _start(self) -> None:
-        self.process = TokenizerProcess(self._path)
+        self.process = TokenizerProcess(self._path, self._chat_template)
 
     async def close(self) -> None:
         if self._timer is not None:

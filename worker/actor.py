@@ -17,6 +17,7 @@ from blockyard.proto.code_version import code_version
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.logs import configure_logging
 from blockyard.proto.metric_table import WORKER_METRICS
+from blockyard.proto.model_files import resolve_tokenizer
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.openmp import bound_spinning
@@ -57,6 +58,10 @@ class WorkerActor:
     async def whereabouts(self) -> tuple[str, int]:
         """Its node and its process: by them one that hangs is ended."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    async def fetch_model(self) -> None:
+        """Download what of the model is on the hub alone, which may take hours. Raises ValueError if nobody has it."""
+        await asyncio.to_thread(_fetch, self._config)
 
     async def start(self) -> StartedWorker:
         """Idempotent: a supervisor that adopts a running worker asks again."""
@@ -105,6 +110,13 @@ class WorkerActor:
             code=code_version(),
         )
         return self._started
+
+
+def _fetch(config: WorkerConfig) -> None:
+    # Here, because whoever names the actor's class to Ray would import it too.
+    from blockyard.worker.model.config import resolve_model
+
+    resolve_tokenizer(config.engine.tokenizer, resolve_model(config.engine.model))
 
 
 def _placed(config: WorkerConfig) -> WorkerConfig:

@@ -31,7 +31,9 @@ class EngineConfig:
     """What the engine runs and how much of the machine it may take. Raises ValueError for bad values."""
 
     model: str
-    """A local folder in Hugging Face format, or a hub name."""
+    """A local folder in Hugging Face format, or a hub name with or without `@REVISION`."""
+    tokenizer: str | None = None
+    """Another folder or hub name, for the tokenizer alone."""
     engine: EngineKind = "model"
     """`simulated` keeps scheduler, pool and cache, and replaces the model by a clock."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -204,6 +206,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "kv_cache_memory": int,
         "swap_space_gib": float,
         "simulated_fault": str,
+        "tokenizer": str,
     }
     for setting in fields(EngineConfig):
         option = "--" + setting.name.replace("_", "-")

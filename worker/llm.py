@@ -39,7 +39,7 @@ class LLM:
         self._engine = self._loaded.engine
         self._model_ends = self._loaded.model.eos_token_ids
         self._grammar_tokenizer: LLTokenizer | None = None
-        self.tokenizer = load_tokenizer(self._loaded.model_path)
+        self.tokenizer = load_tokenizer(self._loaded.tokenizer_path)
         self._root = root_name(
             cluster_secret="",
             model_fingerprint=self._loaded.model_fingerprint,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_state
+from blockyard.proto.model_files import resolve_tokenizer
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.gpu_memory import CudaMeter
@@ -46,6 +47,7 @@ class LoadedEngine:
     runner: Runner
     model: ModelConfig
     model_path: Path
+    tokenizer_path: Path
     kv_size: KVSize
     host_size: HostSize
     max_model_len: int
@@ -64,7 +66,7 @@ class LoadedEngine:
         from blockyard.worker.grammar.compiled import TokenizerSource
 
         return TokenizerSource(
-            file=self.model_path / "tokenizer.json",
+            file=self.tokenizer_path / "tokenizer.json",
             vocab_size=self.model.vocab_size,
             eos_token_ids=tuple(sorted(self.model.eos_token_ids)),
         )
@@ -73,6 +75,7 @@ class LoadedEngine:
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """Raises ValueError for a model or a size that cannot be had; the message says what to change."""
     path = resolve_model(config.model)
+    tokenizer_path = resolve_tokenizer(config.tokenizer, path)
     model = load_config(path)
     device = _resolve_device(config)
     dtype = resolve_dtype(config.dtype, model, device, deterministic=config.deterministic)
@@ -96,11 +99,12 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         runner=runner,
         model=model,
         model_path=path,
+        tokenizer_path=tokenizer_path,
         kv_size=kv_size,
         host_size=host_size,
         max_model_len=max_model_len,
         model_fingerprint=fingerprint.result(),
-        tokenizer_fingerprint=tokenizer_fingerprint(path),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_path),
         dtype=dtype,
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
         device=str(device),

@@ -9,7 +9,7 @@ with the copy bandwidth B and matmul rate F of the same run. Pure.
 from dataclasses import dataclass
 
 from blockyard.worker.model.config import ModelConfig
-from blockyard.worker.model.weights import num_parameters
+from blockyard.worker.model.shards import num_parameters
 
 from bench.kernels.timing import Machine
 

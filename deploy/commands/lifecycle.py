@@ -8,7 +8,7 @@ import time
 from typing import Any, NoReturn
 
 import click
-from blockyard.deploy import administration, dry_run, effective, on_ray, state, views
+from blockyard.deploy import administration, dry_run, effective, hub, on_ray, state, views
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy.commands.shown import show
 from blockyard.deploy.from_vllm import VllmCommand
@@ -80,6 +80,7 @@ def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> 
 
 
 def _show_plan(options: UpOptions, output: str) -> NoReturn:
+    hub.use_download_dir(options.download_dir)
     context = click.get_current_context()
     settings, plan = effective.effective(context), dry_run.examine(options)
     document = plan.as_dict() | {"configuration": effective.as_document(settings, context)}
@@ -89,6 +90,7 @@ def _show_plan(options: UpOptions, output: str) -> NoReturn:
 
 def _bring_up(options: UpOptions) -> state.ClusterState:
     end_like_ctrl_c()
+    hub.use_download_dir(options.download_dir)
     with StageProgress() as progress:
         return clusters.up(options, progress.report)
 

@@ -324,6 +324,7 @@ def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_a
     assert len(list(tmp_path.glob("*-engine.*"))) == (2 if find_spec("matplotlib") is None else 3)
 
 
+@pytest.mark.slow
 def test_no_figure_comes_of_a_red_test(tmp_path: Path) -> None:
     red, green = tmp_path / "test_red.py", tmp_path / "test_green.py"
     red.write_text("def test_it() -> None:\n    assert False\n")
@@ -335,6 +336,7 @@ def test_no_figure_comes_of_a_red_test(tmp_path: Path) -> None:
         prove([str(tmp_path / "test_missing.py")])
 
 
+@pytest.mark.slow
 def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path: Path) -> None:
     command = [
         sys.executable,

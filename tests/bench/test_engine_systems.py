@@ -47,6 +47,7 @@ async def run(system: System, folder: Path, requests: list[Request]) -> Trial:
         return await started.run(requests)
 
 
+@pytest.mark.slow
 async def test_our_engine_and_transformers_make_the_same_tokens_of_a_run(tmp_path: Path) -> None:
     ours = our_systems(SETTINGS, backends=["torch"], is_served=False, is_unshared=False)
     transformers = peers(
@@ -62,6 +63,7 @@ async def test_our_engine_and_transformers_make_the_same_tokens_of_a_run(tmp_pat
     assert heads[0] == heads[1] == heads[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [SERVED, pytest.param(SERVED_PLAINTEXT, marks=pytest.mark.slow)])
 async def test_the_clusters_own_path_is_a_worker_and_a_router_that_end_with_the_run(
     name: str, tmp_path: Path

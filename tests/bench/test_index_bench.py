@@ -33,6 +33,7 @@ async def client(redis_process: RedisProcess) -> AsyncIterator[Redis]:
         yield client
 
 
+@pytest.mark.slow
 async def test_a_quick_run_measures_every_part_and_keeps_a_report_with_its_picture(
     redis_process: RedisProcess, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ def test_every_kernel_runs_at_its_shapes(kernel: str) -> None:
                 one.make()()
 
 
+@pytest.mark.slow
 def test_every_kernel_measured_on_a_cpu_is_proven_there_without_triton() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only"]
     proofs = [
@@ -272,6 +273,7 @@ def _print_once() -> Callable[..., None]:
     return once
 
 
+@pytest.mark.slow
 def test_a_run_cut_short_fails_and_leaves_the_complete_report_of_its_day_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -302,6 +304,7 @@ def test_what_decodes_gain_together_is_measured_in_turns(monkeypatch: pytest.Mon
     assert gain * loss == pytest.approx(1, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_shares_are_of_the_faster_rates_of_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "CPU", SMALL)
     before, after = (
@@ -381,6 +384,7 @@ def test_tritons_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         make_bench("cpu", None, "triton")
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_it_has_when_it_is_told_to_end_and_fails() -> None:
     with subprocess.Popen(
         [*COMMAND, "--only", "linear", "--skip-proof"], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -393,6 +397,7 @@ def test_the_command_prints_what_it_has_when_it_is_told_to_end_and_fails() -> No
     assert "**Cut short: later cases" in told
 
 
+@pytest.mark.slow
 def test_the_command_prints_each_kernel_beside_the_rates_of_its_own_run() -> None:
     done = subprocess.run(
         [*COMMAND, "--only", "silu", "--memory-gib", "0.01", "--skip-proof"],

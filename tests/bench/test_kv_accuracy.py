@@ -20,6 +20,7 @@ from bench.kv_accuracy import (
 )
 
 
+@pytest.mark.slow
 def test_errors_are_differences_from_the_exact_model() -> None:
     rows = held_out_rows()[:2, :96]
     measured = measure(rows)
@@ -35,6 +36,7 @@ def test_errors_are_differences_from_the_exact_model() -> None:
     assert floors[-1].value == pytest.approx(128 / 68)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_linears_in_int8_are_a_little_off(dtype: str) -> None:
     if not load_extension().has_int8:
@@ -56,6 +58,7 @@ def test_what_this_cpu_cannot_measure_is_said() -> None:
     assert "not measured" not in text_of(dict.fromkeys(CASES, accuracy), torch.zeros(1, 1), "nothing")
 
 
+@pytest.mark.slow
 def test_the_exact_model_is_transformers() -> None:
     from blockyard.deploy.options import model_path
     from transformers import AutoModelForCausalLM

@@ -130,6 +130,7 @@ async def workers() -> AsyncIterator[Workers]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_router_process_is_measured_under_streams(workers: Workers, tmp_path: Path) -> None:
     redis = start_private_redis(tmp_path / "redis")

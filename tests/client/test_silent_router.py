@@ -121,6 +121,7 @@ async def _ask_all(address: str) -> list[int]:
     return await asyncio.gather(*(_ask_async(address) for _ in range(NUM_CLIENTS)))
 
 
+@pytest.mark.slow
 def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_nothing_is_sent_twice(
     shared: Shared,
 ) -> None:

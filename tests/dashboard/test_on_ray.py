@@ -204,6 +204,7 @@ def test_on_a_joined_cluster_the_page_finds_what_up_has_placed_and_forgets_it_af
         assert stored(head.address, token_path) == {}
 
 
+@pytest.mark.slow
 def test_on_a_head_without_our_hook_the_logs_tab_shows_the_map(tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="plain")
     with operators_head(hook="builtins.print") as head:
@@ -249,10 +250,10 @@ importlib.metadata.version = lambda name: "9.9.9" if name == "ray" else honest(n
 @pytest.mark.parametrize(
     ("how", "status"),
     [
-        ("its import fails", 404),
-        ("its page is broken", 500),
+        pytest.param("its import fails", 404, marks=pytest.mark.slow),
+        pytest.param("its page is broken", 500, marks=pytest.mark.slow),
         ("its page hangs", None),
-        ("its hook is broken", 404),
+        pytest.param("its hook is broken", 404, marks=pytest.mark.slow),
     ],
 )
 def test_a_head_comes_up_and_its_dashboard_answers_although(

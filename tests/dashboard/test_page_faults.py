@@ -15,6 +15,7 @@ SECONDS = 50.0
 """Ten times what the page promises."""
 
 
+@pytest.mark.slow
 async def test_a_frozen_router_costs_one_deadline_and_not_the_page(page: Browser, cluster: Processes) -> None:
     for name in ("router-0", "router-1"):
         cluster.routers[name].signal(signal.SIGSTOP)

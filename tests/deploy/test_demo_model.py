@@ -153,6 +153,7 @@ def test_training_chats_are_encoded_as_the_template_renders_them() -> None:
         assert tokenizer.decode(learnt) == "".join(said)
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_batches() -> None:
     first, second, other = (WindowMaker(load_small_corpus(), load_tokenizer(), seed) for seed in (3, 3, 4))
     for maker in (first, second, other):
@@ -193,6 +194,7 @@ def test_held_out_modules_are_in_no_training_text() -> None:
     assert not any("def heappushpop" in document for document in corpus.documents)
 
 
+@pytest.mark.slow
 def test_held_out_perplexity_is_as_measured() -> None:
     held_out_ids = encode_documents(load_tokenizer(), (load_corpus().held_out,))
     perplexity = math.exp(held_out_loss(load_model(), held_out_ids))

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
 
+CHECKPOINT = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 UP = ("up", "--model", "demo", "--device", "cpu", "--kv-cache-memory", "18MiB")
 CPUS = len(os.sched_getaffinity(0))
 
@@ -183,3 +186,42 @@ def test_by_default_any_number_of_workers_fits_on_cpus(num_workers: int) -> None
             UpOptions(engine=EngineConfig(model="demo"), num_workers=num_workers), node_cpus, 0.0
         )
         assert shape.num_workers == num_workers
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def pickle_instead(file: Path) -> None:
+    file.rename(file.with_name("pytorch_model.bin"))
+
+
+def other_shapes(file: Path) -> None:
+    config = file.with_name("config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 24}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (shorten, "is not a readable safetensors file"),
+        (Path.unlink, "holds no model.safetensors"),
+        (pickle_instead, "holds pickled weights only"),
+        (other_shapes, "config.json asks for"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_anything_starts(
+    spoil: Callable[[Path], object], why: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    spoil(folder / "model.safetensors")
+    refused = CliRunner().invoke(main, ["up", "--model", str(folder), "--device", "cpu"])
+    assert (refused.exit_code, why in " ".join(refused.output.split())) == (1, True), refused.output
+
+
+def test_workers_that_the_machine_has_no_memory_for_are_refused() -> None:
+    refused = CliRunner().invoke(
+        main, ["up", "--model", "demo", "--device", "cpu", "--kv-cache-memory", "90TiB"]
+    )
+    assert refused.exit_code == 1
+    assert "1 worker would need 90.0 TiB, and this machine has" in " ".join(refused.output.split())

@@ -36,6 +36,7 @@ class Hub:
     folder: Path
     address: str = ""
     fetched: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
 
     def environment(self, home: Path) -> dict[str, str]:
         own = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
@@ -64,6 +65,7 @@ def serving(folder: Path) -> Iterator[Hub]:
 
         def _answer(self, *, with_body: bool) -> None:
             path = self.path.partition("?")[0]
+            hub.asked.append(path)
             headers: dict[str, str] = {}
             if path.startswith(f"/api/models/{REPOSITORY}/tree/"):
                 files = sorted(hub.folder.iterdir())
@@ -154,3 +156,25 @@ def test_doctor_and_size_read_the_config_alone(hub: Hub, tmp_path: Path) -> None
     size = run(hub, tmp_path, *cli, "size", REPOSITORY, "--memory", "1GiB", "--output", "json")
     assert size.returncode == 0, size.stderr
     assert set(hub.fetched) <= {"config.json", "generation_config.json"}
+
+
+def test_a_revision_is_asked_for_and_a_folder_is_filled(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "downloads"
+    script = f"from blockyard.deploy.hub import use_download_dir; use_download_dir({str(folder)!r}){REPORTS}"
+    result = run(hub, tmp_path / "home", "-c", script, f"{REPOSITORY}@v1.5")
+    assert result.returncode == 0, result.stderr
+    assert any("v1.5" in path for path in hub.asked)
+    assert not any("main" in path for path in hub.asked)
+    assert list(folder.rglob("model.safetensors"))
+    assert not list((tmp_path / "home").rglob("model.safetensors"))
+
+
+def test_a_tokenizer_of_another_repository_comes_without_its_weights(hub: Hub, tmp_path: Path) -> None:
+    script = (
+        "import sys; from blockyard.deploy.hub import download_all; "
+        f"download_all({str(hub.folder)!r}, {REPOSITORY!r}, lambda progress: None)"
+    )
+    result = run(hub, tmp_path, "-c", script)
+    assert result.returncode == 0, result.stderr
+    assert "tokenizer.json" in hub.fetched
+    assert "model.safetensors" not in hub.fetched

@@ -21,7 +21,7 @@ from blockyard.deploy.processes import ProcessIdentity
 from blockyard.deploy.security import SecurityOptions
 from blockyard.deploy.shape import Shape
 from blockyard.deploy.shared_port import MAX_PORT, can_bind, next_free, reserved_port
-from blockyard.deploy.up_options import SERVE_PORTS, UP_PORTS, up_options
+from blockyard.deploy.up_options import MAX_TEMPLATE_BYTES, SERVE_PORTS, UP_PORTS, up_options
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.loopback import is_every_interface, is_loopback
 from blockyard.proto.tls_files import ServerTls
@@ -302,3 +302,42 @@ def test_a_dry_run_tells_the_ports_that_it_would_take_and_warns_of_strangers() -
     told = {(finding["verdict"], finding["detail"]) for finding in plan["findings"]}
     assert ("fail", f"--router-port: port {taken} is taken") in told, "a variable asks for it, too"
     assert any(verdict == "warn" and "MAY CALL EVERYTHING" in detail for verdict, detail in told)
+
+
+def test_a_revision_is_part_of_the_models_name_and_not_of_its_id() -> None:
+    for arguments in (("Qwen/Qwen3-0.6B", "--revision", "v1.5"), ("Qwen/Qwen3-0.6B@v1.5",)):
+        options = options_of("serve", *arguments)
+        assert options.engine.model == "Qwen/Qwen3-0.6B@v1.5"
+        assert options.served_names == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("demo", "--revision", "v1"), "a revision is of a model on the hub"),
+        (("a/b@v1", "--revision", "v2"), "names its revision already"),
+        (("demo", "--chat-template", "/nowhere"), "cannot be read (FileNotFoundError): /nowhere"),
+        (("demo", "--download-dir", "x", "--address", "ray:1"), "--download-dir is a folder of this machine"),
+        (("demo", "--tokenizer", "no such/thing/here"), "is no folder here, and no hub name"),
+    ],
+)
+def test_what_names_no_model_is_refused(arguments: tuple[str, ...], why: str) -> None:
+    refused = CliRunner().invoke(main, ["serve", *arguments])
+    assert (refused.exit_code, why in " ".join(refused.output.split())) == (2, True), refused.output
+
+
+def test_a_template_comes_by_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}", encoding="utf-8")
+    assert options_of("serve", "demo", "--chat-template", str(file)).chat_template == "{{ messages }}"
+    file.write_bytes(b"{" * (MAX_TEMPLATE_BYTES + 1))
+    refused = CliRunner().invoke(main, ["serve", "demo", "--chat-template", str(file)])
+    assert (refused.exit_code, "is longer than" in refused.output) == (2, True)
+
+
+def test_the_files_of_a_configuration_lie_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
+    file = tmp_path / "cluster.toml"
+    file.write_text('[cluster]\nchat_template = "chat.jinja"\ndownload_dir = "models"\n', encoding="utf-8")
+    options = options_of("serve", "demo", "--config", str(file))
+    assert (options.chat_template, options.download_dir) == ("{{ messages }}", str(tmp_path / "models"))

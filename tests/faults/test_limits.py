@@ -44,6 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield cluster
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(10)
 async def test_of_a_burst_exactly_the_limit_is_let_in(cluster: Processes, measured: dict[str, Any]) -> None:
     async with whole(cluster) as client:

@@ -37,6 +37,7 @@ def cluster(tmp_path: Path) -> Iterator[Processes]:
         yield cluster
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(49)
 async def test_a_router_without_descriptors_keeps_its_streams_and_recovers(
     cluster: Processes, measured: dict[str, Any]

@@ -15,6 +15,7 @@ FROZEN_SECONDS = 5.0
 """Longer than it takes to be given up."""
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(16)
 async def test_a_worker_that_was_killed_and_started_again_costs_nothing_for_long(
     redis_cluster: RedisCluster, measured: dict[str, Any]

@@ -78,6 +78,7 @@ def forge_records(cluster: RedisCluster) -> None:
 SLOW_LIES = (delete_buckets, change_types, forge_records)
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(42)
 @pytest.mark.parametrize(
     "lie",
@@ -120,6 +121,7 @@ async def test_prefixes_promised_of_everybody_cost_no_request(
     assert survived.index.stale_blocks > 0, "routers saw that the promises were not kept"
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(43)
 async def test_news_lost_and_doubled_on_the_way_leave_no_trace(
     redis_cluster: RedisCluster, measured: dict[str, Any]

@@ -13,6 +13,7 @@ from .redis_course import survives
 from .redis_rig import NUM_WORKERS, RedisCluster, num_errors
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(35)
 async def test_redis_killed_and_back_empty_is_told_everything_anew(
     redis_cluster: RedisCluster, measured: dict[str, Any]

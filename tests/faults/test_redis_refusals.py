@@ -25,6 +25,7 @@ DENIALS: dict[str, tuple[tuple[str, ...], bool]] = {
 """What becomes of the user that the cluster has, and whether it is asked to log in again."""
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(39)
 async def test_after_a_failover_to_a_stale_replica_what_it_missed_is_made_good(
     redis_cluster: RedisCluster, measured: dict[str, Any], tmp_path: Path

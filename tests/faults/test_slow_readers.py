@@ -38,6 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield cluster
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(9)
 async def test_a_client_that_stops_reading_is_cut_off_and_holds_nobody_up(
     cluster: Processes, measured: dict[str, Any]

@@ -115,6 +115,7 @@ async def _is_exact(client: AsyncClient) -> bool:
     return (await client.index_info()).state == cluster_pb2.INDEX_STATE_EXACT
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(21)
 async def test_a_cut_moves_streams_and_the_worker_frees_what_it_ran(
     cluster: Processes, measured: dict[str, Any]
@@ -145,6 +146,7 @@ async def test_a_cut_moves_streams_and_the_worker_frees_what_it_ran(
         await all_is_as_before(cluster, baseline, rig.client)
 
 
+@pytest.mark.slow_fault
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("lost_way", ["upstream", "downstream"])
 async def test_a_link_that_loses_one_way_brings_each_token_once(

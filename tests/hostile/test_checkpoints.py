@@ -20,10 +20,9 @@ import pytest
 import torch
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.model_facts import read_facts
-from blockyard.router.model_facts import resolve_model as router_model
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.loading import load_engine
-from blockyard.worker.model.config import resolve_model as worker_model
+from blockyard.worker.model.config import resolve_model
 from safetensors.torch import load_file, save_file
 
 from .rig import MODEL
@@ -231,9 +230,8 @@ def test_what_is_no_regular_file_is_refused_by_name_before_it_is_opened(
     monkeypatch.chdir(folder)  # a socket's path must be short
     (folder / name).unlink(missing_ok=True)
     MAKE_UNREADABLE[kind](folder / name)
-    for resolve in (router_model, worker_model):
-        with pytest.raises(ValueError, match=rf"{re.escape(name)} is no regular file"):
-            resolve(str(folder))
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is no regular file"):
+        resolve_model(str(folder))
 
 
 @pytest.mark.parametrize("module", ["blockyard.worker", "blockyard.router"])
@@ -248,8 +246,7 @@ def test_a_folder_that_names_code_of_its_own_is_refused(folder: Path, name: str)
     file = folder / name
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"auto_map": {}}))
-    assert worker_model(folder) == folder
+    assert resolve_model(folder) == folder
     file.write_text(json.dumps(content | {"auto_map": {"AutoConfig": "evil.Config"}}))
-    for resolve in (router_model, worker_model):
-        with pytest.raises(ValueError, match=rf"{re.escape(name)} names code of its own \(auto_map\)"):
-            resolve(str(folder))
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} names code of its own \(auto_map\)"):
+        resolve_model(str(folder))

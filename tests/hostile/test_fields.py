@@ -373,6 +373,7 @@ def test_a_deadline_that_has_no_time_leaves_no_work_behind(house: House) -> None
     house.check()
 
 
+@pytest.mark.slow
 def test_distinct_grammars_in_a_row_take_no_more_and_more_memory(house: House) -> None:
     """5,000 in the list; here so many that the cache of 64 turns over four times."""
 

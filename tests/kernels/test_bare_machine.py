@@ -60,6 +60,7 @@ GPU_CHECK = re.search(r"^gpu-check:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
 GPU_BENCH = re.search(r"^GPU_PROOF(?s:.*?)(?=^install:)", MAKEFILE, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_gpu_check_collects_its_tests_there() -> None:
     assert GPU_CHECK is not None
     assert GPU_BENCH is not None
@@ -72,6 +73,7 @@ def test_gpu_check_collects_its_tests_there() -> None:
         assert path in done.stdout
 
 
+@pytest.mark.slow
 def test_gpu_bench_imports_all_that_it_runs_there() -> None:
     assert GPU_BENCH is not None
     packages = sorted({*re.findall(r"-m (bench\.\w+)", GPU_BENCH[0])})

@@ -125,3 +125,16 @@ async def test_what_cannot_be_rendered_is_refused_by_its_name(
     answer = await gateway.post({"messages": HELLO, "max_tokens": 1, **fields})
     assert (answer.status, answer.error["param"]) == (400, param), answer.error
     assert worker.submits == []
+
+
+async def test_a_router_takes_a_template_and_a_tokenizer_beside_the_model(tmp_path: Path) -> None:
+    """The model's folder has neither here."""
+    folder = Path(
+        shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    )
+    settings = {"model": str(folder), "tokenizer": str(MODEL), "chat_template": TEMPLATE}
+    fake = FakeWorker("a", tokenizer_fingerprint=tokenizer_fingerprint(MODEL))
+    async with running_gateway(**settings) as own, own.router.workers(fake):
+        assert (await own.post({"messages": HELLO, "max_tokens": 1})).status == 200
+        rendered = load_tokenizer(MODEL).decode(unpack_tokens(fake.submits[0].token_ids))
+    assert rendered == "<|im_start|>user: hello<|im_end|><|im_start|>"

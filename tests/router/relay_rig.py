@@ -53,7 +53,7 @@ class Rig:
 @asynccontextmanager
 async def rig(
     *workers: FakeWorker,
-    lost_seconds: float = 1.0,
+    lost_seconds: float = 20.0,
     stall_seconds: float = 5.0,
     secret: str = SECRET,
     no_worker_seconds: float = 10.0,

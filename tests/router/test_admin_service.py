@@ -17,6 +17,7 @@ from blockyard.router.client.errors import BlockyardError, NotFoundError
 from .fake_worker import Script, expected_tokens
 from .rig import (
     FOREVER,
+    SOON_LOST,
     Router,
     fields_of,
     is_idle,
@@ -171,8 +172,8 @@ async def test_a_drain_lasts_as_long_as_its_client_waits_and_no_longer(router: R
         assert (await waiting).moved == 3
 
 
-async def test_a_call_to_a_worker_that_is_lost_meanwhile_ends_with_its_connection(router: Router) -> None:
-    async with router.workers(worker_of_model("a")) as (a,):
+async def test_a_call_to_a_worker_that_is_lost_meanwhile_ends_with_its_connection() -> None:
+    async with running_router(**SOON_LOST) as router, router.workers(worker_of_model("a")) as (a,):
         a.drain_ends = asyncio.Event()
         call = admin(router).DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="a", force=True), timeout=30)
         waiting = asyncio.ensure_future(refused(call))

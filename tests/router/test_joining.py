@@ -95,6 +95,7 @@ async def all_ready(router: Router, count: int) -> bool:
     return list((await router.states()).values()).count(READY) == count
 
 
+@pytest.mark.slow
 @pytest.mark.fault(32)
 async def test_a_worker_that_joins_is_used_soon_and_not_overrun(
     loaded: tuple[Load, str], measured: dict[str, Any]

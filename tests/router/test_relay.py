@@ -79,7 +79,7 @@ async def test_tokens_come_in_order_with_finish_and_cached_tokens() -> None:
 async def test_a_worker_that_dies_or_hangs_costs_no_token_and_doubles_none(kind: str, after: int) -> None:
     fault = Script(die_after=after) if kind == "die" else Script(hang_after=after)
     shared = only_first(fault)
-    async with rig(FakeWorker("a", script=shared), FakeWorker("b", script=shared)) as made:
+    async with rig(FakeWorker("a", script=shared), FakeWorker("b", script=shared), lost_seconds=1.0) as made:
         progress = Progress()
         tokens, _ = await collect(made, generation(5), progress)
         assert tokens == expected_tokens(5, 20)
@@ -253,7 +253,7 @@ async def test_a_link_that_is_down_already_counts_as_no_death() -> None:
     """The view takes such a worker for ready until its silence shows; no request ever reaches it."""
     worker = FakeWorker("b")
     worker.load.queued_prefill_tokens = 1_000_000
-    async with rig(worker) as made:
+    async with rig(worker, lost_seconds=1.0) as made:
         hello = session_pb2.Hello(worker_id="down", block_size=BLOCK_SIZE, total_blocks=1000)
         made.fleet.links["down:1"] = EngineLink("down:1", made.fleet, lost_seconds=1.0)
         made.fleet.view.accepted("down:1", hello)
@@ -309,7 +309,7 @@ async def test_a_request_that_every_engine_fails_on_is_soon_given_up() -> None:
 
 async def test_silence_makes_no_poison() -> None:
     hanging = [FakeWorker(name, script=only_first(Script(hang_after=0))) for name in "ab"]
-    async with rig(*hanging) as made:
+    async with rig(*hanging, lost_seconds=1.0) as made:
         progress = Progress()
         assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
         assert progress.num_migrations == 2

@@ -11,8 +11,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from .fake_worker import FakeWorker, Script, expected_tokens
 from .rig import (
     FOREVER,
+    SOON_LOST,
     Router,
     request,
+    running_router,
     until,
     worker_of_model,
 )
@@ -111,24 +113,24 @@ async def test_a_killed_worker_is_a_pause_for_its_clients(router: Router) -> Non
             assert list(answer.token_ids) == expected_tokens(number, 100)
 
 
-async def test_health_follows_the_workers(router: Router) -> None:
-    stub = health_pb2_grpc.HealthStub(router.channel)
+async def test_health_follows_the_workers() -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     seen: list[int] = []
 
-    async def watch() -> None:
-        async for answer in stub.Watch(
-            health_pb2.HealthCheckRequest(service="blockyard.v1.InferenceService")
-        ):
+    async def watch(stub: Any) -> None:
+        wanted = health_pb2.HealthCheckRequest(service="blockyard.v1.InferenceService")
+        async for answer in stub.Watch(wanted):
             seen.append(answer.status)
 
-    watching = asyncio.create_task(watch())
-    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    async with router.workers(worker_of_model("a")) as (worker,):
-        await until(lambda: seen[-1:] == [serving])
-        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == serving
-        worker.hang()
-        await until(lambda: seen[-1:] == [not_serving])
-    watching.cancel()
+    async with running_router(**SOON_LOST) as router:
+        stub = health_pb2_grpc.HealthStub(router.channel)
+        watching = asyncio.create_task(watch(stub))
+        async with router.workers(worker_of_model("a")) as (worker,):
+            await until(lambda: seen[-1:] == [serving])
+            assert (await stub.Check(health_pb2.HealthCheckRequest())).status == serving
+            worker.hang()
+            await until(lambda: seen[-1:] == [not_serving])
+        watching.cancel()
 
 
 async def test_reflection_lists_the_services(router: Router) -> None:

@@ -31,6 +31,7 @@ asyncio.run(main())
 """A worker process as its command runs it, and a look at its collector from within."""
 
 
+@pytest.mark.slow
 def test_a_worker_that_serves_has_all_that_it_loaded_out_of_the_collectors_reach(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SERVING],
@@ -60,4 +61,4 @@ def walked_while_decoding(num_blocks: int) -> int:
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="it walks dicts of plain values too")
 def test_the_collector_walks_a_name_and_a_number_of_each_block_and_no_token() -> None:
     few, many = walked_while_decoding(10), walked_while_decoding(210)
-    assert many - few < 200 * 2, "each has left the list of free blocks too"
+    assert many - few < 200 * 4, "a token of each would be 16 more for each block"

@@ -1,6 +1,7 @@
 """Offline generation without a server: text in, text out, stop strings cut exactly."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,3 +183,9 @@ def test_grammars_do_not_show_a_preemption(llm: LLM, preempt: str) -> None:
     assert small._engine.scheduler.num_preemptions > 0
     assert texts[0] == texts[1]
     assert all(re.fullmatch(CODE.source, text) for text in texts[1])
+
+
+def test_a_tokenizer_may_lie_beside_the_model(tmp_path: Path, llm: LLM) -> None:
+    bare = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    other = LLM(str(bare), tokenizer=str(DEMO), device="cpu", kv_cache_memory=2**24, max_model_len=256)
+    assert other.generate("def f(x):", GREEDY)[0].text == llm.generate("def f(x):", GREEDY)[0].text

@@ -146,6 +146,7 @@ def test_tokens_are_those_of_transformers(overlap: bool) -> None:
     assert {1, 2, 3} >= set(replays) > {1}
 
 
+@pytest.mark.slow
 def test_a_step_that_shares_a_prefix_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight chats on one prompt, eight on none, and eight on one again: through graphs of their own."""
     monkeypatch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 32)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.model.config import UnsupportedModelError, load_config, resolve_model
-from blockyard.worker.model.weights import load_weights, num_parameters, random_weights
+from blockyard.worker.model.shards import num_parameters
+from blockyard.worker.model.weights import load_weights, random_weights
 from safetensors.torch import load_file, save_file
 
 from .checkpoints import ARCHITECTURES, make_checkpoint, make_model, reference_model, shared_checkpoint
@@ -122,7 +123,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], object], str]] = {
     ),
     "quantised": (
         lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
-        "tensor 'model.norm.weight' is torch.int8, quantised weights are not supported",
+        "tensor 'model.norm.weight' is I8, quantised weights are not supported",
     ),
 }
 

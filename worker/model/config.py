@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from blockyard.proto.model_files import check_model_files
+from blockyard.proto import model_files
 from blockyard.worker.model.layer_windows import read_layer_windows
 from blockyard.worker.model.rope import (
     RopeScaling,
@@ -32,7 +32,6 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 HUB_IGNORED_PATTERNS = ("consolidated*",)
 HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json")
 """What says whether a model can be run, and no more."""
-HUB_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,30 +127,8 @@ def _load_config(folder: Path) -> ModelConfig:
 
 
 def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """The local folder of a model: the folder itself, or a snapshot of a repository on the hub, of the files that
-    `patterns` name.
-
-    Raises ValueError if it is neither, or holds what must not be read (proto/model_files.py).
-    """
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return check_model_files(folder)
-    # Here, because a worker that serves a local folder needs no hub client.
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot = snapshot_download(
-            str(name_or_path),
-            allow_patterns=list(patterns),
-            ignore_patterns=list(HUB_IGNORED_PATTERNS),
-            etag_timeout=HUB_TIMEOUT_SECONDS,
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {str(name_or_path)!r} is no folder here, and the hub did not give it ({type(error).__name__}): "
-            "give a folder, or a name that the hub knows and a way to reach it"
-        ) from error
-    return check_model_files(Path(snapshot))
+    """Find the local folder of a model (proto/model_files.py). Raises ValueError where there is none."""
+    return model_files.resolve_model(name_or_path, patterns=patterns, ignored=HUB_IGNORED_PATTERNS)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

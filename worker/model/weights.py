@@ -2,25 +2,23 @@
 
 Owns the names of Hugging Face checkpoints and the fusing of their matrices (q, k, v into one; gate, up into
 one): the fused tensors are allocated first, and each tensor of a shard is copied into its part of them, so
-that no more than one tensor is held twice. Never unpickles: a .bin checkpoint is refused. Does not know how
-the weights are used, but lays them out for the backend that will use them.
+that no more than one tensor is held twice. Does not find the files (shards.py), nor know how the weights are
+used, but lays them out for the backend that will use them.
 
 Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size,
 Q = (N + 2 K) D fused query, key and value width, A = N D attention width.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.shards import check_shards, is_redundant, shard_files
 from safetensors import SafetensorError, safe_open
 
 RANDOM_STD = 0.02
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,22 +62,15 @@ class Weights:
 def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
     """Load a checkpoint, one shard after the other, converting each tensor on its way.
 
-    Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or quantised.
+    Raises ValueError as `check_shards` does.
     """
-    files = _shard_files(folder)
+    check_shards(folder, config)
     weights = _allocate(config, dtype, device)
-    missing = _checkpoint_tensors(weights, config)
-    for file in files:
+    places = _checkpoint_tensors(weights, config)
+    for file in shard_files(folder):
         for name, tensor in _read_shard(file):
-            if _is_redundant(name, config):
-                continue
-            place = missing.pop(name, None)
-            if place is None:
-                raise ValueError(f"{file}: tensor {name!r} is unexpected in a {config.architecture}")
-            _check_tensor(file, name, tensor, place)
-            place.copy_(tensor)
-    if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)!r}")
+            if not is_redundant(name, config):
+                places[name].copy_(tensor)
     return weights
 
 
@@ -96,12 +87,6 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
         else:
             tensor.normal_(std=RANDOM_STD, generator=generator)
     return weights
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Counted without allocating any."""
-    weights = _allocate(config, torch.float32, torch.device("meta"))
-    return sum(tensor.numel() for tensor in _checkpoint_tensors(weights, config).values())
 
 
 def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -170,35 +155,6 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
     return tensors
 
 
-def _shard_files(folder: Path) -> list[Path]:
-    index_file = folder / INDEX_FILE
-    if index_file.exists():
-        files = [folder / name for name in _shard_names(index_file)]
-        for file in files:
-            if file.parent != folder or not file.is_file():
-                raise ValueError(f"{index_file} names the shard {file.name!r}, which is not beside it")
-        return files
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ValueError(
-            f"{folder} holds pickled weights only (.bin): loading them could run any code, "
-            "so convert them to safetensors"
-        )
-    raise ValueError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}")
-
-
-def _shard_names(index_file: Path) -> list[str]:
-    try:
-        index = json.loads(index_file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise ValueError(f"{index_file} is not valid JSON") from None
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(f"{index_file} has no weight_map from tensors to files")
-    return sorted(set(places.values()))
-
-
 def _read_shard(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safe_open(file, framework="pt") as shard:
@@ -206,18 +162,3 @@ def _read_shard(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, shard.get_tensor(name)
     except SafetensorError as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Old exports store the rotary frequencies, and some the tied head: both are computed from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-
-
-def _check_tensor(file: Path, name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
-    if tensor.shape != place.shape:
-        raise ValueError(
-            f"{file}: tensor {name!r} has shape {tuple(tensor.shape)}, "
-            f"config.json asks for {tuple(place.shape)}"
-        )
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{file}: tensor {name!r} is {tensor.dtype}, quantised weights are not supported")

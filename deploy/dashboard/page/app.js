@@ -7,7 +7,7 @@ import { PoolMap } from "./map.js";
 
 const TICK_MS = 1000;
 const STALE_SECONDS = 3;
-const AWAY = new Set(["dead", "stopped", "starting", "connecting", "refused"]);
+const AWAY = new Set(["dead", "stopped", "starting", "downloading", "connecting", "refused"]);
 
 const byId = (id) => document.getElementById(id);
 const cards = new Map();

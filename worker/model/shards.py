@@ -1,0 +1,129 @@
+"""A checkpoint's files: which there are, and which tensors they must hold, in which shapes.
+
+Owns the check of a checkpoint by the headers of its files, which takes milliseconds. Reads no weights (weights.py) and
+does not import torch. Never unpickles: a .bin checkpoint is refused.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from blockyard.worker.model.config import ModelConfig
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+READABLE_DTYPES = ("F32", "BF16", "F16")
+
+
+def check_shards(folder: Path, config: ModelConfig) -> None:
+    """Check names, shapes and data types of all tensors by the headers of the files.
+
+    Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or quantised.
+    """
+    missing = tensor_shapes(config)
+    for file in shard_files(folder):
+        for name, shape, dtype in _read_header(file):
+            if is_redundant(name, config):
+                continue
+            wanted = missing.pop(name, None)
+            if wanted is None:
+                raise ValueError(f"{file}: tensor {name!r} is unexpected in a {config.architecture}")
+            if shape != wanted:
+                raise ValueError(f"{file}: tensor {name!r} has shape {shape}, config.json asks for {wanted}")
+            if dtype not in READABLE_DTYPES:
+                raise ValueError(f"{file}: tensor {name!r} is {dtype}, quantised weights are not supported")
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)!r}")
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and data type of each tensor."""
+    # Here, because `size` and the commands that call a cluster do without it.
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as shard:
+            for name in shard.keys():  # noqa: SIM118, the reader is no mapping
+                tensor = shard.get_slice(name)
+                yield name, tuple(tensor.get_shape()), str(tensor.get_dtype())
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Count them without allocating any."""
+    return sum(map(math.prod, tensor_shapes(config).values()))
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint must have, by its name there."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": vocabulary,
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = vocabulary
+    layer = _layer_shapes(config)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    attention_width = config.num_heads * config.head_dim
+    kv_width = config.num_kv_heads * config.head_dim
+    widths = {"q": attention_width, "k": kv_width, "v": kv_width}
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.o_proj.weight": (hidden, attention_width),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    for letter, width in widths.items():
+        shapes[f"self_attn.{letter}_proj.weight"] = (width, hidden)
+        if config.attention_bias:
+            shapes[f"self_attn.{letter}_proj.bias"] = (width,)
+    if config.attention_out_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if config.qk_norm:
+        shapes |= {f"self_attn.{letter}_norm.weight": (config.head_dim,) for letter in "qk"}
+    return shapes
+
+
+def is_redundant(name: str, config: ModelConfig) -> bool:
+    """Old exports store the rotary frequencies, and some the tied head: both are computed from the rest."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def shard_files(folder: Path) -> list[Path]:
+    index_file = folder / INDEX_FILE
+    if index_file.exists():
+        files = [folder / name for name in _shard_names(index_file)]
+        for file in files:
+            if file.parent != folder or not file.is_file():
+                raise ValueError(f"{index_file} names the shard {file.name!r}, which is not beside it")
+        return files
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ValueError(
+            f"{folder} holds pickled weights only (.bin): loading them could run any code, "
+            "so convert them to safetensors"
+        )
+    raise ValueError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}")
+
+
+def _shard_names(index_file: Path) -> list[str]:
+    try:
+        index = json.loads(index_file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{index_file} is not valid JSON") from None
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index_file} has no weight_map from tensors to files")
+    return sorted(set(places.values()))
