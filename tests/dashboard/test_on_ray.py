@@ -239,9 +239,8 @@ class Hanging:
 sys.meta_path.insert(0, Hanging())
 """,
     "its hook is broken": """
-import importlib.metadata
-honest = importlib.metadata.version
-importlib.metadata.version = lambda name: "9.9.9" if name == "ray" else honest(name)
+from blockyard.deploy.dashboard import start_hook
+start_hook.wraps = None
 """,
 }
 
