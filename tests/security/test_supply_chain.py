@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from supply_chain import bundled, sbom
 from supply_chain.advisories import ADVISORIES, Known, judge, parse
-from supply_chain.lock import LOCK, OLDEST_RAY, PROJECT, PYTHONS, ROOT, with_ray
+from supply_chain.lock import LOCK, LOCKED_PYTHON, OLDEST_RAY, PROJECT, PYTHONS, ROOT, with_ray
 from supply_chain.parts import Part, all_parts, in_images, locked, wrong_wheels
 
 TODAY = date(2026, 11, 25)
@@ -239,6 +239,9 @@ def test_the_sbom_names_what_wheels_bundle_and_whose_images_run() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the list is of Linux wheels")
+@pytest.mark.skipif(
+    f"{sys.version_info.major}.{sys.version_info.minor}" != LOCKED_PYTHON, reason="its wheels are others"
+)
 def test_the_bundled_parts_are_those_of_the_installed_wheels() -> None:
     listed = {wheel["name"]: wheel for wheel in json.loads(bundled.BUNDLED.read_text())["wheels"]}
     installed = {wheel["name"]: wheel for wheel in bundled.found()["wheels"]}
