@@ -1,7 +1,12 @@
 # The two commands of the README are `make demo` and `make test`; everything else serves them.
 SHELL := /bin/bash
 PYTHON ?= python3
-VENV := .venv
+# RAY=2.52.0 is another version of Ray than the lock's, in a virtual environment of its own.
+RAY ?=
+# TORCH=cpu is PyTorch's own build for CPUs; cu130 and others are PyTorch's builds for a CUDA. Empty: what pip finds.
+TORCH ?=
+VENV := .venv$(if $(RAY),-ray-$(RAY))
+LOCK := $(if $(RAY),$(VENV)/requirements.lock,requirements.lock)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto proto/v1/session.proto
@@ -131,8 +136,11 @@ install: $(STAMP)
 $(STAMP): pyproject.toml requirements.lock
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch, ray, grpc and the rest into $(VENV): some minutes, once; pip's own words are in $(VENV)/install.log"
+	@$(if $(RAY),sed 's/^ray==.*/ray==$(RAY)/' requirements.lock > $(LOCK))
+	@$(if $(TORCH),$(PIP) install --quiet --progress-bar off -c $(LOCK) uv)
+	@$(if $(TORCH),$(BIN)/uv pip install --python $(BIN)/python --torch-backend $(TORCH) -c $(LOCK) torch)
 	@$(BIN)/python -P deploy/quietly.py $(VENV)/install.log \
-		$(PIP) install --progress-bar off -c requirements.lock -e '.[serve,plots,dev]'
+		$(PIP) install --progress-bar off -c $(LOCK) -e '.[serve,plots,dev]'
 	@touch $@
 
 # For tools that do not follow setuptools' package-dir: the same tree under its import name.
@@ -140,4 +148,4 @@ $(STAMP): pyproject.toml requirements.lock
 	@mkdir -p .typing && ln -sfn .. .typing/blockyard
 
 clean:
-	rm -rf $(VENV) .typing build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-ray-* .typing build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -21,9 +21,11 @@ COMMANDS = {
     "status": "commands.status.status",
     **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush")},
     **{name: f"commands.look.{name}" for name in ("workers", "blocks", "index")},
+    "logs": "commands.logs.logs",
     "top": "commands.watch.top",
     "explain": "commands.explain.explain",
     **{name: f"commands.ask.{name}" for name in ("generate", "chat")},
+    "run-batch": "commands.batch.run_batch",
     "bench": "commands.bench.bench",
     "size": "commands.reckon.size_command",
     "figures": "commands.reckon.figures_command",
@@ -42,8 +44,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (click.exceptions.Exit, click.Abort):
-            raise  # RuntimeErrors too, but click's own way to end
+        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # RuntimeErrors and an OSError too, but click's own ways to end
         except BlockyardError as error:
             raise click.ClickException(_told(error)) from error
         except (ValueError, RuntimeError, OSError) as error:

@@ -16,7 +16,7 @@ import click
 from blockyard.deploy.cli import main as root
 from blockyard.deploy.config_file import known_settings
 from blockyard.deploy.effective import SECTIONS
-from blockyard.deploy.settings import Setting
+from blockyard.deploy.settings import GroupedCommand, Setting, grouped
 
 MARKER = "<!-- From here on generated: python -m blockyard.deploy.cli_reference docs/cli.md -->"
 Named = tuple[str, click.Command]
@@ -54,11 +54,22 @@ def _commands() -> Iterator[str]:
         if name.endswith((" config show", " serve")):
             own = [option for option in own if not isinstance(option, Setting)]
             yield from ("The settings of `up`, and:", "")
-        yield from _option_table(own)
+        yield from _own_options(command, own)
         yield from _shared_options(options)
     yield from ("## Reaching a router", "")
     yield from _option_table(_all_shared())
-    yield from ("`--config FILE`: a file of settings, whose `[client]` is read.", "")
+    yield from ("`-c`, `--config FILE`: a file of settings, whose `[client]` is read.", "")
+
+
+def _own_options(command: click.Command, options: list[click.Option]) -> Iterator[str]:
+    """One table, or as many as the command's help has groups."""
+    groups = list(grouped(options))
+    if len(groups) < 2 or not isinstance(command, GroupedCommand):
+        yield from _option_table(options)
+        return
+    for group, members in groups:
+        yield from (f"**{group}**", "")
+        yield from _option_table(members)
 
 
 def _shared_options(options: list[click.Option]) -> Iterator[str]:
@@ -97,9 +108,11 @@ def _option_table(options: list[click.Option]) -> Iterator[str]:
 
 
 def _option_row(option: click.Option) -> str:
-    flag = max(option.opts, key=len)
+    *short, flag = sorted(option.opts, key=len)
     takes = "" if option.is_flag else f" {option.make_metavar(click.Context(root))}"
-    return f"| {_code(flag + takes)} | {_default(option)} | {_one_line(option.help)} |"
+    return (
+        f"| {', '.join(map(_code, [*short, flag + takes]))} | {_default(option)} | {_one_line(option.help)} |"
+    )
 
 
 def _settings() -> Iterator[str]:

@@ -29,6 +29,7 @@ class ConfigError(click.UsageError):
 def config_option(command: Command) -> Command:
     """Read before any other option is, so that they find their defaults in it."""
     add = click.option(
+        "-c",
         "--config",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         envvar=CONFIG_VARIABLE,

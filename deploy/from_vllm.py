@@ -7,7 +7,7 @@ refused. Pure, but for the command that reads them. docs/cli.md has the same as 
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
-from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.deploy.settings import GroupedCommand, wrong_values_are_usage
 
 ALIASES: Mapping[str, str] = {
     "--port": "--http-port",
@@ -60,7 +60,7 @@ REFUSED = {
 _TRANSLATED = frozenset((*ALIASES, *ONLY_ONE, *(option for option, _ in VALUES)))
 
 
-class VllmCommand(click.Command):
+class VllmCommand(GroupedCommand):
     """A command that takes vLLM's names as well. Its help shows ours alone."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:

@@ -113,6 +113,10 @@ WORKER_HELP = {
 """By field of WorkerLimits."""
 
 
+_OF_FAILURES = ("no_worker_seconds", "suspect_seconds", "lost_seconds", "stall_seconds", "max_migrations")
+"""Fields of RouterLimits whose options are among those of failures."""
+
+
 def limit_options(command: Command) -> Command:
     """Adds a setting for each limit; `router_limits` and `worker_limits` take them back."""
     weights = {
@@ -121,8 +125,10 @@ def limit_options(command: Command) -> Command:
         "callback": checked_by(parse_weights),
         "metavar": "NAME=WEIGHT",
     }
-    add_routers = field_settings(RouterLimits, "limits", ROUTER_HELP, tenant_weights=weights)
-    return add_routers(field_settings(WorkerLimits, "worker", WORKER_HELP)(command))
+    failures = {"group": "Failures"}
+    special: dict[str, dict[str, Any]] = {"tenant_weights": weights, **dict.fromkeys(_OF_FAILURES, failures)}
+    add_routers = field_settings(RouterLimits, "limits", ROUTER_HELP, **special)
+    return add_routers(field_settings(WorkerLimits, "worker", WORKER_HELP, lease_seconds=failures)(command))
 
 
 def router_limits(values: dict[str, Any]) -> RouterLimits:

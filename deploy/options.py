@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import click
 from blockyard.deploy.ray_head import host_and_port
+from blockyard.deploy.settings import TESTS, checked_by, field_settings, setting, taken
 from blockyard.deploy.settings import Command as Command
-from blockyard.deploy.settings import checked_by, field_settings, setting, taken
 from blockyard.deploy.size import parse_bytes
 from blockyard.deploy.state import checked_name
 from blockyard.proto.grace import DEFAULT_GRACE_SECONDS, MAX_GRACE_SECONDS
@@ -66,6 +66,22 @@ ENGINE_HELP = {
     "simulated_step_seconds": "Of the simulated engine: what a step takes besides its prompt tokens.",
 }
 """By field of EngineConfig."""
+_ENGINE_GROUPS = {
+    "Model": (
+        *("model", "tokenizer", "engine", "device", "dtype", "load_format", "seed", "max_model_len"),
+        *("cpu_linears", "deterministic", "enforce_eager"),
+    ),
+    "Memory of each worker": (
+        *("kv_cache_dtype", "block_size", "index_stride_tokens", "gpu_memory_utilization", "kv_cache_memory"),
+        *("swap_space_gib", "host_cache_gib", "verify_host_memory", "spared_cache_share"),
+    ),
+    "Steps of each worker": (
+        *("max_num_seqs", "max_num_batched_tokens", "mixed_step_seconds", "overlap_steps"),
+        *("preempt", "max_preemptions", "priority_ageing_seconds"),
+    ),
+    TESTS: ("simulated_prefill_tokens_per_second", "simulated_step_seconds", "simulated_fault"),
+}
+"""Fields of EngineConfig by the group of their options. Help hides those of tests."""
 
 
 def model_path(model: str) -> str:
@@ -105,10 +121,15 @@ def served_names(model: str) -> tuple[str, ...]:
 
 def engine_options(command: Command) -> Command:
     """Adds `--block-size` and all the others; `engine_config` takes them back."""
-    size = {"type": str, "callback": checked_by(parse_bytes), "metavar": "SIZE"}
+    special: dict[str, dict[str, Any]] = {
+        name: {"group": group, "hidden": group == TESTS}
+        for group, names in _ENGINE_GROUPS.items()
+        for name in names
+    }
+    special["kv_cache_memory"] |= {"type": str, "callback": checked_by(parse_bytes), "metavar": "SIZE"}
     # `up` itself says that a model is missing: `config show` may do without.
-    model = {"type": str}
-    return field_settings(EngineConfig, "engine", ENGINE_HELP, kv_cache_memory=size, model=model)(command)
+    special["model"] |= {"type": str}
+    return field_settings(EngineConfig, "engine", ENGINE_HELP, **special)(command)
 
 
 def engine_config(values: dict[str, Any]) -> EngineConfig:
@@ -188,5 +209,12 @@ def grace_option(command: Command) -> Command:
 
 
 def output_option(command: Command) -> Command:
-    add = click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+    add = click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+        help="`json` is for programs.",
+    )
     return add(command)

@@ -257,11 +257,11 @@ def _dashboard_port() -> int:
 
 
 def _command(temp_dir: Path, num_cpus: int) -> list[str]:
-    """Port 0 lets Ray pick; the dashboard and the client server take no 0."""
+    """Port 0 lets Ray pick. So does no port at all for the other ports of agents, where Ray 2.52 does not pick for 0.
+    The dashboard and the client server take no 0."""
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"),
-        *("--port=0", "--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"),
-        *("--runtime-env-agent-port=0", "--metrics-export-port=0", f"--ray-client-server-port={free_port()}"),
+        *("--port=0", "--dashboard-agent-listen-port=0", f"--ray-client-server-port={free_port()}"),
         *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={_dashboard_port()}"),
         *("--log-style=record", "--log-color=false"),
         *(f"--temp-dir={temp_dir}", f"--num-cpus={num_cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),

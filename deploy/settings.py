@@ -1,8 +1,9 @@
 """What a setting is: an option of the command line that the environment and the configuration file may give too.
 
-Owns names. `setting("limits", "--max-requests")` is `max_requests` under `[limits]` of the file, and in the environment
-BLOCKYARD_UP_MAX_REQUESTS unless it has a variable of its own. What is not made by `setting` can be given on the command
-line alone. Click decides who is heard: flag, then environment, then file, then default. Reads no file (config_file.py).
+Owns names, and the groups in which help and docs/cli.md list options. `setting("limits", "--max-requests")` is
+`max_requests` under `[limits]` of the file, and in the environment BLOCKYARD_UP_MAX_REQUESTS unless it has a variable
+of its own. What is not made by `setting` can be given on the command line alone. Click decides who is heard: flag, then
+environment, then file, then default. Reads no file (config_file.py).
 """
 
 import re
@@ -15,6 +16,31 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import click
 
 VARIABLE_PREFIX = "BLOCKYARD_UP_"
+OTHERS = "Options"
+"""The group of options that name none."""
+TESTS = "For tests"
+"""The group of options that help hides."""
+GROUPS = (
+    *(
+        "Model",
+        "Cluster",
+        "Addresses",
+        "Existing Ray cluster",
+        "Memory of each worker",
+        "Steps of each worker",
+    ),
+    *("Placement", "Limits", "Failures", "Security", "Prefix index", "Logs", OTHERS, TESTS),
+)
+"""The groups of options, in the order of help and docs/cli.md."""
+_GROUP_OF_SECTION = {
+    "cluster": "Cluster",
+    "worker": "Limits",
+    "placement": "Placement",
+    "limits": "Limits",
+    "security": "Security",
+    "redis": "Prefix index",
+    "logs": "Logs",
+}
 Command = TypeVar("Command", bound=Callable[..., Any])
 HIDDEN = "***"
 OPEN_OPTIONS = frozenset(
@@ -34,7 +60,8 @@ _KINDS = {"integer": "a whole number", "float": "a number", "boolean": "true or 
 
 
 class Setting(click.Option):
-    """`pair_names`: of one that takes NAME=VALUE, the names there are; None where any may be."""
+    """`pair_names`: of one that takes NAME=VALUE, the names there are; None where any may be. `group`: one of GROUPS;
+    without it the section's."""
 
     def __init__(
         self,
@@ -43,10 +70,12 @@ class Setting(click.Option):
         key: str | None = None,
         is_secret: bool = False,
         pair_names: Iterable[str] | None = None,
+        group: str | None = None,
         **attributes: Any,
     ) -> None:
         super().__init__(*arguments, **attributes)
         self.section = section
+        self.group = group or _GROUP_OF_SECTION.get(section, OTHERS)
         self.key = key or max(self.opts, key=len).removeprefix("--").replace("-", "_")
         self.is_secret = is_secret
         self.pair_names = None if pair_names is None else tuple(pair_names)
@@ -81,6 +110,26 @@ class Setting(click.Option):
             return "a size, such as 2GiB"
         name = self.type.name.removesuffix(" range")
         return ("a list, each " if self.multiple else "") + _KINDS.get(name, "text")
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists the options in their groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group, options in grouped(self.get_params(ctx)):
+            records = [record for option in options if (record := option.get_help_record(ctx)) is not None]
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records)
+
+
+def grouped(parameters: Iterable[click.Parameter]) -> Iterator[tuple[str, list[click.Option]]]:
+    """Sorts options into GROUPS. Leaves out groups without any."""
+    options = [parameter for parameter in parameters if isinstance(parameter, click.Option)]
+    for group in GROUPS:
+        members = [option for option in options if getattr(option, "group", OTHERS) == group]
+        if members:
+            yield group, members
 
 
 def setting(section: str, *flags: str, **attributes: Any) -> Callable[[Command], Command]:

@@ -64,6 +64,7 @@ _OF_THE_CLUSTER = (
         "cluster",
         "--model-name",
         "model_names",
+        group="Model",
         multiple=True,
         help="What clients call the model: the first is its id, others are aliases that requests may use. Default: a "
         "hub model's full name and its short one, a folder's last part.",
@@ -71,12 +72,14 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--revision",
+        group="Model",
         metavar="REVISION",
         help="A branch, tag or commit of a hub model. Default: its main branch.",
     ),
     setting(
         "cluster",
         "--chat-template",
+        group="Model",
         type=click.Path(dir_okay=False),
         callback=checked_by(_text_of),
         help="A Jinja template for chats. Default: the tokenizer's own.",
@@ -84,12 +87,14 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--download-dir",
+        group="Model",
         type=click.Path(file_okay=False, resolve_path=True),
         help="Where files from the hub are kept. Default: what HF_HUB_CACHE or HF_HOME says.",
     ),
     setting(
         "cluster",
         "--generation-config",
+        group="Model",
         type=click.Choice(get_args(GenerationConfig)),
         default="auto",
         show_default=True,
@@ -115,6 +120,7 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--host",
+        group="Addresses",
         default=LOOPBACK,
         show_default=True,
         callback=checked_by(_checked_host),
@@ -124,6 +130,7 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--router-port",
+        group="Addresses",
         type=_PORT,
         help="Where gRPC is served; 0 takes a free one. Default: a free one; of `serve` "
         f"{SERVE_PORTS['router_port']}, or the next that is free.",
@@ -131,6 +138,7 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--http-port",
+        group="Addresses",
         type=_PORT,
         help="Where OpenAI's API (docs/gateway.md) is served; 0 takes a free one. Default: it is not; of `serve` "
         f"{SERVE_PORTS['http_port']}, or the next that is free.",
@@ -139,6 +147,7 @@ _OF_THE_CLUSTER = (
         "cluster",
         "cors_origins",
         "--cors-origin",
+        group="Addresses",
         multiple=True,
         callback=checked_by(checked_origins),
         metavar="ORIGIN",
@@ -147,23 +156,29 @@ _OF_THE_CLUSTER = (
     setting(
         "cluster",
         "--separate-ports",
+        group="Addresses",
         is_flag=True,
         help="A port for each router, from --router-port on, instead of one for all.",
     ),
     setting("cluster", "--cpus-per-worker", type=float, help="Default: the cluster's CPUs in equal shares."),
     setting(
-        "cluster", "--address", help="An existing Ray cluster, host:port. Default: a local one is started."
+        "cluster",
+        "--address",
+        group="Existing Ray cluster",
+        help="An existing Ray cluster, host:port. Default: a local one is started.",
     ),
     setting(
         "cluster",
         "--ship-code",
         "ships_code",
+        group="Existing Ray cluster",
         is_flag=True,
         help="With --address: give the nodes this command's own code, whatever they have installed.",
     ),
     setting(
         "cluster",
         "--router-resource",
+        group="Existing Ray cluster",
         metavar="NAME",
         help="With --address: routers run only on nodes with this Ray resource, one for each unit of it.",
     ),
@@ -178,6 +193,7 @@ _OF_REQUESTS = (
     setting(
         "limits",
         "--hung-seconds",
+        group="Failures",
         type=float,
         default=DEFAULT_HUNG_SECONDS,
         show_default=True,

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT, CONSTRAINTS, LOCK = ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / "requirements.lock"
 PYTHONS = ("3.11", "3.12", "3.13")
 LOCKED_PYTHON = PYTHONS[0]
+OLDEST_RAY = "2.52.0"
+"""The first that pyproject.toml takes: it must go with all else of the lock."""
 PRODUCT = ("serve", "plots")
 """The extras that are no development."""
 PLATFORM = "x86_64-manylinux_2_28"
@@ -93,7 +96,7 @@ def write() -> None:
 
 
 def check() -> None:
-    """Raises UnresolvableError where a Python finds no set, or where the lock lacks a package."""
+    """Raises UnresolvableError where a Python or the oldest Ray finds no set, or where the lock lacks a package."""
     for python in PYTHONS:
         found = resolve(_on_linux(python), [CONSTRAINTS], with_dev=True)
         print(f"Python {python}: constraints.txt resolves to {len(found)} packages")
@@ -102,6 +105,16 @@ def check() -> None:
     if missing:
         raise UnresolvableError(f"{LOCK.name} lacks {', '.join(sorted(missing))}: run `make lock`")
     print(f"Python {LOCKED_PYTHON}: {LOCK.name} resolves and is whole")
+    with tempfile.TemporaryDirectory() as folder:
+        older = Path(folder) / LOCK.name
+        older.write_text(with_ray(LOCK.read_text(encoding="utf-8"), OLDEST_RAY), encoding="utf-8")
+        resolve(_on_linux(LOCKED_PYTHON), [older], with_dev=True)
+    print(f"Ray {OLDEST_RAY}: resolves with all else of {LOCK.name}")
+
+
+def with_ray(lock: str, version: str) -> str:
+    """The lock with another version of Ray, as `make install RAY=...` makes it."""
+    return re.sub(r"^ray==.*$", f"ray=={version}", lock, flags=re.MULTILINE)
 
 
 def _on_linux(python: str) -> tuple[str, ...]:

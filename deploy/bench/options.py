@@ -11,6 +11,7 @@ from typing import Any, get_args
 import click
 from blockyard.deploy.bench.lengths import FORMS, parse_lengths, parse_range
 from blockyard.deploy.bench.measures import Objectives
+from blockyard.deploy.bench.targets import Endpoint
 from blockyard.deploy.options import Command, cluster_option, output_option, router_option
 from blockyard.deploy.security import connection_options
 from blockyard.deploy.settings import checked_by
@@ -36,10 +37,20 @@ class BenchOptions:
     cache_salt: str | None
     temperature: float
     connections: int
+    url: str | None
+    model: str | None
+    endpoint: Endpoint
+    vocab_size: int | None
+    ignore_eos: bool
     timeout_seconds: float
     objectives: Objectives
     output: str
     save: Path | None
+
+    @property
+    def spells_words(self) -> bool:
+        """Prompts are text, of about as many tokens as planned."""
+        return self.url is not None and self.vocab_size is None
 
 
 def bench_options(command: Command) -> Command:
@@ -56,6 +67,12 @@ def taken(values: dict[str, Any]) -> BenchOptions:
     options = BenchOptions(objectives=objectives, **{name: values.pop(name) for name in names})
     if options.concurrency is not None and options.rate is not None:
         raise click.UsageError("--concurrency is a closed loop and --rate an open one: give one of them")
+    if options.url is not None and (options.policies or options.flush or options.connections > 1):
+        raise click.UsageError("--compare, --flush and --connections are for routers, not for --url")
+    if options.url is None and (options.model or options.vocab_size or options.endpoint != "completions"):
+        raise click.UsageError("--model, --endpoint and --vocab-size are for the server of --url")
+    if options.vocab_size is not None and options.endpoint == "chat":
+        raise click.UsageError("--vocab-size makes prompts of token ids, which a chat does not take")
     return options
 
 
@@ -142,6 +159,33 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
         default=120.0,
         show_default=True,
         help="Seconds for each request.",
+    ),
+    click.option(
+        "--url",
+        metavar="URL",
+        help="Measure the server of OpenAI's API at http://HOST:PORT, whosever it is, instead of a cluster's routers. "
+        "Its key comes by OPENAI_API_KEY or --token-file.",
+    ),
+    click.option("--model", metavar="NAME", help="With --url. Default: the first that the server lists."),
+    click.option(
+        "--endpoint",
+        type=click.Choice(get_args(Endpoint)),
+        default="completions",
+        show_default=True,
+        help="With --url: what is called below /v1.",
+    ),
+    click.option(
+        "--vocab-size",
+        type=click.IntRange(2),
+        help="With --url: prompts are token ids below this, exactly as many as planned. Default: they are words, each "
+        "about a token; the server's usage says how many.",
+    ),
+    click.option(
+        "--ignore-eos/--no-ignore-eos",
+        default=True,
+        show_default=True,
+        help="With --url: whether answers have exactly the length that is planned, by a field of vLLM's. Switch it off "
+        "for a server that does not know it.",
     ),
     click.option(
         "--save",

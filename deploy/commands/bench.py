@@ -27,9 +27,10 @@ from blockyard.deploy.bench.options import (
 )
 from blockyard.deploy.bench.progress import RequestProgress
 from blockyard.deploy.bench.report import Result, result, result_view
+from blockyard.deploy.bench.targets import BlockyardTarget, OpenAITarget, Target
 from blockyard.deploy.bench.traffic import Manner
 from blockyard.deploy.bench.trials import Course, Plan, run_course
-from blockyard.deploy.commands.shown import show
+from blockyard.deploy.commands.shown import server_at, show
 from blockyard.deploy.security import client_connection
 from blockyard.router.client import AsyncClient, AuthenticationError
 
@@ -73,7 +74,8 @@ _COUNTS = (
 
 @click.group(cls=_Workloads)
 def bench() -> None:
-    """Load for a running cluster, and the latencies, throughput and hit rates that it found.
+    """Load for a running cluster, or for any server of OpenAI's API (--url), and the latencies, throughput and hit
+    rates that it found.
 
     The definitions are those of vLLM's `bench serve`. Answers are of exactly the length that is planned (ignore_eos),
     and nothing is retried: a refusal is counted by its reason."""
@@ -220,35 +222,27 @@ def _run(options: BenchOptions, plan: Plan, concurrency: int | None) -> None:
 
 
 async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -> Result:
-    addresses = list(options.routers or state.load(options.cluster).routers)
     workload = plan(options.seed)
     total = sum(len(plan(options.seed + number).requests) for number in range(options.rounds))
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                AsyncClient(
-                    addresses, timeout_seconds=options.timeout_seconds, retries=0, **client_connection()
-                )
-            )
-            for _ in range(options.connections)
-        ]
-        cluster = await _cluster_told(clients[0])
+        target, told = await (_routers(options, stack) if options.url is None else _server(options, stack))
         progress = stack.enter_context(RequestProgress(total * max(len(options.policies), 1)))
         course = Course(
             plan=plan,
             seed=options.seed,
-            manner=Manner(concurrency=concurrency, temperature=options.temperature, on_end=progress.ended),
+            manner=Manner(concurrency=concurrency, on_end=progress.ended),
+            temperature=options.temperature,
             policies=options.policies,
             rounds=options.rounds,
             warm_up_requests=options.warm_up,
             flush=options.flush,
             cache_salt=options.cache_salt,
         )
-        trials = await run_course(clients, course)
+        trials = await run_course(target, course)
     setting = {
-        "cluster": cluster,
+        "cluster": told,
         "workload": workload.name,
-        "about": workload.about,
+        "about": workload.about + (", a word for a token" if options.spells_words else ""),
         "seed": options.seed,
         "rounds": options.rounds,
         "concurrency": concurrency,
@@ -256,7 +250,34 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
         "connections": options.connections,
         "warm_up_requests": options.warm_up,
     }
-    return result(trials, options.objectives, setting, own_policy=cluster["policy"])
+    return result(trials, options.objectives, setting, own_policy=told["policy"])
+
+
+async def _routers(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target, dict[str, Any]]:
+    """What is measured, and what is told of it."""
+    addresses = list(options.routers or state.load(options.cluster).routers)
+    clients = [
+        await stack.enter_async_context(
+            AsyncClient(addresses, timeout_seconds=options.timeout_seconds, retries=0, **client_connection())
+        )
+        for _ in range(options.connections)
+    ]
+    return BlockyardTarget(clients), await _cluster_told(clients[0])
+
+
+async def _server(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target, dict[str, Any]]:
+    assert options.url is not None
+    server = await stack.enter_async_context(server_at(options.url, options.timeout_seconds))
+    model = options.model or str((await server.models())[0].get("id"))
+    target = OpenAITarget(
+        server=server,
+        model=model,
+        endpoint=options.endpoint,
+        vocab_size=options.vocab_size,
+        ignore_eos=options.ignore_eos,
+    )
+    told = {"url": str(server.url), "endpoint": options.endpoint, "model": model}
+    return target, {**told, "version": None, "workers": None, "policy": "of the server"}
 
 
 async def _cluster_told(client: AsyncClient) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from blockyard.deploy import effective
 from blockyard.deploy.commands.shown import show
 from blockyard.deploy.config_file import known_settings
 from blockyard.deploy.options import output_option
+from blockyard.deploy.settings import GroupedCommand
 from blockyard.deploy.up_options import up_settings
 
 
@@ -15,7 +16,7 @@ def config() -> None:
     """The settings of `up`: which ones hold, and where they come from."""
 
 
-@config.command(name="show")
+@config.command(name="show", cls=GroupedCommand)
 @up_settings
 @output_option
 def show_config(output: str, **_: Any) -> None:

@@ -69,7 +69,7 @@ def size_command(
 
 
 @click.command(name="figures")
-@click.option("--output", type=click.Choice(["text", "json", "png"]), default="text", show_default=True)
+@click.option("-o", "--output", type=click.Choice(["text", "json", "png"]), default="text", show_default=True)
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),

@@ -4,6 +4,7 @@ Prints no secret.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import click
 from blockyard.deploy import state
 from blockyard.deploy.deadline import Budget, answers_within
+from blockyard.deploy.openai_server import API_KEY_VARIABLE, OpenAIServer, ServerUrl, tls_context
 from blockyard.deploy.security import client_connection
 from blockyard.deploy.settings import wrong_values_are_usage
 from blockyard.router.client import Client, NotFoundError
+from blockyard.router.client.connection import TOKEN_VARIABLE
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
@@ -41,6 +44,21 @@ def asking(
         answers_within(budget.left_seconds + extra_seconds, sentence),
     ):
         yield client
+
+
+def server_at(url: str, timeout_seconds: float, *, is_ours: bool = False) -> OpenAIServer:
+    """The server of OpenAI's API at a URL, with the key and the TLS files that the command was given. A cluster of ours
+    gets the token of our commands instead of OPENAI_API_KEY. Raises click's UsageError for what cannot be a URL, a key
+    or a certificate."""
+    with wrong_values_are_usage():
+        parsed, given = ServerUrl.parse(url), client_connection()
+        return OpenAIServer(
+            parsed,
+            key=given["token"] or os.environ.get(TOKEN_VARIABLE if is_ours else API_KEY_VARIABLE),
+            tls=tls_context(given["tls"]) if parsed.scheme == "https" else None,
+            timeout_seconds=timeout_seconds,
+            allow_plaintext_key=given["allow_plaintext_token"],
+        )
 
 
 @contextmanager

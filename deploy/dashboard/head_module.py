@@ -1,8 +1,9 @@
 """Our module of Ray's dashboard: a process of its own, to which the dashboard passes on all below /blockyard.
 
-The only file that subclasses Ray's internals (2.60, see start_hook.py). It is loaded by the dashboard, by its fork
-server and by its child, so it imports next to nothing; what the page does is live_page.py's, loaded by the child with
-the first request. Nothing of that may fail the module's start, because Ray's dashboard does not come up without it.
+The only file that subclasses Ray's internals (2.52 to 2.60, see start_hook.py). It is loaded by the dashboard and by
+its child, and by its fork server where it has one, so it imports next to nothing; what the page does is live_page.py's,
+loaded by the child with the first request. Nothing of that may fail the module's start, because Ray's dashboard does
+not come up without it. So a Ray whose base class asks for more than it did is refused before the class is made.
 """
 
 import logging
@@ -20,7 +21,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KV_SECONDS = 1.0
+USED = ("gcs_client", "run")
+"""What the base class gives, and our module stands on."""
 SORRY = "The live page is broken on this head; the dashboard's log dashboard_BlockyardHead.log says why.\n"
+
+
+def check_base(base: type) -> None:
+    """Raises ImportError for a base class with which the dashboard would not come up, or the page show nothing."""
+    abstract: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
+    missing = [name for name in USED if not hasattr(base, name)]
+    if abstract or missing:
+        raise ImportError(f"Ray's {base.__name__} lacks {missing} and wants {sorted(abstract)}")
+
+
+check_base(SubprocessModule)
 
 
 class BlockyardHead(SubprocessModule):

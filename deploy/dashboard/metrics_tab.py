@@ -23,7 +23,9 @@ UTILIZATION_PANEL = "41"
 ANSWERS: dict[str, dict[str, Any]] = {
     "grafana/api/health": {"database": "ok"},
     # To any question, as one that has no series.
+    # Ray 2.60 asks it whether Prometheus is well; Ray 2.52 asks the other one.
     "prometheus/api/v1/query": {"status": "success", "data": {"resultType": "vector", "result": []}},
+    "prometheus/-/healthy": {"status": "success"},
 }
 
 

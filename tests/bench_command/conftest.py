@@ -1,6 +1,7 @@
 """A cluster of real processes on the simulated engine: two workers, Redis and a router; and the command against it."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ class Bench:
     """`bench.run("random", ...)` types `blockyard bench random ...`."""
 
     router: str
+    url: str
+    """Of the router's gateway."""
 
     def run(self, *arguments: str) -> Result:
         return CliRunner().invoke(main, ["bench", *arguments, "--router", self.router])
@@ -38,8 +41,10 @@ class Bench:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with processes(tmp_path_factory.mktemp("bench"), with_redis=True) as cluster:
         cluster.start(cluster.add_worker("w0", *SIMULATED), cluster.add_worker("w1", *SIMULATED))
-        router = cluster.add_router("r0")
+        router = cluster.add_router("r0", "--http-port", "0")
         cluster.start(router)
         with Client(router.address) as client:
             assert eventually(lambda: client.cluster_info().workers_ready == 2, seconds=60.0)
-        yield Bench(router=router.address)
+        gateway = re.search(r"http://\S+(?=/v1)", router.log_text())
+        assert gateway is not None
+        yield Bench(router=router.address, url=gateway[0])

@@ -8,7 +8,7 @@ from blockyard.deploy.bench import plans
 from blockyard.deploy.bench.conversations import Conversation
 from blockyard.deploy.bench.lengths import MAX_TOKENS, parse_lengths
 from blockyard.deploy.bench.requests import PlannedRequest, Workload
-from blockyard.deploy.bench.spelling import Spelling
+from blockyard.deploy.bench.spelling import Spelling, WordSpelling
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,6 +90,42 @@ def test_each_turn_of_a_chat_begins_with_the_turn_before_it_and_its_answer(
             before, answer = list(spelling.prompt(earlier)), [7] * (earlier.output.length + 1)
             spelling.answered(earlier.output, answer)
             assert list(spelling.prompt(later))[: len(before) + len(answer)] == before + answer
+
+
+@given(SEEDS, st.integers(1, 8))
+def test_each_turn_of_a_chat_in_words_begins_with_the_messages_before_it_and_its_answer(
+    seed: int, num_sessions: int
+) -> None:
+    workload = plans.chats(plans.at_once(), seed, num_sessions=num_sessions, kind=KIND)
+    spelling = WordSpelling(workload.requests, seed=seed)
+    for session in plans.sessions(workload):
+        for earlier, later in pairwise(session):
+            before = spelling.messages(earlier)
+            spelling.answered(earlier.output, f"answer {earlier.number}")
+            after = spelling.messages(later)
+            assert after[: len(before)] == before
+            assert [said.role for said in after] == ["user", "assistant"] * (len(after) // 2) + ["user"]
+            assert after[len(before)].text == f"answer {earlier.number}"
+
+
+@given(SEEDS)
+def test_words_of_one_prefix_are_equal_and_those_of_another_salt_are_not(seed: int) -> None:
+    workload = groups(seed, 2, 3)
+    spelled = {
+        salt: [
+            WordSpelling(workload.requests, seed=f"{seed} {salt}").prompt(request)
+            for request in workload.requests
+        ]
+        for salt in ("a", "b")
+    }
+    assert spelled["a"] != spelled["b"]
+    by_prefix: dict[int, set[str]] = {}
+    for request, text in zip(workload.requests, spelled["a"], strict=True):
+        words = text.split()
+        prefix = request.prompt[0]
+        by_prefix.setdefault(prefix.base, set()).add(" ".join(words[: prefix.length]))
+        assert len(words) == request.prompt_tokens
+    assert all(len(prefixes) == 1 for prefixes in by_prefix.values())
 
 
 @given(SEEDS, st.integers(0, 9))

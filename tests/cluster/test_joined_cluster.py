@@ -2,6 +2,8 @@
 Ray's."""
 
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,10 +53,33 @@ def test_up_joins_a_ray_cluster_and_down_leaves_it_as_it_was(head: RayHead, tmp_
             answer = client.generate("one two three", max_tokens=20, ignore_eos=True)
             assert answer.finish.completion_tokens == 20
             assert len(client.list_workers()) == 3
+    check_logs_through_the_dashboard(command)
     assert command.run("down").returncode == 0
     assert eventually(lambda: actors_of(head) == [], seconds=10)
     assert all(is_alive(member) for member in before)
     assert not command.home.exists() or list(command.home.iterdir()) == []
+
+
+def check_logs_through_the_dashboard(command: Command) -> None:
+    logs = command.run("logs")
+    assert logs.returncode == 0, logs.stderr
+    names = {line.split()[0] for line in logs.stdout.splitlines()}
+    assert names == {"worker-0", "worker-1", "worker-2", "router-0", "router-1", "supervisor"}
+    assert "worker worker-2 serves" in command.run("logs", "worker-2").stdout
+    assert "known: router-0" in command.run("logs", "worker-9").stderr
+    with command.start("logs", "worker-1", "-f") as following:
+        assert following.stdout is not None
+        watchdog = threading.Timer(60, following.kill)
+        watchdog.start()
+        while "stands in the prefix index" not in following.stdout.readline():
+            assert following.poll() is None
+        assert command.run("drain", "worker-1").returncode == 0
+        while "drained" not in following.stdout.readline():
+            assert following.poll() is None
+        following.send_signal(signal.SIGINT)
+        assert following.wait(60) == 0
+        watchdog.cancel()
+    assert command.run("resume", "worker-1").returncode == 0
 
 
 def test_of_two_clusters_of_one_name_that_come_at_once_one_comes_up(head: RayHead, tmp_path: Path) -> None:

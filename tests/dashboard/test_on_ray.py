@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from .ray_rig import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+IS_RAY_2_52 = version("ray").startswith("2.52.")
 
 DEAD_SECONDS = 50.0
 """Ten times what the page promises."""
@@ -85,6 +87,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         command.run("down", "--drain", "0")
 
 
+@pytest.mark.xfail(IS_RAY_2_52, reason="Ray's dashboard has no dark theme there", strict=True)
 async def test_without_grafana_rays_own_tab_shows_the_page_in_the_theme_that_is_chosen_there(
     cluster: Started,
 ) -> None:
@@ -205,6 +208,7 @@ def test_on_a_joined_cluster_the_page_finds_what_up_has_placed_and_forgets_it_af
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(IS_RAY_2_52, reason="Ray asks for the log without its token there", strict=True)
 def test_on_a_head_without_our_hook_the_logs_tab_shows_the_map(tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="plain")
     with operators_head(hook="builtins.print") as head:
@@ -240,9 +244,8 @@ class Hanging:
 sys.meta_path.insert(0, Hanging())
 """,
     "its hook is broken": """
-import importlib.metadata
-honest = importlib.metadata.version
-importlib.metadata.version = lambda name: "9.9.9" if name == "ray" else honest(name)
+from blockyard.deploy.dashboard import start_hook
+start_hook.wraps = None
 """,
 }
 

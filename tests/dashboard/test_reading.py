@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement, decode, encode
+from blockyard.deploy.dashboard.head_module import check_base
 from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
 from blockyard.deploy.dashboard.picture import MAX_CELLS, cells, drawn, of_nothing
 from blockyard.deploy.dashboard.questions import HEADER, prompt_arguments
@@ -210,17 +211,30 @@ def test_only_the_full_dashboards_command_is_led_through_our_launcher() -> None:
         assert led_through(other) == other
 
 
-def test_the_hook_never_raises_and_leaves_other_versions_alone(
+def test_the_hook_never_raises_and_leaves_a_ray_alone_that_starts_its_parts_otherwise(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ray._private import services
+    from ray._private import ray_constants, services
 
     before = services.start_ray_process
-    monkeypatch.setattr("blockyard.deploy.dashboard.start_hook.version", lambda name: "3.0.0")
+    monkeypatch.delattr(ray_constants, "PROCESS_TYPE_DASHBOARD")
     start_hook(None, True)
     start_hook(None, False)
     assert services.start_ray_process is before
-    assert "without /blockyard: it is made for Ray 2.60.x" in capsys.readouterr().err
+    assert "without /blockyard: module" in capsys.readouterr().err
+
+
+def test_a_base_class_that_asks_for_more_or_gives_less_than_it_did_is_refused() -> None:
+    class Base:
+        gcs_client = None
+
+        def run(self) -> None: ...
+
+    check_base(Base)
+    with pytest.raises(ImportError, match=r"wants \['close'\]"):
+        check_base(type("More", (Base,), {"__abstractmethods__": frozenset({"close"})}))
+    with pytest.raises(ImportError, match=r"lacks \['gcs_client', 'run'\]"):
+        check_base(object)
 
 
 def test_what_rays_dashboard_loads_of_us_is_next_to_nothing() -> None:

@@ -1,6 +1,7 @@
 """The command line without a cluster: what it computes, what it refuses, and what it never shows."""
 
 import json
+import re
 import socket
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.limits import router_limits
 from blockyard.deploy.options import ENGINE_HELP, engine_config, model_path
 from blockyard.deploy.processes import ProcessIdentity, identify
+from blockyard.deploy.settings import GROUPS, TESTS
 from blockyard.deploy.shape import Shape, cpus_per_worker
 from blockyard.deploy.size import parse_bytes
 from blockyard.deploy.wanted_cluster import UpOptions
@@ -200,6 +202,21 @@ def test_every_setting_of_the_engine_is_explained() -> None:
     names = EngineConfig.__dataclass_fields__.keys()
     assert {name: getattr(parameters[name], "help", None) for name in names} == ENGINE_HELP
     assert all(ENGINE_HELP.values())
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_help_lists_the_options_in_groups_within_80_columns_and_hides_those_of_tests(command: str) -> None:
+    lines = CliRunner().invoke(main, [command, "--help"], terminal_width=80).stdout.splitlines()
+    headings = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z][\w ]+:", line)]
+    assert headings == [group for group in GROUPS if group != TESTS]
+    assert max(map(len, lines)) <= 80
+    told = "\n".join(lines)
+    hidden = [option for option in main.commands[command].params if option.name not in ("given_model",)]
+    assert [option.name for option in hidden if option.opts[-1] not in told] == [
+        "simulated_prefill_tokens_per_second",
+        "simulated_step_seconds",
+        "simulated_fault",
+    ]
 
 
 def test_limits_of_a_request_reach_the_routers_and_are_by_default_their_own() -> None:

@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
 
-TALKS = {"blockyard chat", "blockyard config example"}
-"""Whose output is a conversation, or a file."""
+TALKS = {"blockyard chat", "blockyard config example", "blockyard logs", "blockyard run-batch"}
+"""Whose output is a conversation, a file, or the lines of others."""
 PROMPT = "def join_paths(first, second):\n    " * 4
 
 
@@ -72,6 +72,13 @@ def test_every_command_that_prints_can_print_json() -> None:
         if "json" not in choices:
             without.add(name)
     assert without == TALKS
+
+
+@pytest.mark.parametrize(("long", "short"), [("--output", "-o"), ("--config", "-c")])
+def test_every_command_with_the_long_name_of_an_option_takes_the_short_one(long: str, short: str) -> None:
+    named = [option for _, command in all_commands() for option in command.params if long in option.opts]
+    assert named
+    assert all(short in option.opts for option in named)
 
 
 def test_doctor_prints_each_finding_for_programs() -> None:

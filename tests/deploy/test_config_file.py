@@ -205,7 +205,7 @@ def test_a_command_that_calls_a_router_finds_it_in_the_file(written: Any) -> Non
 
 def test_every_option_of_up_is_a_setting_that_file_and_environment_may_give() -> None:
     options = [option for option in main.commands["up"].params if isinstance(option, click.Option)]
-    others = {option.opts[0] for option in options if not isinstance(option, Setting)}
+    others = {max(option.opts, key=len) for option in options if not isinstance(option, Setting)}
     assert others == NOT_SETTINGS, "make it by `setting(...)`"
     assert all(option.variables for option in options if isinstance(option, Setting))
 

@@ -11,7 +11,7 @@ from .commands import ROOT, check_all, commands_in, shell_lines
 
 DOCUMENT = ROOT / "docs" / "deploying.md"
 LINES = shell_lines(DOCUMENT)
-OTHER_PROGRAMS = ("chmod", "kubectl", "docker", "export")
+OTHER_PROGRAMS = ("chmod", "kubectl", "docker", "export", "pip", "uv")
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -13,6 +13,23 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = timedelta(days=1)
+MAY_SIGN = x509.KeyUsage(
+    **dict.fromkeys(
+        (
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    ),
+    key_cert_sign=True,
+    crl_sign=True,
+)
+"""Python 3.13 takes no CA without this, and no certificate that does not name its CA's key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +50,8 @@ class Authority:
         certificate = (
             _builder(self._name, self._name, self._key, until=datetime.now(UTC) + ends_in, lasts=60 * DAY)
             .add_extension(constraint, critical=True)
+            .add_extension(MAY_SIGN, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         self.ca = str(folder / f"{name}.pem")
@@ -55,6 +74,9 @@ class Authority:
         certificate = (
             _builder(_named(name), self._name, key, until=until, lasts=lasts)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )
         cert_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from blockyard.deploy.redis_versions import SOUND, ServerVersion
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from supply_chain import bundled, sbom
 from supply_chain.advisories import ADVISORIES, Known, judge, parse
-from supply_chain.lock import LOCK, PROJECT, ROOT
+from supply_chain.lock import LOCK, LOCKED_PYTHON, OLDEST_RAY, PROJECT, PYTHONS, ROOT, with_ray
 from supply_chain.parts import Part, all_parts, in_images, locked, wrong_wheels
 
 TODAY = date(2026, 11, 25)
@@ -168,6 +171,52 @@ def test_torch_alone_chooses_its_triton() -> None:
     assert "triton==" not in constraints + (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+def installing(venv: Path, *variables: str) -> list[str]:
+    """What `make install` would run in a new virtual environment."""
+    command = ["make", "--dry-run", "install", f"VENV={venv}", *variables]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    printed = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    return printed.replace("\\\n", "").splitlines()
+
+
+def test_make_takes_the_build_of_torch_that_is_asked_for_before_all_else(tmp_path: Path) -> None:
+    (backend,) = (line for line in installing(tmp_path, "TORCH=cpu") if "--torch-backend" in line)
+    assert backend == (
+        f"{tmp_path}/bin/uv pip install --python {tmp_path}/bin/python --torch-backend cpu -c requirements.lock torch"
+    )
+    lines = installing(tmp_path, "TORCH=cpu")
+    assert lines.index(backend) < next(i for i, line in enumerate(lines) if "[serve,plots,dev]" in line)
+    assert not any("--torch-backend" in line for line in installing(tmp_path))
+
+
+def test_make_takes_another_ray_and_all_else_from_the_lock(tmp_path: Path) -> None:
+    lines = installing(tmp_path, "RAY=2.52.0")
+    (writes,) = (line for line in lines if line.startswith("sed"))
+    subprocess.run(["bash", "-c", writes], cwd=ROOT, check=True)
+    written, wanted = (path.read_text(encoding="utf-8") for path in (tmp_path / LOCK.name, LOCK))
+    assert {*written.splitlines()} - {*wanted.splitlines()} == {"ray==2.52.0"}
+    assert written == with_ray(wanted, "2.52.0")
+    assert any(f"-c {tmp_path / LOCK.name} -e" in line for line in lines)
+
+
+def test_a_workflow_runs_each_python_and_the_oldest_ray_that_the_package_names(
+    project: dict[str, Any],
+) -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    rows = jobs["versions"]["strategy"]["matrix"]["include"]
+    (ray,) = (
+        requirement
+        for text in project["optional-dependencies"]["serve"]
+        if (requirement := Requirement(text)).name == "ray"
+    )
+    assert min(Version(row["ray"]) for row in rows if "ray" in row) == Version(OLDEST_RAY)
+    assert f">={OLDEST_RAY.removesuffix('.0')}" in str(ray.specifier)
+    named = {text.rpartition(" ")[2] for text in project["classifiers"] if " :: Python :: 3." in text}
+    assert {row["python"] for row in rows} == named == set(PYTHONS)
+
+
 def test_the_sbom_is_valid_cyclonedx_and_the_same_each_time(project: dict[str, Any]) -> None:
     parts = all_parts()
     text = sbom.document(parts, project)
@@ -190,6 +239,9 @@ def test_the_sbom_names_what_wheels_bundle_and_whose_images_run() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the list is of Linux wheels")
+@pytest.mark.skipif(
+    f"{sys.version_info.major}.{sys.version_info.minor}" != LOCKED_PYTHON, reason="its wheels are others"
+)
 def test_the_bundled_parts_are_those_of_the_installed_wheels() -> None:
     listed = {wheel["name"]: wheel for wheel in json.loads(bundled.BUNDLED.read_text())["wheels"]}
     installed = {wheel["name"]: wheel for wheel in bundled.found()["wheels"]}

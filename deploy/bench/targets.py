@@ -1,0 +1,206 @@
+"""What a benchmark sends its requests to: routers of ours over gRPC, or any server that speaks OpenAI's HTTP API.
+
+Owns how a planned request is asked there, and what of the answer is measured. Does not own when it is sent
+(traffic.py), nor how a server is reached (router/client, openai_server.py).
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any, Literal, Protocol
+
+from blockyard.deploy.bench.measures import Sample
+from blockyard.deploy.bench.requests import PlannedRequest, Workload
+from blockyard.deploy.bench.spelling import Spelling, WordSpelling
+from blockyard.deploy.openai_server import CallFailed, OpenAIServer
+from blockyard.router.client import AsyncClient, BlockyardError
+
+Endpoint = Literal["completions", "chat"]
+Send = Callable[[Sample], Awaitable[None]]
+"""Sends one request and fills in its sample. What fails of it is the sample's error; anything else is raised."""
+Ask = Callable[[PlannedRequest], Send]
+"""Makes a request ready to be sent, so that this takes no time of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What all requests of a run have in common."""
+
+    seed: int
+    cache_salt: str
+    """Runs with different ones share no prefix."""
+    temperature: float = 0.0
+    policy: str | None = None
+
+
+class Target(Protocol):
+    """One server or cluster that is measured."""
+
+    async def max_model_len(self) -> int | None:
+        """Tokens of prompt and output together; None where nobody says."""
+
+    async def asking(self, workload: Workload, manner: Asking) -> Ask:
+        """Draws all that is to be sent."""
+
+    async def flush(self) -> None:
+        """Empties every cache."""
+
+    async def promised_tokens(self) -> int | None:
+        """Prompt tokens that the index has promised of workers chosen, until now; None where nobody says."""
+
+
+class BlockyardTarget:
+    """Routers of a cluster, through one connection or several."""
+
+    def __init__(self, clients: Sequence[AsyncClient]) -> None:
+        self._clients = clients
+
+    async def max_model_len(self) -> int | None:
+        return (await self._clients[0].list_models())[0].max_model_len
+
+    async def asking(self, workload: Workload, manner: Asking) -> Ask:
+        model = (await self._clients[0].list_models())[0]
+        spelling = Spelling(workload.requests, vocab_size=model.vocab_size, seed=manner.seed)
+        clients = cycle(self._clients)
+
+        def ask(request: PlannedRequest) -> Send:
+            return partial(send, request, spelling.prompt(request))
+
+        async def send(request: PlannedRequest, prompt: Sequence[int], sample: Sample) -> None:
+            tokens: list[int] = []
+            stream = next(clients).stream(
+                prompt_token_ids=prompt,
+                max_tokens=request.output.length,
+                ignore_eos=True,
+                temperature=manner.temperature,
+                seed=request.number,
+                cache_salt=manner.cache_salt,
+                session_id=f"bench-{request.session}" if request.session else None,
+                policy=manner.policy,
+            )
+            try:
+                async with aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        if delta.token_ids:
+                            sample.arrivals.append(time.monotonic())
+                            tokens += delta.token_ids
+                        if delta.finish is not None:
+                            sample.prompt_tokens = delta.finish.prompt_tokens
+                            sample.cached_tokens = delta.finish.cached_tokens
+                            sample.worker = delta.finish.worker_id
+                            sample.migrations = delta.finish.migrations
+            except BlockyardError as error:
+                sample.error = error.reason or error.code.name
+            sample.output_tokens = len(tokens)
+            spelling.answered(request.output, tokens)
+
+        return ask
+
+    async def flush(self) -> None:
+        await self._clients[0].flush_cache()
+
+    async def promised_tokens(self) -> int | None:
+        """Each router process counts for itself: with several connections nobody knows how many there are."""
+        if len(self._clients) > 1:
+            return None
+        try:
+            model = (await self._clients[0].list_models())[0]
+            return (await self._clients[0].index_info()).promised_blocks * model.block_size
+        except BlockyardError:
+            return None  # For viewers and admins alone, and there may be no index.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAITarget:
+    """Any server of OpenAI's API. Prompts are words, so that their tokens are about as many as planned; how many they
+    were, the server's usage says. With a `vocab_size` completions get token ids, exactly as many."""
+
+    server: OpenAIServer
+    model: str
+    endpoint: Endpoint
+    vocab_size: int | None = None
+    ignore_eos: bool = True
+    """vLLM's field: answers of exactly the length that is planned."""
+
+    async def max_model_len(self) -> int | None:
+        """vLLM, SGLang and Blockyard say it beside the model's id."""
+        for model in await self.server.models():
+            if model.get("id") == self.model and isinstance(told := model.get("max_model_len"), int):
+                return told
+        return None
+
+    async def asking(self, workload: Workload, manner: Asking) -> Ask:
+        seed = f"{manner.seed} {manner.cache_salt}"
+        words = WordSpelling(workload.requests, seed=seed)
+        ids = None
+        if self.vocab_size is not None:
+            ids = Spelling(workload.requests, vocab_size=self.vocab_size, seed=seed)
+        path = "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
+
+        def ask(request: PlannedRequest) -> Send:
+            return partial(send, request, self._body(request, manner, self._prompt(request, words, ids)))
+
+        async def send(request: PlannedRequest, body: Mapping[str, Any], sample: Sample) -> None:
+            sample.worker = self.server.url.authority
+            text = []
+            try:
+                async with aclosing(self.server.events(path, body)) as events:
+                    async for event in events:
+                        if piece := text_of(event):
+                            sample.arrivals.append(time.monotonic())
+                            text.append(piece)
+                        count_usage(event, sample)
+            except CallFailed as error:
+                sample.error = error.reason
+            if not sample.error and not sample.output_tokens:
+                sample.error = "NO_USAGE" if sample.arrivals else "NO_TOKENS"
+            if ids is None:
+                words.answered(request.output, "".join(text))
+
+        return ask
+
+    def _prompt(self, request: PlannedRequest, words: WordSpelling, ids: Spelling | None) -> dict[str, Any]:
+        if self.endpoint == "chat":
+            said = words.messages(request)
+            return {"messages": [{"role": part.role, "content": part.text} for part in said]}
+        return {"prompt": words.prompt(request) if ids is None else list(ids.prompt(request))}
+
+    def _body(self, request: PlannedRequest, manner: Asking, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        longest = "max_tokens" if self.endpoint == "completions" else "max_completion_tokens"
+        return {
+            "model": self.model,
+            **prompt,
+            longest: request.output.length,
+            "temperature": manner.temperature,
+            "seed": request.number,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if self.ignore_eos else {}),
+        }
+
+    async def flush(self) -> None:
+        """There is no such call in this API: the command refuses what would need it."""
+
+    async def promised_tokens(self) -> int | None:
+        return None
+
+
+def text_of(event: Mapping[str, Any]) -> str:
+    """The text of one event of either endpoint, reasoning included; empty where it has none."""
+    choices = event.get("choices") or ()
+    parts = [choice.get("text") or "" for choice in choices]
+    for delta in (choice.get("delta") or {} for choice in choices):
+        parts += [str(delta.get(name) or "") for name in ("reasoning_content", "reasoning", "content")]
+    return "".join(parts)
+
+
+def count_usage(event: Mapping[str, Any], sample: Sample) -> None:
+    usage = event.get("usage")
+    if not isinstance(usage, Mapping):
+        return
+    sample.prompt_tokens = usage.get("prompt_tokens") or 0
+    sample.output_tokens = usage.get("completion_tokens") or 0
+    sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

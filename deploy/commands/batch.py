@@ -1,0 +1,113 @@
+"""`blockyard run-batch`: a file of requests to a file of answers, through a server of OpenAI's API."""
+
+import asyncio
+import fcntl
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from blockyard.deploy import batch, state
+from blockyard.deploy.commands.shown import server_at
+from blockyard.deploy.interruption import end_like_ctrl_c
+from blockyard.deploy.openai_server import OpenAIServer
+from blockyard.deploy.options import cluster_option
+from blockyard.deploy.security import client_connection, connection_options
+from blockyard.deploy.settings import wrong_values_are_usage
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@click.command(name="run-batch")
+@click.option(
+    "-i",
+    "--input-file",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    help="One request a line: custom_id, method, url and body.",
+)
+@click.option(
+    "-o",
+    "--output-file",
+    "target",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="One answer a line, as they come. Lines that it has already are not asked again.",
+)
+@click.option("--url", metavar="URL", help="Of a server of OpenAI's API. Default: the cluster's gateway.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 1000),
+    default=32,
+    show_default=True,
+    help="Requests that are under way at once.",
+)
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds for each request.",
+)
+@cluster_option
+@connection_options
+def run_batch(
+    source: Path, target: Path, url: str | None, concurrency: int, timeout_seconds: float, cluster: str
+) -> None:
+    """Answer a file of requests in OpenAI's batch format, for /v1/completions and /v1/chat/completions.
+
+    A run that was interrupted goes on where it ended: give the same files. A line that cannot be sent, or that the
+    server refuses, becomes an error in the output. Exit code 1 if there was one."""
+    is_ours, url = url is None, url or _gateway(cluster)
+    with target.open("a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run writes to {target}") from None
+        end_like_ctrl_c()
+        counts = _run(source, target, concurrency, lambda: server_at(url, timeout_seconds, is_ours=is_ours))
+    click.echo(
+        f"{counts.succeeded} answered, {counts.failed} failed, {counts.skipped} there already, in {target}",
+        err=True,
+    )
+    sys.exit(1 if counts.failed else 0)
+
+
+def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], OpenAIServer]) -> batch.Counts:
+    batch.mend(target)
+    with source.open(encoding="utf-8", errors="replace") as file:
+        lines = list(batch.read_lines(file))
+    try:
+        with target.open(encoding="utf-8") as file:
+            done = batch.answered_ids(file)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{target} has a line that is no answer of a batch: name another file") from None
+    left = [line for line in lines if line.custom_id not in done]
+    counts = batch.Counts(total=len(lines), skipped=len(lines) - len(left))
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("lines", total=counts.total, completed=counts.skipped)
+
+        def told() -> None:
+            description = f"lines, {counts.failed} failed" if counts.failed else "lines"
+            bar.update(task, advance=1, description=description)
+
+        async def answer_all() -> None:
+            async with reached() as server:
+                await batch.run_batch(server, left, target, concurrency=concurrency, counts=counts, told=told)
+
+        asyncio.run(answer_all())
+    return counts
+
+
+def _gateway(cluster: str) -> str:
+    """Raises ValueError for a cluster without one."""
+    remembered = state.load(cluster)
+    if not remembered.gateways:
+        raise ValueError(f"cluster {cluster!r} has no gateway (`up --http-port 0`): name a server with --url")
+    with wrong_values_are_usage():
+        scheme = "http" if client_connection()["tls"] is None else "https"
+    return f"{scheme}://{remembered.gateways[0]}"

@@ -1,0 +1,117 @@
+"""`blockyard logs`: what the processes of a cluster have logged, together.
+
+Owns the waiting and the looks. Where logs lie is log_files.py's, what their lines mean log_lines.py's.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import cycle
+
+import click
+from blockyard.deploy import state
+from blockyard.deploy.deadline import Budget
+from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked
+from blockyard.deploy.log_files import LogFile, Logs, logs_of
+from blockyard.deploy.log_lines import Line, LineReader, merged
+from blockyard.deploy.options import cluster_option
+
+LOOK_SECONDS = 0.5
+FIND_SECONDS = 5.0
+"""While it follows: how often it looks for processes that are new."""
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red")
+
+
+@click.command()
+@click.argument("worker", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.option("--request", "request_id", metavar="ID", help="Only lines about the request of this id.")
+@click.option(
+    "-n", "--tail", "num_lines", type=click.IntRange(0), help="Only so many of the last lines. Default: all."
+)
+@click.option(
+    "--prefix/--no-prefix",
+    "has_prefix",
+    default=None,
+    help="Begin each line with the name of who wrote it. Default: so, but for one WORKER alone.",
+)
+@cluster_option
+def logs(
+    worker: str | None,
+    follow: bool,
+    request_id: str | None,
+    num_lines: int | None,
+    has_prefix: bool | None,
+    cluster: str,
+) -> None:
+    """The logs of all workers, routers and the supervisor, by time; or those of WORKER, which may be a router's name or
+    `supervisor`. Lives that have ended are among them."""
+    budget, remembered = Budget.of_this_process(), state.load(cluster)
+    found = logs_of(remembered, budget.step_seconds())
+    printer = _Printer(has_prefix if has_prefix is not None else worker is None)
+    reading = _Reading(found, worker, request_id)
+    end_like_ctrl_c()
+    with suppress(KeyboardInterrupt):
+        printer.print(_last(merged(reading.new_lines(to_the_end=not follow)), num_lines))
+        while follow:
+            raise_if_asked()
+            time.sleep(LOOK_SECONDS)
+            printer.print(merged(reading.new_lines(to_the_end=False)))
+
+
+class _Reading:
+    """The logs that are read, with how far."""
+
+    def __init__(self, logs: Logs, worker: str | None, request_id: str | None) -> None:
+        """Raises ValueError for a name that no process has."""
+        self._logs = logs
+        self._worker = worker
+        self._request_id = request_id
+        self._readers: dict[str, LineReader] = {}
+        self._files = self._found()
+        self._found_at = time.monotonic()
+
+    def new_lines(self, *, to_the_end: bool) -> list[Iterator[Line]]:
+        if time.monotonic() - self._found_at > FIND_SECONDS:
+            with suppress(ConnectionError):  # it may answer later
+                self._files = self._found()
+            self._found_at = time.monotonic()
+        return [
+            self._reader(file).read(self._logs.lines(file, to_the_end=to_the_end)) for file in self._files
+        ]
+
+    def _found(self) -> list[LogFile]:
+        files = self._logs.files()
+        chosen = [file for file in files if self._worker in (None, file.name)]
+        if not chosen and self._worker is not None:
+            known = ", ".join(sorted({file.name for file in files})) or "none"
+            raise ValueError(f"nothing that logs is called {self._worker!r} (known: {known})")
+        return chosen
+
+    def _reader(self, file: LogFile) -> LineReader:
+        if file.key not in self._readers:
+            self._readers[file.key] = LineReader(file.name, self._request_id)
+        return self._readers[file.key]
+
+
+class _Printer:
+    def __init__(self, has_prefix: bool) -> None:
+        self._has_prefix = has_prefix
+        self._colours = cycle(COLOURS)
+        self._colour_of: dict[str, str] = {}
+
+    def print(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            click.echo(f"{self._prefix(line.name)}{line.text}")
+
+    def _prefix(self, name: str) -> str:
+        if not self._has_prefix:
+            return ""
+        if name not in self._colour_of:
+            self._colour_of[name] = next(self._colours)
+        return click.style(f"{name:<10} ", fg=self._colour_of[name])
+
+
+def _last(lines: Iterable[Line], num_lines: int | None) -> Iterable[Line]:
+    return lines if num_lines is None else deque(lines, maxlen=num_lines)

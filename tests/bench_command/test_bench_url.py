@@ -1,0 +1,174 @@
+"""`bench --url` against our own gateway: it measures what the server did, with the report of all other benchmarks."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.deploy.bench.measures import Sample
+from blockyard.deploy.bench.targets import count_usage, text_of
+from blockyard.deploy.cli import main
+from blockyard.router.token_entries import new_token
+from click.testing import CliRunner, Result
+
+from .conftest import Bench
+from .rig import running_router, worker_of_model
+
+SMALL = ("--num-requests", "6", "--input-tokens", "40", "--output-tokens", "5")
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OPENAI_API_KEY", "BLOCKYARD_ROUTER", "BLOCKYARD_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", *arguments])
+
+
+def document(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "-o", "json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def keys(value: Any) -> Any:
+    """The shape of a document."""
+    return {name: keys(inner) for name, inner in value.items()} if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_both_endpoints_are_measured_by_the_servers_own_count(bench: Bench, endpoint: str) -> None:
+    told = document("random", *SMALL, "--url", bench.url, "--endpoint", endpoint)
+    assert told["cluster"]["url"] == bench.url
+    found = told["results"]["of the server"]
+    assert (found["finished"], found["failed"]) == (6, {})
+    assert found["output_tokens_per_second"] == pytest.approx(6 * 5 / found["seconds"])
+    assert found["input_tokens_per_second"] > 6 * 40 / found["seconds"], "words of several tokens"
+    assert 0 < found["ttft_ms"]["p50"] < found["e2el_ms"]["p50"]
+    assert found["itl_ms"]["mean"] > 0
+
+
+def test_the_document_has_the_shape_of_that_of_our_own_protocol(bench: Bench) -> None:
+    ours = bench.json("random", *SMALL)
+    other = document("random", *SMALL, "--url", bench.url)
+    workers = other["results"]["of the server"]["workers"]
+    assert list(workers) == [bench.url.removeprefix("http://")]
+    assert keys(other.pop("results")["of the server"]["ttft_ms"]) == keys(
+        ours["results"]["prefix"]["ttft_ms"]
+    )
+    assert other.keys() == ours.keys() - {"results"}
+
+
+def test_token_ids_are_as_many_as_planned_and_a_prefix_in_common_is_reused(bench: Bench) -> None:
+    load = ("--groups", "2", "--followers", "3", "--prefix-tokens", "256", "--question-tokens", "16")
+    pace = ("--output-tokens", "4", "--concurrency", "1", "--vocab-size", "256")
+    found = document("shared-prefix", *load, *pace, "--url", f"{bench.url}/v1")["results"]["of the server"]
+    assert found["input_tokens_per_second"] == pytest.approx(8 * 272 / found["seconds"])
+    assert found["hit_rate"] > 0.5
+
+
+def test_turns_of_a_chat_have_the_answers_before_them_as_messages(bench: Bench) -> None:
+    load = (
+        "--sessions",
+        "2",
+        "--turns",
+        "3",
+        "--systems",
+        "2",
+        "--system-tokens",
+        "64",
+        "--pause-seconds",
+        "0.05",
+    )
+    found = document("chat", *load, "--url", bench.url, "--endpoint", "chat")["results"]["of the server"]
+    assert found["finished"] == 6
+    assert found["hit_rate"] > 0.3
+
+
+def test_what_the_server_refuses_is_counted_by_its_code(bench: Bench) -> None:
+    found = document("random", *SMALL, "--url", bench.url, "--model", "another", "--warm-up", "0")
+    assert found["results"]["of the server"]["failed"] == {"MODEL_NOT_FOUND": 6}
+    late = document("random", *SMALL, "--url", bench.url, "--timeout", "0.03", "--warm-up", "0")
+    assert sum(late["results"]["of the server"]["failed"].values()) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("--url", "127.0.0.1:8000"), 2, "a server's URL is http://HOST:PORT or https://HOST"),
+        (("--url", "http://127.0.0.1:1"), 1, "no server answers at http://127.0.0.1:1: Connection refused"),
+        (("--url", "http://host.invalid:80"), 1, "no host of this name is known"),
+        (("--url", "http://h:1", "--flush"), 2, "for routers, not for --url"),
+        (("--url", "http://h:1", "--compare", "prefix,dynamo"), 2, "for routers, not for --url"),
+        (("--url", "http://h:1", "--endpoint", "chat", "--vocab-size", "9"), 2, "a chat does not take"),
+        (("--model", "m"), 2, "are for the server of --url"),
+    ],
+)
+def test_what_cannot_be_measured_has_a_sentence(arguments: tuple[str, ...], code: int, told: str) -> None:
+    result = run("random", *arguments)
+    assert result.exit_code == code
+    assert told in result.output
+
+
+def test_a_port_of_grpc_is_named_and_no_key_goes_out_in_plaintext(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "is it a port of gRPC" in run("random", "--url", f"http://{bench.router}").output
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-somebody")
+    refused = run("random", "--url", "http://192.0.2.1:8000")
+    assert refused.exit_code == 2
+    assert "in plaintext" in refused.output
+    assert "sk-of-somebody" not in refused.output
+
+
+async def test_the_key_comes_by_its_variable(tmp_path: Path) -> None:
+    token, entry = new_token("ann", "user", "acme")
+    tokens = tmp_path / "tokens.json"
+    tokens.touch(mode=0o600)
+    tokens.write_text(json.dumps([entry]))
+    async with running_router(auth_file=str(tokens), http_port=0) as router, worker_of_model("w0") as worker:
+        router.server.set_workers([worker.address])
+        url = f"http://{router.server.http_address}"
+        command = [sys.executable, "-m", "blockyard.deploy.cli", "bench", "random", *SMALL, "--url", url]
+        told = []
+        for key in (token, "another"):
+            typed = await asyncio.create_subprocess_exec(
+                *command,
+                *("-o", "json"),
+                env={**os.environ, "OPENAI_API_KEY": key},
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            told.append(await typed.communicate())
+    assert json.loads(told[0][0])["results"]["of the server"]["finished"] == 6
+    assert told[1][1].startswith(b"Error: ")
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        ({"choices": [{"text": "a"}]}, "a"),
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, ""),
+        ({"choices": [{"delta": {"content": "b"}}]}, "b"),
+        ({"choices": [{"delta": {"reasoning_content": "c", "content": None}}]}, "c"),
+        ({"choices": []}, ""),
+        ({"usage": {}}, ""),
+    ],
+)
+def test_text_is_found_in_the_events_of_every_server(event: dict[str, Any], text: str) -> None:
+    assert text_of(event) == text
+
+
+def test_usage_without_details_counts_no_cached_token() -> None:
+    sample = Sample(number=0, due=0.0, sent=0.0)
+    count_usage(
+        {"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": None}}, sample
+    )
+    count_usage({"usage": None}, sample)
+    assert (sample.prompt_tokens, sample.output_tokens, sample.cached_tokens) == (3, 2, 0)
