@@ -34,6 +34,7 @@ FILES = {
     "details.js": "text/javascript",
     "ask.js": "text/javascript",
     "dom.js": "text/javascript",
+    "sign_in.js": "text/javascript",
 }
 HEADERS = {
     "Cache-Control": "no-store",
