@@ -174,6 +174,14 @@ def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: 
     if "Socket closed" in details or "Connection reset" in details:
         wants = "a client certificate, or another one" if is_tls else "TLS"
         return f"no router answers at {address}: the connection was closed, as by one that wants {wants}"
+    if "Failed parsing HTTP/2" in details:
+        return (
+            f"what answers at {address} speaks no gRPC: it is another service's port, or a gateway's for HTTP"
+        )
+    if "Connection refused" in details:
+        return f"no router answers at {address}: connection refused"
+    if "Domain name not found" in details:
+        return f"no router answers at {address}: no host of this name is known"
     return f"no router answers at {address}"
 
 

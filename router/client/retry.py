@@ -86,10 +86,23 @@ class ClientConfig:
 
     @classmethod
     def of(cls, addresses: str | Sequence[str], *, timeout_seconds: float, retries: int) -> "ClientConfig":
-        """Takes one address, several, or several in one string with commas between."""
+        """Takes one address, several, or several in one string with commas between. Raises ValueError."""
         listed = addresses.split(",") if isinstance(addresses, str) else addresses
         stripped = tuple(address.strip() for address in listed)
+        for address in filter(None, stripped):
+            _check_address(address)
         return cls(addresses=stripped, timeout_seconds=timeout_seconds, retries=retries)
+
+
+def _check_address(address: str) -> None:
+    """Raises ValueError for a URL, and for an address without a port, which gRPC would take for that of HTTPS."""
+    scheme, separator, rest = address.partition("://")
+    if separator and scheme in ("http", "https"):
+        raise ValueError(
+            f"a router's address is host:port, without {scheme}://: did you mean {rest.rstrip('/')}?"
+        )
+    if not address.startswith("unix:") and not re.search(r":\d+$", address):
+        raise ValueError(f"a router's address is host:port, and {address!r} has no port")
 
 
 def check_timeout(timeout_seconds: float) -> float:
@@ -177,6 +190,8 @@ class Attempts:
         """Seconds to wait before the next attempt. Raises `error` where there should be none."""
         if self._silence is not None and isinstance(error, TimedOutError):
             raise self._silence
+        if isinstance(error, TimedOutError) and not error.reason:
+            raise TimedOutError(f"gave up after {self._timeout_seconds:g} s", code=error.code)
         self._silence = self._silence_of(error)
         if self._silence is not None:
             return 0.0

@@ -122,7 +122,7 @@ async def test_a_router_that_is_not_there_is_named(connect: Connect, dead_addres
     for name, positional in (("generate", "x"), ("tokenize", "x"), ("abort", "r")):
         with pytest.raises(UnavailableError) as failure:
             await driver.call(name, positional)
-        assert str(failure.value) == f"no router answers at {dead_address}"
+        assert str(failure.value) == f"no router answers at {dead_address}: connection refused"
 
 
 async def test_a_connection_that_breaks_in_mid_stream_is_told_as_that(
@@ -344,12 +344,13 @@ async def test_abort_is_unsure_where_a_router_is_silent(
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 async def test_a_mistake_is_found_before_anything_is_sent(kind: type) -> None:
-    for bad in ({"addresses": []}, {"addresses": "a,,b"}, {"addresses": "a", "retries": -1}):
+    mistakes = ([], "a:1,,b:2", "a:1,b", "http://a:1", "[::1]")
+    for bad in (*({"addresses": wrong} for wrong in mistakes), {"addresses": "a:1", "retries": -1}):
         with pytest.raises(ValueError, match=r"address|retries"):
             kind(**bad)
     for timeout_seconds in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="timeout_seconds"):
-            kind("a", timeout_seconds=timeout_seconds)
+            kind("a:1", timeout_seconds=timeout_seconds)
     client = kind("127.0.0.1:1")
     with pytest.raises(ValueError, match="timeout_seconds"):
         client.stream("x", timeout_seconds=0)

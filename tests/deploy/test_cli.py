@@ -1,11 +1,13 @@
 """The command line without a cluster: what it computes, what it refuses, and what it never shows."""
 
+import http.server
 import json
 import re
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,30 @@ def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:
     result = run("generate", "def", "--router", "127.0.0.1:1", "--timeout", "0.5")
     assert result.exit_code == 1
     assert result.output.startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "told"),
+    [
+        ("http://127.0.0.1:50051/", 2, "without http://: did you mean 127.0.0.1:50051?"),
+        ("127.0.0.1", 2, "'127.0.0.1' has no port"),
+        ("127.0.0.1:1", 1, "no router answers at 127.0.0.1:1: connection refused"),
+        ("host.invalid:5", 1, "no router answers at host.invalid:5: no host of this name is known"),
+    ],
+)
+def test_a_router_that_cannot_be_reached_is_told_with_the_cause(address: str, code: int, told: str) -> None:
+    result = run("workers", "--router", address)
+    assert result.exit_code == code
+    assert told in result.output
+
+
+def test_a_port_that_speaks_http_is_told_to_be_no_routers() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = run("workers", "--router", f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert result.exit_code == 1
+    assert "speaks no gRPC: it is another service's port" in result.output
 
 
 def test_up_gives_up_at_once_where_no_ray_answers_and_leaves_nothing(
