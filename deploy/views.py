@@ -173,10 +173,9 @@ def dashboard_lines(cluster: ClusterState) -> list[str]:
     if cluster.ray_token_path is not None:
         lines.append(f"           it asks for a token once: cat {cluster.ray_token_path}")
         lines.append("           (this one, not that of the `ray get-auth-token` that its dialog names)")
-        lines.append(f"live page  {cluster.dashboard_url}/{LIVE_PAGE_PATH}")
-        lines.append(f"           `{command_name()} open` prints an address that signs in to both")
+        lines.append(f"live pools {cluster.dashboard_url}/{LIVE_PAGE_PATH}, once the dashboard has its token")
     else:
-        lines.append(f"live page  {cluster.dashboard_url}/{LIVE_PAGE_PATH}")
+        lines.append(f"live pools {cluster.dashboard_url}/{LIVE_PAGE_PATH}")
     if cluster.head is None:
         lines.append("           if its head was started with our hook: docs/live-page.md")
     return lines

@@ -1,13 +1,8 @@
-"""`blockyard workers`, `blocks`, `index` and `open`: the commands that only look."""
-
-import os
-import webbrowser
-from pathlib import Path
+"""`blockyard workers`, `blocks` and `index`: the commands that only look, through any router."""
 
 import click
-from blockyard.deploy import index_view, pool_map, state, views
+from blockyard.deploy import index_view, pool_map, views
 from blockyard.deploy.commands.shown import as_dict, asking, console, naming_workers, show
-from blockyard.deploy.dashboard.sign_in import redirect_file, sign_in_url
 from blockyard.deploy.options import cluster_option, output_option, router_option
 from blockyard.deploy.security import connection_options
 from blockyard.worker.pool_map import block_cells
@@ -70,29 +65,3 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
     with asking(cluster, routers) as client:
         info = client.index_info()
     show(output, as_dict(info) | index_view.derived(info), index_view.index_view(info))
-
-
-@click.command(name="open")
-@cluster_option
-@output_option
-def open_page(cluster: str, output: str) -> None:
-    """Open the live page, signed in, and print its address for another browser.
-
-    The address holds the token of Ray's dashboard: who has it can do whatever Ray's dashboard can."""
-    known = state.load(cluster)
-    if known.dashboard_url is None:
-        raise ValueError(f"nobody knows where the dashboard of cluster {cluster!r} is")
-    url = sign_in_url(known.dashboard_url, known.ray_token_path)
-    if output == "text" and known.directory is not None and (browser := _browser()) is not None:
-        browser.open(redirect_file(Path(known.directory), url).as_uri())
-    show(output, {"url": url}, url)
-
-
-def _browser() -> webbrowser.BaseBrowser | None:
-    """One with a window; None where there is no screen."""
-    if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        return None
-    try:
-        return webbrowser.get()
-    except webbrowser.Error:
-        return None

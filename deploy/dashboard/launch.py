@@ -20,14 +20,9 @@ def main() -> None:
         # A subclass of SubprocessModule is all that Ray's dashboard looks for.
         from blockyard.deploy.dashboard import head_module  # noqa: F401
         from blockyard.deploy.dashboard.metrics_tab import tab_environment
-        from blockyard.deploy.dashboard.sign_in import open_page_files
     except Exception as error:
         print(f"blockyard: the dashboard runs without /blockyard: {error!r}", file=sys.stderr)
     else:
-        try:
-            open_page_files()
-        except (ImportError, AttributeError) as error:
-            print(f"blockyard: /blockyard cannot ask for the token: {error!r}", file=sys.stderr)
         try:
             os.environ.update(tab_environment(sys.argv[1:], os.environ))
         except (ValueError, KeyError) as error:

@@ -34,7 +34,6 @@ FILES = {
     "details.js": "text/javascript",
     "ask.js": "text/javascript",
     "dom.js": "text/javascript",
-    "sign_in.js": "text/javascript",
 }
 HEADERS = {
     "Cache-Control": "no-store",

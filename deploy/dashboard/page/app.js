@@ -4,7 +4,6 @@ import { startAsking } from "./ask.js";
 import { Details } from "./details.js";
 import { ask, bytes, count, el, percent, setText } from "./dom.js";
 import { PoolMap } from "./map.js";
-import { NotSignedIn, showSignIn, startSigningIn } from "./sign_in.js";
 
 const TICK_MS = 1000;
 const STALE_SECONDS = 3;
@@ -163,7 +162,6 @@ function showPulse(age) {
 async function look() {
   try {
     const state = await ask("state", parameters());
-    showSignIn(false);
     showHead(state);
     const picture = state.picture;
     const none = picture ? "" : "No cluster of Blockyard runs on this Ray. `blockyard up` starts one.";
@@ -175,9 +173,7 @@ async function look() {
     } else showCards([]);
     await details.refresh();
   } catch (error) {
-    const isSignedOut = error instanceof NotSignedIn;
-    showSignIn(isSignedOut);
-    complain(isSignedOut ? "" : error.message);
+    complain(error.message);
   }
 }
 
@@ -203,4 +199,4 @@ startAsking(parameters, (worker, blocks) => {
   mark(worker, blocks);
   document.querySelector(`[data-worker="${CSS.escape(worker)}"]`)?.scrollIntoView({ block: "nearest" });
 });
-startSigningIn().then(tick);
+tick();

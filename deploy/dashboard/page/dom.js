@@ -1,7 +1,5 @@
 // Small helpers: elements, numbers as people read them, and one question to the server with a deadline.
 
-import { NotSignedIn } from "./sign_in.js";
-
 const DEADLINE_MS = 9000;
 
 export function el(tag, attributes = {}, ...children) {
@@ -46,7 +44,7 @@ export async function ask(path, parameters = {}, headers = {}) {
     throw new Error(error.name === "TimeoutError" ? "the dashboard did not answer in time" : "the dashboard is not reached");
   }
   if (response.status === 401 || response.status === 403)
-    throw new NotSignedIn("Ray's dashboard asks for its token");
+    throw new Error("Ray's dashboard asks for its token: open the dashboard itself and log in once");
   let answer;
   try {
     answer = await response.json();
