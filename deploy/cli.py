@@ -22,6 +22,7 @@ COMMANDS = {
     **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush")},
     **{name: f"commands.look.{name}" for name in ("workers", "blocks", "index")},
     "top": "commands.watch.top",
+    "open": "commands.open_page.open_page",
     "explain": "commands.explain.explain",
     **{name: f"commands.ask.{name}" for name in ("generate", "chat")},
     "bench": "commands.bench.bench",

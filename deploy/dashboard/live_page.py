@@ -21,6 +21,7 @@ from blockyard.deploy.dashboard.questions import (
     sequence_dict,
 )
 from blockyard.deploy.dashboard.reach import CannotReach
+from blockyard.deploy.dashboard.sign_in import HEADERS
 from blockyard.router.client import BlockyardError, InvalidRequestError, NotFoundError
 
 FILES = {
@@ -34,15 +35,6 @@ FILES = {
     "details.js": "text/javascript",
     "ask.js": "text/javascript",
     "dom.js": "text/javascript",
-}
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
-    ),
 }
 MAX_BLOCKS = 512
 """Asked for at once."""
