@@ -64,7 +64,7 @@ def install() -> None:
 def _key_of_this_head() -> str | None:
     """None where Ray asks for no token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     if not is_token_auth_enabled():
         return None
@@ -100,7 +100,7 @@ def with_sign_in(
             response.set_cookie(COOKIE, given, path="", httponly=True, samesite="Strict", secure=is_secure)
             return response
 
-        @web.middleware
+        @web.middleware  # type: ignore[untyped-decorator]
         async def check(request: Any, handler: Handler) -> Any:
             path, is_get = request.path, request.method == "GET"
             if path == SIGN_IN_PATH and request.method == "POST":
