@@ -23,6 +23,7 @@ COMMANDS = {
     **{name: f"commands.look.{name}" for name in ("workers", "blocks", "index")},
     "logs": "commands.logs.logs",
     "top": "commands.watch.top",
+    "open": "commands.open_page.open_page",
     "explain": "commands.explain.explain",
     **{name: f"commands.ask.{name}" for name in ("generate", "chat")},
     "run-batch": "commands.batch.run_batch",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockyard.deploy.dashboard.start_hook import LIVE_PAGE_PATH
+from blockyard.deploy.dashboard.sign_in import page_url
 from blockyard.deploy.findings import Finding
 from blockyard.deploy.size import ModelSize
 from blockyard.deploy.state import ClusterState
@@ -83,14 +83,13 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 
 
 def summary(cluster: ClusterState) -> RenderableType:
-    """What `up` says at the end. Shows where secrets lie, never what they are."""
-    name = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
-    command = command_name()
+    """What `up` says at the end. The only secret in it opens the live page."""
+    name, command = _named(cluster), command_name()
     lines = [
         _first_line(cluster),
         *(f"router     {address}" for address in cluster.routers),
         *(f"OpenAI     {address} (the base URL ends in /v1)" for address in cluster.gateways),
-        *dashboard_lines(cluster),
+        *dashboard_lines(cluster, signs_in=True),
         *metrics_lines(cluster),
         "try next:",
         f'  {command} generate{name} "def main():"',
@@ -109,7 +108,7 @@ def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
         *(f"HTTP       {url}" for url in urls),
         *(f"gRPC       {address}" for address in cluster.routers),
         *(f"alias      {alias}" for alias in options.served_names[1:]),
-        *dashboard_lines(cluster),
+        *dashboard_lines(cluster, signs_in=True),
         "try:",
         *(_curl(url, options) for url in urls[:1]),
         "Ctrl-C ends it.",
@@ -165,20 +164,30 @@ def command_name() -> str:
     return str(installed.relative_to(Path.cwd())) if installed.is_relative_to(Path.cwd()) else str(installed)
 
 
-def dashboard_lines(cluster: ClusterState) -> list[str]:
-    """Where the dashboard is, and what it asks for."""
+def dashboard_lines(cluster: ClusterState, *, signs_in: bool = False) -> list[str]:
+    """Where the dashboard and the live page are, and how to get in. With `signs_in` the page's URL has its key."""
     if cluster.dashboard_url is None:
         return []
-    lines = [f"dashboard  {cluster.dashboard_url}"]
-    if cluster.ray_token_path is not None:
-        lines.append(f"           it asks for a token once: cat {cluster.ray_token_path}")
+    token_path = cluster.ray_token_path
+    has_key = signs_in and token_path is not None and Path(token_path).is_file()
+    lines = [
+        f"live page  {page_url(cluster.dashboard_url, token_path if has_key else None)}",
+        f"           open it signed in: {command_name()} open{_named(cluster)}",
+        f"dashboard  {cluster.dashboard_url}",
+    ]
+    if token_path is not None:
+        lines.append(f"           it asks for a token once: cat {token_path}")
         lines.append("           (this one, not that of the `ray get-auth-token` that its dialog names)")
-        lines.append(f"live pools {cluster.dashboard_url}/{LIVE_PAGE_PATH}, once the dashboard has its token")
-    else:
-        lines.append(f"live pools {cluster.dashboard_url}/{LIVE_PAGE_PATH}")
     if cluster.head is None:
-        lines.append("           if its head was started with our hook: docs/live-page.md")
+        lines.append(
+            "           the live page is there if its head was started with our hook: docs/live-page.md"
+        )
     return lines
+
+
+def _named(cluster: ClusterState) -> str:
+    """The option that names it in a command, where it needs one."""
+    return "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
 
 
 def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> list[str]:

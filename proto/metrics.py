@@ -87,6 +87,10 @@ class Histogram:
         self._counts = [0] * (len(metric.buckets) + 1)
         self._sum = 0.0
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        return self._bounds
+
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value

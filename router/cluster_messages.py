@@ -3,6 +3,7 @@
 Pure. Owns no question and no answer (cluster_service.py).
 """
 
+from blockyard.proto.metrics import Histogram
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster_view import WorkerState, WorkerView
 from blockyard.router.fleet import Fleet
@@ -90,4 +91,10 @@ def request_message(record: RequestRecord, now: float) -> cluster_pb2.RequestInf
         prompt_tokens=record.prompt_tokens,
         generated_tokens=record.progress.num_generated,
         age_seconds=now - record.arrival,
+        tenant=record.tenant,
+        cached_tokens=record.progress.cached_tokens,
     )
+
+
+def latencies_message(histogram: Histogram) -> cluster_pb2.Latencies:
+    return cluster_pb2.Latencies(bounds_seconds=histogram.bounds, cumulative=histogram.read().cumulative)

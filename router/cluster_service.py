@@ -13,7 +13,13 @@ import grpc
 from blockyard.proto.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
 from blockyard.router.call_bounds import CallBounds
-from blockyard.router.cluster_messages import candidate_message, request_message, timeless, workers_message
+from blockyard.router.cluster_messages import (
+    candidate_message,
+    latencies_message,
+    request_message,
+    timeless,
+    workers_message,
+)
 from blockyard.router.engine_link import EngineLink
 from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, UnknownWorker, WorkerUnreachable
 from blockyard.router.generation import RouterParts, scoped_session, tokenise
@@ -71,6 +77,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             workers_known=len(view.workers()),
             requests_running=num_requests - num_waiting,
             requests_waiting=num_waiting,
+            first_token=latencies_message(self._parts.metrics.first_token),
+            inter_token=latencies_message(self._parts.metrics.gaps),
         )
 
     async def GetIndexInfo(

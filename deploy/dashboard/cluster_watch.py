@@ -9,10 +9,12 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from blockyard.deploy.dashboard import picture
 from blockyard.deploy.dashboard.announcement import Announcement
+from blockyard.deploy.dashboard.history import History
 from blockyard.deploy.dashboard.reach import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, UnavailableError
@@ -20,6 +22,8 @@ from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+MAX_ROUTERS = 32
+"""Asked at once, each for what it knows alone."""
 ALL_SECONDS = 4.0
 """For a question to all routers, one after the other."""
 FRESH_SECONDS = 0.8
@@ -42,6 +46,7 @@ class ClusterWatch:
         self._drawn_at = float("-inf")
         self._drawing_seconds = 0.0
         self._drawing: asyncio.Task[None] | None = None
+        self.history = History()
 
     async def close(self) -> None:
         if self._drawing is not None:
@@ -76,6 +81,28 @@ class ClusterWatch:
             pass
         raise failure or CannotReach("no router serves")
 
+    async def ask_each(
+        self, question: Callable[[AsyncClient], Awaitable[Answer]]
+    ) -> dict[str, Answer | None]:
+        """Of every router at once, by address: what each has to say of itself. None of one that does not answer."""
+
+        async def asked(address: str) -> Answer | None:
+            try:
+                return await question(self._client(address))
+            except (BlockyardError, CannotReach):
+                return None
+
+        addresses = self.announcement.routers[:MAX_ROUTERS]
+        return dict(zip(addresses, await asyncio.gather(*map(asked, addresses)), strict=True))
+
+    async def look(self) -> None:
+        """Adds a point to the history; none while no router answers."""
+        infos = await self.ask_each(lambda client: client.cluster_info())
+        with suppress(BlockyardError, CannotReach):
+            workers = await self.ask(lambda client: client.list_workers())
+            known = {address: info for address, info in infos.items() if info is not None}
+            self.history.look(time.monotonic(), known, workers)
+
     def _client(self, address: str) -> AsyncClient:
         if address not in self._clients:
             self._clients[address] = client_of(address, self.announcement, os.environ)
@@ -99,6 +126,7 @@ class ClusterWatch:
         return {
             **(self._picture or picture.of_nothing(self.announcement)),
             "age_seconds": min(age_seconds, 1e6),
+            "history": self.history.as_dict(time.monotonic()),
         }
 
     async def _draw(self) -> None:

@@ -20,6 +20,7 @@ def main() -> None:
         # A subclass of SubprocessModule is all that Ray's dashboard looks for.
         from blockyard.deploy.dashboard import head_module  # noqa: F401
         from blockyard.deploy.dashboard.metrics_tab import tab_environment
+        from blockyard.deploy.dashboard.sign_in import install
     except Exception as error:
         print(f"blockyard: the dashboard runs without /blockyard: {error!r}", file=sys.stderr)
     else:
@@ -27,6 +28,10 @@ def main() -> None:
             os.environ.update(tab_environment(sys.argv[1:], os.environ))
         except (ValueError, KeyError) as error:
             print(f"blockyard: the Metrics tab stays as it is: {error!r}", file=sys.stderr)
+        try:
+            install()
+        except Exception as error:
+            print(f"blockyard: the live page takes Ray's token alone: {error!r}", file=sys.stderr)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -4,6 +4,8 @@ Owns paths, status codes and headers. Everything is a GET and changes nothing. W
 JSON; a defect is the log's.
 """
 
+import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -12,16 +14,21 @@ from typing import Any
 import aiohttp.web
 from blockyard.deploy.dashboard.announcement import Announcement, decode
 from blockyard.deploy.dashboard.cluster_watch import ClusterWatch
+from blockyard.deploy.dashboard.history import LOOK_SECONDS
 from blockyard.deploy.dashboard.metrics_tab import frame_target
 from blockyard.deploy.dashboard.questions import (
     block_dict,
     placement_dict,
     prefix_dict,
     prompt_arguments,
+    requests_dict,
     sequence_dict,
 )
 from blockyard.deploy.dashboard.reach import CannotReach
+from blockyard.deploy.dashboard.sign_in import HEADERS
 from blockyard.router.client import BlockyardError, InvalidRequestError, NotFoundError
+
+logger = logging.getLogger(__name__)
 
 FILES = {
     "index.html": "text/html",
@@ -33,16 +40,9 @@ FILES = {
     "map.js": "text/javascript",
     "details.js": "text/javascript",
     "ask.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "requests.js": "text/javascript",
     "dom.js": "text/javascript",
-}
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
-    ),
 }
 MAX_BLOCKS = 512
 """Asked for at once."""
@@ -61,20 +61,27 @@ Query = Mapping[str, str]
 class LivePage:
     """One for each dashboard, on one event loop. `announced` reads what supervisors say; it may raise."""
 
-    def __init__(self, announced: Callable[[], Awaitable[list[bytes]]]) -> None:
+    def __init__(
+        self, announced: Callable[[], Awaitable[list[bytes]]], *, look_seconds: float = LOOK_SECONDS
+    ) -> None:
         self._announced = announced
         self._watches: dict[str, ClusterWatch] = {}
         self._trouble = ""
         self._num_asking = 0
+        self._look_seconds = look_seconds
+        self._looking: asyncio.Task[None] | None = None
         self._questions: dict[str, Callable[[ClusterWatch, Query, Query], Awaitable[dict[str, Any]]]] = {
             "api/blocks": self._blocks,
             "api/sequences": self._sequences,
             "api/sequence": self._sequence,
             "api/prefix": self._prefix,
             "api/placement": self._placement,
+            "api/requests": self._requests,
         }
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         for watch in self._watches.values():
             await watch.close()
 
@@ -91,6 +98,8 @@ class LivePage:
         if self._num_asking >= MAX_ASKED_AT_ONCE:
             return _json({"error": "too many questions at once: ask again later"}, status=503)
         self._num_asking += 1
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
         try:
             return await self._asked(path, query, headers)
         finally:
@@ -121,6 +130,16 @@ class LivePage:
             "trouble": self._trouble,
             "picture": None if watch is None else await watch.latest(),
         }
+
+    async def _look(self) -> None:
+        """For the charts, from the first question on, whether or not a page is open."""
+        while True:
+            try:
+                await self._hear()
+                await asyncio.gather(*(watch.look() for watch in list(self._watches.values())))
+            except Exception:
+                logger.exception("the charts of the live page miss a point")
+            await asyncio.sleep(self._look_seconds)
 
     async def _hear(self) -> None:
         """What supervisors say. While Ray's control service is away, what they said last stands."""
@@ -158,6 +177,9 @@ class LivePage:
             ids, names = list(range(min(first, 2**31), min(first, 2**31) + count)), []
         found = await watch.ask(lambda client: client.find_blocks(worker, block_ids=ids, names=names))
         return {"blocks": [block_dict(block) for block in found]}
+
+    async def _requests(self, watch: ClusterWatch, _query: Query, _headers: Query) -> dict[str, Any]:
+        return requests_dict(await watch.ask_each(lambda client: client.list_requests()))
 
     async def _sequences(self, watch: ClusterWatch, query: Query, _: Query) -> dict[str, Any]:
         worker = _worker(query)

@@ -7,7 +7,7 @@ browser's POST, and writes the address of every GET into its log, where no promp
 import base64
 import binascii
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockyard.proto.v1 import cluster_pb2
@@ -16,6 +16,8 @@ HEADER = "x-blockyard-question-"
 MAX_HEADERS = 24
 """Of 7,000 characters each: the dashboard takes 8,190 in one."""
 MAX_TOKEN_IDS = 32_768
+MAX_REQUESTS = 200
+"""Shown of all that routers hold."""
 BLOCK_STATES = {
     cluster_pb2.BLOCK_STATE_FREE: "free",
     cluster_pb2.BLOCK_STATE_CACHED: "cached",
@@ -24,6 +26,11 @@ BLOCK_STATES = {
 SEQUENCE_STATES = {
     cluster_pb2.SEQUENCE_STATE_RUNNING: "running",
     cluster_pb2.SEQUENCE_STATE_WAITING: "waiting",
+}
+REQUEST_STATES = {
+    cluster_pb2.REQUEST_STATE_QUEUED: "queued",
+    cluster_pb2.REQUEST_STATE_PLACED: "placed",
+    cluster_pb2.REQUEST_STATE_STREAMING: "streaming",
 }
 
 
@@ -81,6 +88,36 @@ def sequence_dict(sequence: cluster_pb2.SequenceInfo) -> dict[str, Any]:
         "state": SEQUENCE_STATES.get(sequence.state, "unknown"),
         **{name: getattr(sequence, name) for name in names},
         "block_table": list(sequence.block_table),
+    }
+
+
+def requests_dict(answers: Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]) -> dict[str, Any]:
+    """The oldest first, of all routers by address. Has no text of a prompt, because no router tells one."""
+    known = [
+        (router, request)
+        for router, requests in answers.items()
+        if requests is not None
+        for request in requests
+    ]
+    known.sort(key=lambda entry: -entry[1].age_seconds)
+    return {
+        "total": len(known),
+        "silent": sorted(router for router, requests in answers.items() if requests is None),
+        "requests": [_request_dict(router, request) for router, request in known[:MAX_REQUESTS]],
+    }
+
+
+def _request_dict(router: str, request: cluster_pb2.RequestInfo) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "tenant": request.tenant,
+        "router": router,
+        "worker": request.worker_id,
+        "state": REQUEST_STATES.get(request.state, "unknown"),
+        "prompt_tokens": request.prompt_tokens,
+        "cached_tokens": request.cached_tokens if request.HasField("cached_tokens") else None,
+        "generated_tokens": request.generated_tokens,
+        "age_seconds": round(request.age_seconds, 1),
     }
 
 

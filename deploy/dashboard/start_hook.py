@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 HOOK_VARIABLE = "RAY_START_HOOK"
-LIVE_PAGE_PATH = "blockyard"
-"""Below the dashboard's address."""
 TOKEN_FILE_VARIABLE = "BLOCKYARD_TOKEN_FILE"
 """As of each command (deploy/security.py): the token that the page shows to routers."""
 HOOK = "blockyard.deploy.dashboard.start_hook.start_hook"

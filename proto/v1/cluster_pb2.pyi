@@ -72,7 +72,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined")
+    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,8 @@ class ClusterInfo(_message.Message):
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_LOST_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     version: str
     model: _inference_pb2.Model
@@ -99,7 +101,17 @@ class ClusterInfo(_message.Message):
     migrations: int
     requests_lost: int
     requests_quarantined: int
-    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ...) -> None: ...
+    first_token: Latencies
+    inter_token: Latencies
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ...) -> None: ...
+
+class Latencies(_message.Message):
+    __slots__ = ("bounds_seconds", "cumulative")
+    BOUNDS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_FIELD_NUMBER: _ClassVar[int]
+    bounds_seconds: _containers.RepeatedScalarFieldContainer[float]
+    cumulative: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bounds_seconds: _Optional[_Iterable[float]] = ..., cumulative: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerIndex(_message.Message):
     __slots__ = ("state", "entries", "pending", "lag_seconds", "resyncs", "errors", "state_reason", "damages")
@@ -442,20 +454,24 @@ class ListRequestsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestInfo(_message.Message):
-    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds")
+    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds", "tenant", "cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: RequestState
     worker_id: str
     prompt_tokens: int
     generated_tokens: int
     age_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+    tenant: str
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests",)

@@ -16,6 +16,8 @@ from ..faults.processes import Process as Process  # noqa: TID252
 from ..faults.processes import Processes as Processes  # noqa: TID252
 from ..faults.processes import processes as processes  # noqa: TID252
 
+LOOK_SECONDS = 0.5
+"""Between two points of the charts, so that no test waits for ten seconds."""
 ANNOUNCEMENT = Announcement(
     cluster="default",
     model="demo",
@@ -54,7 +56,7 @@ class Stage:
 @asynccontextmanager
 async def staged(*announcements: Announcement) -> AsyncIterator[Stage]:
     stage = Stage(list(announcements))
-    page = LivePage(stage.announced)
+    page = LivePage(stage.announced, look_seconds=LOOK_SECONDS)
 
     async def serve(request: aiohttp.web.Request) -> aiohttp.web.Response:
         path = request.match_info.get("tail", "index.html")

@@ -53,9 +53,11 @@ def framed(title: str) -> str:
 class Started:
     """A cluster that `up` has started with an auth file: its state, and a viewer's client."""
 
-    def __init__(self, command: Command, token: str) -> None:
+    def __init__(self, command: Command, token: str, told: str) -> None:
         self.command = command
         self.token = token
+        self.told = told
+        """What `up` has printed."""
         self.state = remembered_state(command)
 
     @property
@@ -66,6 +68,10 @@ class Started:
     def ray_token_path(self) -> str:
         assert self.state.ray_token_path is not None
         return self.state.ray_token_path
+
+    def logs(self) -> list[bytes]:
+        paths = Path(str(self.state.logs_directory)).rglob("*")
+        return [path.read_bytes() for path in paths if path.is_file()]
 
     def client(self) -> Client:
         return Client(list(self.state.routers), token=self.token, timeout_seconds=30.0)
@@ -82,7 +88,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     assert result.returncode == 0, result.stderr
     assert "/blockyard" in result.stdout
     try:
-        yield Started(command, token)
+        yield Started(command, token, result.stdout)
     finally:
         command.run("down", "--drain", "0")
 
@@ -147,6 +153,45 @@ async def test_the_page_of_a_started_cluster_shows_its_pools_with_a_token_of_its
             "document.querySelectorAll('.card .state.ready').length === 2", seconds=DEAD_SECONDS
         )
         assert "started 2 times" in await browser.text("[data-worker=worker-1] [data-field=starts]")
+
+
+async def test_the_url_that_up_and_open_print_signs_in_and_leaves_no_token_behind(cluster: Started) -> None:
+    url = str((await asyncio.to_thread(cluster.command.json, "open", "--no-browser"))["url"])
+    page, _, key = url.partition("#token=")
+    assert (page, url in cluster.told) == (cluster.page, True)
+    async with open_browser() as browser:
+        await browser.open(page)
+        assert "blockyard open" in await browser.text("#sign-in")
+        assert await browser.evaluate("document.querySelector('.tile')") is None
+        await browser.type_into("#token", f"{page}#token=wrong")
+        await browser.press("Enter")
+        assert "not the one of this page" in await browser.text("#trouble:not([hidden])")
+        await browser.open("about:blank")
+        await browser.open(url)
+        await browser.until("document.querySelectorAll('.card .state.ready').length === 2")
+        assert await browser.evaluate("location.href + document.cookie") == page
+        (cookie,) = (await browser.call("Network.getCookies", urls=[page]))["cookies"]
+        assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"]) == (True, "Strict", "/blockyard")
+        # It opens the page, and nothing of Ray's.
+        assert await browser.evaluate("fetch('nodes?view=summary').then((answer) => answer.status)") == 401
+    logs = await asyncio.to_thread(cluster.logs)
+    assert any(b"/blockyard/sign-in" in text for text in logs)
+    assert all(key.encode() not in text for text in logs)
+
+
+def test_open_tells_no_other_user_of_the_machine_the_token(
+    cluster: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = cluster.command.json("open", "--no-browser")["url"]
+    program, seen = tmp_path / "browser", tmp_path / "seen"
+    program.write_text(f'#!/bin/sh\necho "$@" > {seen}\n', encoding="utf-8")
+    program.chmod(0o700)
+    monkeypatch.setenv("BROWSER", f"{program} %s")
+    result = cluster.command.run("open")
+    assert (result.returncode, result.stdout) == (0, f"opened {cluster.page}\n")
+    door = Path(seen.read_text(encoding="utf-8").strip().removeprefix("file://"))
+    assert door.stat().st_mode & 0o777 == 0o600
+    assert f'url={url}"' in door.read_text(encoding="utf-8")
 
 
 def test_whoever_has_no_token_of_rays_sees_nothing_of_it(cluster: Started, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import pytest
+from blockyard.router.client import AsyncClient
 
 from .browser import Browser
 from .onlooker import (
@@ -68,6 +69,58 @@ async def test_running_sequences_and_shared_blocks_show_each_second(
         await keep_picture(page, "dark")
         await page.dark(False)
     await page.until(f"{total} === 0")
+
+
+async def test_charts_show_what_the_last_minutes_brought_and_say_it_where_one_points(
+    page: Browser, cluster: Processes
+) -> None:
+    async with running(cluster, 3):
+        for key in ("tokens", "first_token", "inter_token", "hit_rate", "waiting"):
+            chart = f"document.querySelector('[data-chart={key}]')"
+            await page.until(f"{chart}.querySelector('path').getAttribute('d').includes('L')")
+        axis = await page.evaluate(
+            "[...document.querySelectorAll('[data-chart=tokens] text')].map((e) => e.textContent)"
+        )
+        assert {"0", "-15", "now", "minutes", "tokens/s"} <= set(axis)
+        await page.until(
+            "/p50 [\\d.,]+ ms, p99 [\\d.,]+ ms/.test(document.querySelector('[data-chart=inter_token] svg').ariaLabel)"
+        )
+        await page.click("[data-chart=tokens] svg")
+        assert await page.text("[data-chart=tokens] .pointed") == "nothing was measured then"
+        x, y = await page.evaluate(
+            "(b => [b.right - b.width * 0.03, b.y + b.height / 2])"
+            "(document.querySelector('[data-chart=tokens] svg').getBoundingClientRect())"
+        )
+        await page.click_at(x, y)
+        tip = "document.querySelector('[data-chart=tokens] .pointed').textContent"
+        await page.until(f"/^\\d+ s ago: all workers [\\d.,]+ tokens\\/s$/.test({tip})")
+    assert page.complaints == []
+
+
+async def test_the_table_of_requests_has_those_of_every_router_and_no_text(
+    page: Browser, cluster: Processes
+) -> None:
+    other = cluster.routers["router-1"].address
+    async with running(cluster, 2), AsyncClient(other, timeout_seconds=20.0) as client:
+        stream = client.stream(SYSTEM_PROMPT, max_tokens=600, ignore_eos=True, request_id="of-router-1")
+        await anext(stream)
+        await page.click("#requests summary")
+        await page.until("document.querySelectorAll('[data-request]').length === 3")
+        row = "[data-request=of-router-1]"
+        cells = await page.evaluate(
+            f"Object.fromEntries([...document.querySelectorAll('{row} td')]"
+            ".map((cell) => [cell.dataset.column, cell.textContent]))"
+        )
+        (held,) = await client.list_requests()
+        assert held.cached_tokens > 0
+        assert (cells["worker"], cells["state"], cells["tenant"]) == (held.worker_id, "streaming", "-")
+        assert cells["prompt tokens"] == f"{held.prompt_tokens:,}"
+        assert cells["cached tokens"] == f"{held.cached_tokens:,}"
+        assert "short Python functions" not in await page.text("#requests")
+        await keep_picture(page, "requests")
+        await stream.aclose()
+        await page.until("document.querySelectorAll('[data-request]').length === 2")
+    await page.click("#requests summary")
 
 
 async def test_a_click_on_a_block_says_its_name_parent_references_and_age(

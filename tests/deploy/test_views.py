@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
+from blockyard.deploy.dashboard.sign_in import page_key
 from blockyard.deploy.nodes import RayNode
 from blockyard.deploy.places import Place, SupervisorReport
 from blockyard.deploy.state import ClusterState
@@ -89,3 +91,21 @@ def test_where_the_dashboard_wants_our_token_its_own_advice_is_contradicted() ->
     assert "get-auth-token" not in "".join(dashboard_lines(joined))
     ours = replace(joined, ray_token_path="token")
     assert "this one, not that of the `ray get-auth-token`" in "".join(dashboard_lines(ours))
+
+
+def test_only_what_is_asked_to_sign_in_shows_the_live_pages_key_never_rays_token(tmp_path: Path) -> None:
+    token_path = tmp_path / "token"
+    token_path.write_text("a-token-of-rays\n", encoding="utf-8")
+    cluster = ClusterState(
+        cluster="c",
+        model="demo",
+        secret="s",
+        dashboard_url="http://127.0.0.1:65535",
+        ray_token_path=str(token_path),
+    )
+    shown, signing_in = (dashboard_lines(cluster, signs_in=signs_in) for signs_in in (False, True))
+    assert "#token=" not in "".join(shown)
+    assert f"#token={page_key('a-token-of-rays')}" in signing_in[0]
+    assert max(map(len, signing_in[:2])) <= 80
+    assert "a-token-of-rays" not in "".join(shown + signing_in)
+    assert "open --cluster c" in signing_in[1]

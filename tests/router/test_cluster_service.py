@@ -265,6 +265,10 @@ async def test_running_requests_are_listed_with_their_progress(router: Router) -
         assert listed.state == cluster_pb2.REQUEST_STATE_STREAMING
         assert listed.prompt_tokens > 0
         assert listed.generated_tokens > 0
+        assert listed.HasField("cached_tokens")
+        info = await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
+        assert info.first_token.cumulative[-1] == 1
+        assert len(info.inter_token.cumulative) == len(info.inter_token.bounds_seconds) + 1
         stream.cancel()
         await until(lambda: _is_idle(router))
 

@@ -1,9 +1,11 @@
 // The page's loop: one picture a second, drawn into cards that stay where they are.
 
 import { startAsking } from "./ask.js";
+import { Charts } from "./charts.js";
 import { Details } from "./details.js";
 import { ask, bytes, count, el, percent, setText } from "./dom.js";
 import { PoolMap } from "./map.js";
+import { showRequests } from "./requests.js";
 
 const TICK_MS = 1000;
 const STALE_SECONDS = 3;
@@ -22,6 +24,7 @@ function mark(worker, blocks) {
 }
 
 const details = new Details(parameters, mark);
+const charts = new Charts(byId("charts"));
 
 // Cards
 
@@ -78,7 +81,7 @@ function showCard(card, worker) {
 function showPool(card, pool) {
   const { fields } = card;
   card.pool.hidden = false;
-  for (const key of ["used", "cached", "free", "total", "running", "waiting", "evictions", "preemptions"]) setText(fields[key], pool[key]);
+  for (const key of ["used", "cached", "free", "total", "running", "waiting", "evictions", "preemptions"]) setText(fields[key], count(pool[key]));
   const cell = pool.scale > 1 ? `; a cell is ${pool.scale} blocks` : "";
   setText(fields.size, `blocks of ${pool.block_size} tokens (${bytes(pool.total * pool.bytes_per_block)})${cell}`);
   setText(fields.hit_rate, percent(pool.cached_tokens, pool.prompt_tokens));
@@ -168,10 +171,11 @@ async function look() {
     complain(state.trouble, picture?.trouble, none);
     if (picture) {
       showTiles(picture);
+      charts.show(picture.history);
       showCards(picture.workers);
       lastPicture = performance.now() - 1000 * Math.min(picture.age_seconds, 3600);
     } else showCards([]);
-    await details.refresh();
+    await Promise.all([details.refresh(), picture && showRequests(parameters())]);
   } catch (error) {
     complain(error.message);
   }
@@ -190,6 +194,7 @@ byId("pause").addEventListener("click", () => {
   setText(byId("pause"), paused ? "Go on" : "Pause");
   showPulse(0);
 });
+byId("requests").addEventListener("toggle", () => showRequests(parameters()));
 byId("cluster").addEventListener("change", () => {
   details.close();
   showCards([]);

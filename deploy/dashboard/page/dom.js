@@ -44,7 +44,7 @@ export async function ask(path, parameters = {}, headers = {}) {
     throw new Error(error.name === "TimeoutError" ? "the dashboard did not answer in time" : "the dashboard is not reached");
   }
   if (response.status === 401 || response.status === 403)
-    throw new Error("Ray's dashboard asks for its token: open the dashboard itself and log in once");
+    throw new Error("You are signed out: `blockyard open` prints or opens the URL that signs in");
   let answer;
   try {
     answer = await response.json();

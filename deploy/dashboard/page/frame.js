@@ -1,5 +1,8 @@
 // How the page looks in a frame of Ray's dashboard: with the theme that is chosen there, and as much of it as is asked for.
 
+// The token of a URL that signs in, opened by one who is signed in already.
+if (location.hash) history.replaceState(null, "", location.pathname + location.search);
+
 const asked = new URLSearchParams(location.search);
 const theme = asked.get("theme");
 if (theme === "dark" || theme === "light") {

@@ -1,0 +1,125 @@
+"""The last 15 minutes of a cluster: a ring of points, each from what two looks at its counters differ by. Pure.
+
+A counter belongs to one life of a worker or router. One that is seen for the first time counts from then on, so that
+neither a restart nor a late answer shows as a jump.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from blockyard.proto.v1 import cluster_pb2
+
+LOOK_SECONDS = 10.0
+WINDOW_SECONDS = 900.0
+MAX_POINTS = int(WINDOW_SECONDS / LOOK_SECONDS)
+MAX_SOURCES = 4096
+"""Lives of workers and routers that are remembered; the ones seen longest ago go first."""
+LATENCIES = ("first_token", "inter_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Of the time since the point before. None where nothing happened that has such a number."""
+
+    at_seconds: float
+    """On the asker's monotonic clock."""
+    tokens_per_second: float
+    hit_rate: float | None
+    waiting: int
+    first_token_p50: float | None
+    first_token_p99: float | None
+    inter_token_p50: float | None
+    inter_token_p99: float | None
+
+
+class History:
+    """One for each cluster."""
+
+    def __init__(self) -> None:
+        self._points: deque[Point] = deque(maxlen=MAX_POINTS)
+        self._counters: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._looked_at: float | None = None
+
+    def look(
+        self,
+        at_seconds: float,
+        infos: Mapping[str, cluster_pb2.ClusterInfo],
+        workers: Iterable[cluster_pb2.Worker],
+    ) -> None:
+        """Takes what routers say of themselves, by address, and what one of them says of the workers."""
+        known = [worker for worker in workers if worker.incarnation]
+        loads = [worker.load for worker in known]
+        tokens = _sums(
+            self._grown(
+                ("worker", worker.incarnation),
+                (worker.load.generated_tokens, worker.load.prompt_tokens, worker.load.cached_tokens),
+            )
+            for worker in known
+        ) or (0, 0, 0)
+        shares: dict[str, float | None] = {}
+        for name in LATENCIES:
+            told = {address: getattr(info, name) for address, info in infos.items()}
+            counts = _sums(
+                self._grown((name, address), tuple(latencies.cumulative))
+                for address, latencies in told.items()
+            )
+            bounds = next((tuple(latencies.bounds_seconds) for latencies in told.values()), ())
+            for percent in (50, 99):
+                shares[f"{name}_p{percent}"] = quantile(bounds, counts, percent / 100)
+        if self._looked_at is not None and at_seconds > self._looked_at:
+            generated, prompt, cached = tokens
+            point = Point(
+                at_seconds=at_seconds,
+                tokens_per_second=generated / (at_seconds - self._looked_at),
+                hit_rate=cached / prompt if prompt else None,
+                waiting=sum(load.waiting for load in loads)
+                + sum(info.requests_waiting for info in infos.values()),
+                **shares,
+            )
+            self._points.append(point)
+        self._looked_at = at_seconds
+
+    def _grown(self, source: tuple[str, ...], now: tuple[int, ...]) -> tuple[int, ...]:
+        before = self._counters.pop(source, now)
+        self._counters[source] = now
+        while len(self._counters) > MAX_SOURCES:
+            del self._counters[next(iter(self._counters))]
+        has_begun_anew = len(before) != len(now) or any(
+            later < earlier for later, earlier in zip(now, before, strict=True)
+        )
+        if has_begun_anew:
+            return now
+        return tuple(later - earlier for later, earlier in zip(now, before, strict=True))
+
+    def as_dict(self, now_seconds: float) -> dict[str, Any]:
+        """Lists by name, oldest first, with ages instead of times."""
+        points = [point for point in self._points if now_seconds - point.at_seconds <= WINDOW_SECONDS]
+        rows = [asdict(point) for point in points]
+        series = {
+            field.name: [row[field.name] for row in rows]
+            for field in fields(Point)
+            if field.name != "at_seconds"
+        }
+        ages = [round(now_seconds - point.at_seconds, 1) for point in points]
+        return {"window_seconds": WINDOW_SECONDS, "age_seconds": ages, **series}
+
+
+def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """By place. Those of another length than the first are of another version, and left out."""
+    known = list(counts)
+    return tuple(sum(column) for column in zip(*(c for c in known if len(c) == len(known[0])), strict=True))
+
+
+def quantile(bounds: tuple[float, ...], cumulative: tuple[int, ...], share: float) -> float | None:
+    """By a straight line within its bucket, as Prometheus has it; the last bound for what is beyond it."""
+    if len(cumulative) != len(bounds) + 1 or not cumulative[-1]:
+        return None
+    rank = share * cumulative[-1]
+    lower_bound, lower_count = 0.0, 0
+    for bound, count in zip(bounds, cumulative, strict=False):
+        if count >= rank and count > lower_count:
+            return lower_bound + (bound - lower_bound) * (rank - lower_count) / (count - lower_count)
+        lower_bound, lower_count = bound, count
+    return bounds[-1]

@@ -1,0 +1,121 @@
+"""Sign-in to the live page by a URL: its key, the URL, and what Ray's dashboard does with both.
+
+The key comes from Ray's token by HMAC. It opens the page and nothing else of the dashboard: Ray's token runs code. The
+URL has it in the fragment, which no browser sends; the page's script posts it in a header and gets a cookie. Owns the
+paths that need no token. Loaded by the dashboard's starter, so it imports next to nothing.
+"""
+
+import hmac
+from base64 import urlsafe_b64encode
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+PAGE_PATH = "/blockyard"
+SIGN_IN_PATH = f"{PAGE_PATH}/sign-in"
+COOKIE = "blockyard-live-page"
+BEARER = "Bearer "
+PURPOSE = b"blockyard live page"
+KEY_BYTES = 16
+SIGN_IN_FILE = "sign-in.html"
+PUBLIC_FILES = {"sign-in.js": "text/javascript", "style.css": "text/css", "dark.css": "text/css"}
+"""What the form needs. Everybody may have them; the rest of the page needs the key or Ray's token."""
+REFUSED = frozenset({401, 403})
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    ),
+}
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+def page_key(ray_token: str) -> str:
+    """128 bits, so that the URL fits into a line of a terminal."""
+    digest = hmac.new(ray_token.strip().encode(), PURPOSE, sha256).digest()
+    return urlsafe_b64encode(digest[:KEY_BYTES]).decode().rstrip("=")
+
+
+def page_url(dashboard_url: str, ray_token_path: str | None) -> str:
+    """Signs in where Ray asks for a token. Raises OSError where the token's file cannot be read."""
+    url = f"{dashboard_url}{PAGE_PATH}"
+    if ray_token_path is None:
+        return url
+    return f"{url}#token={page_key(Path(ray_token_path).read_text(encoding='utf-8'))}"
+
+
+def is_key(given: str, key: str | None) -> bool:
+    """Compares in constant time. Without a key nothing is one."""
+    return key is not None and hmac.compare_digest(given.encode(errors="replace"), key.encode())
+
+
+def install() -> None:
+    """Has the dashboard that this process is about to run ask for the key too. Before Ray's server is imported."""
+    from ray._private.authentication import http_token_authentication as rays
+
+    rays.get_token_auth_middleware = with_sign_in(rays.get_token_auth_middleware, _key_of_this_head)
+
+
+def _key_of_this_head() -> str | None:
+    """None where Ray asks for no token."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    if not is_token_auth_enabled():
+        return None
+    for value in AuthenticationTokenLoader.instance().get_token_for_http_header().values():
+        return page_key(value.removeprefix(BEARER))
+    return None
+
+
+def with_sign_in(
+    get_middleware: Callable[..., Callable[[Any, Handler], Awaitable[Any]]],
+    read_key: Callable[[], str | None],
+) -> Callable[..., Any]:
+    """Ray's maker of its check of tokens, with the page's sign-in before the check."""
+
+    @wraps(get_middleware)
+    def get_with_sign_in(aiohttp_module: Any, *arguments: Any, **options: Any) -> Any:
+        web, key = aiohttp_module.web, read_key()
+        rays_check = get_middleware(aiohttp_module, *arguments, **options)
+
+        def file(name: str, content_type: str, status: int = 200) -> Any:
+            body = (Path(__file__).parent / "page" / name).read_bytes()
+            return web.Response(
+                body=body, status=status, content_type=content_type, charset="utf-8", headers=HEADERS
+            )
+
+        def signed_in(request: Any) -> Any:
+            given = request.headers.get("Authorization", "").removeprefix(BEARER)
+            if not is_key(given, key):
+                return web.Response(status=403, text="This is not the key of this page.", headers=HEADERS)
+            response = web.Response(status=204, headers=HEADERS)
+            # No path: the browser takes the page's own, also behind a proxy that adds to it.
+            is_secure = request.scheme == "https"
+            response.set_cookie(COOKIE, given, path="", httponly=True, samesite="Strict", secure=is_secure)
+            return response
+
+        @web.middleware  # type: ignore[untyped-decorator]
+        async def check(request: Any, handler: Handler) -> Any:
+            path, is_get = request.path, request.method == "GET"
+            if path == SIGN_IN_PATH and request.method == "POST":
+                return signed_in(request)
+            name = path.removeprefix(f"{PAGE_PATH}/")
+            if name != path and name in PUBLIC_FILES and is_get:
+                return file(name, PUBLIC_FILES[name])
+            is_page = path == PAGE_PATH or name != path
+            if is_page and is_get and is_key(request.cookies.get(COOKIE, ""), key):
+                return await handler(request)
+            response = await rays_check(request, handler)
+            if path == PAGE_PATH and is_get and response.status in REFUSED:
+                return file(SIGN_IN_FILE, "text/html", response.status)
+            return response
+
+        return check
+
+    return get_with_sign_in
