@@ -48,21 +48,21 @@ _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
 _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-def _counter(name: str, unit: str, meaning: str, vllm: str = "") -> Metric:
+def _counter(name: str, unit: str, meaning: str, *vllm: str) -> Metric:
     return Metric(name=name, kind=Kind.COUNTER, unit=unit, meaning=meaning, vllm=vllm)
 
 
-def _gauge(name: str, unit: str, meaning: str, vllm: str = "") -> Metric:
+def _gauge(name: str, unit: str, meaning: str, *vllm: str) -> Metric:
     return Metric(name=name, kind=Kind.GAUGE, unit=unit, meaning=meaning, vllm=vllm)
 
 
-def _histogram(name: str, buckets: tuple[float, ...], meaning: str, vllm: str = "") -> Metric:
+def _histogram(name: str, buckets: tuple[float, ...], meaning: str, *vllm: str) -> Metric:
     return Metric(name=name, kind=Kind.HISTOGRAM, unit="seconds", meaning=meaning, vllm=vllm, buckets=buckets)
 
 
 WORKER_METRICS = (
-    _gauge("running", "sequences", "Sequences in the running batch.", "vllm:num_requests_running"),
-    _gauge("waiting", "sequences", "Sequences in the worker's own queue.", "vllm:num_requests_waiting"),
+    _gauge("running", "sequences", "Sequences in the running batch."),
+    _gauge("waiting", "sequences", "Sequences in the worker's own queue."),
     _gauge(
         "kv_usage_ratio",
         "0 to 1",
@@ -77,20 +77,9 @@ WORKER_METRICS = (
         "prompt_tokens",
         "tokens",
         "Prompt tokens of requests whose first token came from here; a replay that goes on behind it adds none.",
-        "vllm:prompt_tokens, vllm:prefix_cache_queries",
     ),
-    _counter(
-        "cached_tokens",
-        "tokens",
-        "Those of them that were reused from the prefix cache.",
-        "vllm:prefix_cache_hits",
-    ),
-    _counter(
-        "generated_tokens",
-        "tokens",
-        "Tokens generated, whether or not a client took them.",
-        "vllm:generation_tokens",
-    ),
+    _counter("cached_tokens", "tokens", "Those of them that were reused from the prefix cache."),
+    _counter("generated_tokens", "tokens", "Tokens generated, whether or not a client took them."),
     _counter(
         "preemptions", "sequences", "Sequences that gave their blocks to others.", "vllm:num_preemptions"
     ),
@@ -146,15 +135,37 @@ ROUTER_METRICS = (
         kind=Kind.COUNTER,
         unit="outputs",
         meaning="Outputs that ended of themselves, by finish reason; a request has `n` of them.",
-        vllm="vllm:request_success",
+        vllm=("vllm:request_success",),
+        vllm_label="finished_reason",
         label="reason",
         values=("stop", "length"),
     ),
-    _counter("router_prompt_tokens", "tokens", "Prompt tokens of requests with a first token, each once."),
-    _counter("router_cached_tokens", "tokens", "Those of them that were reused, as clients are told."),
-    _counter("router_generated_tokens", "tokens", "Tokens that went to clients, none twice."),
-    _gauge("router_running", "requests", "Requests that a worker has."),
-    _gauge("router_waiting", "requests", "Requests that no worker has yet, or none has again."),
+    _counter(
+        "router_prompt_tokens",
+        "tokens",
+        "Prompt tokens of requests with a first token, each once.",
+        "vllm:prompt_tokens",
+        "vllm:prefix_cache_queries",
+    ),
+    _counter(
+        "router_cached_tokens",
+        "tokens",
+        "Those of them that were reused, as clients are told.",
+        "vllm:prefix_cache_hits",
+    ),
+    _counter(
+        "router_generated_tokens",
+        "tokens",
+        "Tokens that went to clients, none twice.",
+        "vllm:generation_tokens",
+    ),
+    _gauge("router_running", "requests", "Requests that a worker has.", "vllm:num_requests_running"),
+    _gauge(
+        "router_waiting",
+        "requests",
+        "Requests that no worker has yet, or none has again.",
+        "vllm:num_requests_waiting",
+    ),
     _gauge("requests_admitted", "outputs", "What counts against `max_requests`."),
     _gauge("requests_limit", "outputs", "`max_requests`."),
     _gauge("prompt_tokens_admitted", "tokens", "What counts against `max_tokens_admitted`."),

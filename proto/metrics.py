@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from typing import Literal
 
 PREFIX = "blockyard_"
+MetricNames = Literal["blockyard", "vllm"]
+"""Which names leave at Prometheus endpoints: ours alone, or vLLM's beside them."""
 
 
 class Kind(Enum):
@@ -29,10 +32,12 @@ class Metric:
     kind: Kind
     unit: str
     meaning: str
-    vllm: str = ""
-    """What vLLM calls the same; empty where it has nothing like it."""
+    vllm: tuple[str, ...] = ()
+    """What vLLM calls the same, without the `_total` of a counter. A name of its has one metric of ours."""
+    vllm_label: str = ""
+    """What vLLM calls the label."""
     label: str = ""
-    """One at most beside the worker's or router's own name."""
+    """One at most beside those that every series has."""
     values: tuple[str, ...] = ()
     """All that the label can be: no metric grows with what clients send."""
     buckets: tuple[float, ...] = ()
@@ -113,6 +118,20 @@ def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
     if unknown := sorted(set(reading) - set(metric.values)):
         raise ValueError(f"{metric.name} has no {metric.label} {', '.join(unknown)}")
     return [(value, float(reading.get(value, 0.0))) for value in metric.values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The process whose metrics leave: what it measures, and the labels that every series of it has."""
+
+    table: Sequence[Metric]
+    labels: Mapping[str, str]
+    names: MetricNames = "blockyard"
+
+
+def labels_of(kind: Literal["worker", "router"], name: str, *, cluster: str, model: str) -> dict[str, str]:
+    """Labels of every series of a process. By the last two, clusters of one Prometheus do not add up."""
+    return {kind: name, "cluster": cluster, "model_name": model}
 
 
 def by_name(table: Sequence[Metric]) -> dict[str, Metric]:

@@ -20,7 +20,7 @@ def with_table(document: str) -> str:
 
 
 def _row(metric: Metric) -> str:
-    vllm = ", ".join(f"`{name}`" for name in metric.vllm.split(", ")) if metric.vllm else ""
+    vllm = ", ".join(f"`{name}`" for name in metric.vllm)
     cells = (f"`{metric.name}`", metric.kind.value, metric.unit, _label(metric), metric.meaning, vllm)
     return f"| {' | '.join(cells)} |\n"
 

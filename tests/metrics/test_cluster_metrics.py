@@ -157,10 +157,12 @@ def test_series_are_few_and_labelled_by_who_they_are_of(watched: Watched, answer
     for metric in WORKER_METRICS[:3]:
         labels = [labels for labels, _ in watched.prometheus.vector(metric.series[0])]
         assert sorted(series["worker"] for series in labels) == list(WORKERS)
+        assert {(series["cluster"], series["model_name"]) for series in labels} == {("metrics", "demo")}
     for metric in ROUTER_METRICS:
         for name in metric.series:
-            allowed = {"router", "le", metric.label} - {""}
+            allowed = {"router", "cluster", "model_name", "le", metric.label} - {""}
             for labels, _ in watched.prometheus.vector(name):
+                assert (labels["cluster"], labels["model_name"]) == ("metrics", "demo")
                 added = {
                     "__name__",
                     "instance",

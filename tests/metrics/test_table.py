@@ -45,6 +45,12 @@ def test_names_are_prometheus_names_and_stand_once() -> None:
     assert not any(name.endswith(("_total", "_bucket", "_sum", "_count")) for name in names)
 
 
+def test_a_name_of_vllm_has_one_metric_so_that_routers_and_workers_do_not_add_up() -> None:
+    names = [name for metric in METRICS for name in metric.vllm]
+    assert len(names) == len(set(names))
+    assert all(bool(metric.vllm_label) == bool(metric.vllm and metric.label) for metric in METRICS)
+
+
 def test_every_error_and_every_state_of_a_worker_is_a_value_of_its_label() -> None:
     kinds = [kind for kind in subclasses(RouterError) if not issubclass(kind, HttpRefusal)]
     reasons = {kind.reason for kind in kinds if "reason" in vars(kind)}
