@@ -242,7 +242,7 @@ def test_a_setting_without_a_default_is_one_comment_sign_away_from_a_value() -> 
 
 def test_what_a_file_sets_reaches_routers_and_workers(written: Any) -> None:
     path = written(
-        '[cluster]\nmetrics_names = "vllm"\nmodel_names = ["chat", "alias"]\n'
+        '[cluster]\nmetrics_names = "vllm"\nmodel_name = ["chat", "alias"]\n'
         '[engine]\nmodel = "demo"\npriority_ageing_seconds = 4\n'
         "[worker]\nlease_seconds = 7\nmax_waiting = 9\n"
         "[limits]\ndefault_timeout_seconds = 11\nno_worker_seconds = 0\nslow_reader_seconds = 13\nstall_seconds = 99\n"

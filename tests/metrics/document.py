@@ -28,6 +28,8 @@ def _row(metric: Metric) -> str:
 def _label(metric: Metric) -> str:
     if not metric.label:
         return ""
+    if metric.most_values:
+        return f"`{metric.label}`: {metric.most_values} at most, see below"
     values = "see below" if metric.values == OUTCOMES else ", ".join(metric.values)
     return f"`{metric.label}`: {values}"
 
