@@ -28,6 +28,7 @@ from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
 from blockyard.proto.loopback import LOOPBACK, with_brackets, without_brackets
+from blockyard.proto.metrics import MetricNames
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS, checked_origins
 from blockyard.router.model_facts import GenerationConfig
 
@@ -187,6 +188,14 @@ _OF_THE_CLUSTER = (
         "--live-page-in-metrics-tab",
         is_flag=True,
         help="Without Grafana: the live page fills the Metrics tab of Ray's dashboard, in place of Ray's own charts.",
+    ),
+    setting(
+        "cluster",
+        "--metrics-names",
+        type=click.Choice(get_args(MetricNames)),
+        default="blockyard",
+        show_default=True,
+        help="`vllm`: the gateway's /metrics has vLLM's names beside ours, for dashboards made for vLLM.",
     ),
 )
 _OF_REQUESTS = (

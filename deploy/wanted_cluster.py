@@ -15,9 +15,11 @@ from blockyard.deploy.security import SecurityOptions
 from blockyard.deploy.shared_port import MAX_PORT
 from blockyard.proto.logs import LogConfig
 from blockyard.proto.loopback import LOOPBACK, is_loopback
+from blockyard.proto.metrics import MetricNames
+from blockyard.proto.model_files import model_names
 from blockyard.proto.redis_prefix_index import check_url
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
-from blockyard.router.model_facts import GenerationConfig, model_names
+from blockyard.router.model_facts import GenerationConfig
 from blockyard.router.placement_config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig
 
@@ -46,6 +48,8 @@ class UpOptions:
     max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
     limits: RouterLimits = field(default_factory=RouterLimits)
     worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
+    metrics_names: MetricNames = "blockyard"
+    """`vllm` adds vLLM's names at the gateways' /metrics."""
     log: LogConfig = field(default_factory=LogConfig)
     security: SecurityOptions = field(default_factory=SecurityOptions)
     cpus_per_worker: float | None = None

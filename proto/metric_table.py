@@ -39,30 +39,57 @@ OUTCOMES = (
     "WORKER_UNREACHABLE",
 )
 """How a request ends: well, by its client's leaving, or by the reason of an error (router/errors.py)."""
+MOST_TENANTS = 32
+"""Values of the label `tenant`: 31 names and OTHER_TENANTS."""
+OTHER_TENANTS = "other"
+"""Stands for all further tenants, and for calls that name none."""
 WORKER_STATES = ("connecting", "ready", "draining", "suspect", "refused", "lost")
 
 _FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 _QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_REQUEST_TOKENS = (
+    1.0,
+    8.0,
+    32.0,
+    128.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16384.0,
+    32768.0,
+    65536.0,
+    131072.0,
+)
 _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-def _counter(name: str, unit: str, meaning: str, vllm: str = "") -> Metric:
+def _counter(name: str, unit: str, meaning: str, *vllm: str) -> Metric:
     return Metric(name=name, kind=Kind.COUNTER, unit=unit, meaning=meaning, vllm=vllm)
 
 
-def _gauge(name: str, unit: str, meaning: str, vllm: str = "") -> Metric:
+def _gauge(name: str, unit: str, meaning: str, *vllm: str) -> Metric:
     return Metric(name=name, kind=Kind.GAUGE, unit=unit, meaning=meaning, vllm=vllm)
 
 
-def _histogram(name: str, buckets: tuple[float, ...], meaning: str, vllm: str = "") -> Metric:
-    return Metric(name=name, kind=Kind.HISTOGRAM, unit="seconds", meaning=meaning, vllm=vllm, buckets=buckets)
+def _histogram(
+    name: str, buckets: tuple[float, ...], meaning: str, *vllm: str, unit: str = "seconds"
+) -> Metric:
+    return Metric(name=name, kind=Kind.HISTOGRAM, unit=unit, meaning=meaning, vllm=vllm, buckets=buckets)
+
+
+def _by_tenant(name: str, unit: str, meaning: str) -> Metric:
+    return Metric(
+        name=name, kind=Kind.COUNTER, unit=unit, meaning=meaning, label="tenant", most_values=MOST_TENANTS
+    )
 
 
 WORKER_METRICS = (
-    _gauge("running", "sequences", "Sequences in the running batch.", "vllm:num_requests_running"),
-    _gauge("waiting", "sequences", "Sequences in the worker's own queue.", "vllm:num_requests_waiting"),
+    _gauge("running", "sequences", "Sequences in the running batch."),
+    _gauge("waiting", "sequences", "Sequences in the worker's own queue."),
     _gauge(
         "kv_usage_ratio",
         "0 to 1",
@@ -77,20 +104,9 @@ WORKER_METRICS = (
         "prompt_tokens",
         "tokens",
         "Prompt tokens of requests whose first token came from here; a replay that goes on behind it adds none.",
-        "vllm:prompt_tokens, vllm:prefix_cache_queries",
     ),
-    _counter(
-        "cached_tokens",
-        "tokens",
-        "Those of them that were reused from the prefix cache.",
-        "vllm:prefix_cache_hits",
-    ),
-    _counter(
-        "generated_tokens",
-        "tokens",
-        "Tokens generated, whether or not a client took them.",
-        "vllm:generation_tokens",
-    ),
+    _counter("cached_tokens", "tokens", "Those of them that were reused from the prefix cache."),
+    _counter("generated_tokens", "tokens", "Tokens generated, whether or not a client took them."),
     _counter(
         "preemptions", "sequences", "Sequences that gave their blocks to others.", "vllm:num_preemptions"
     ),
@@ -133,6 +149,32 @@ ROUTER_METRICS = (
         "From a request's arrival until a worker was sent it, tokenising included; of those with a first token.",
         "vllm:request_queue_time_seconds",
     ),
+    _histogram(
+        "prefill_seconds",
+        _REQUEST_SECONDS,
+        "From sending a request to its first worker until its first token: the worker's own queue is in it.",
+        "vllm:request_prefill_time_seconds",
+    ),
+    _histogram(
+        "decode_seconds",
+        _REQUEST_SECONDS,
+        "From a request's first token to the last of its outputs, however it ended.",
+        "vllm:request_decode_time_seconds",
+    ),
+    _histogram(
+        "request_prompt_tokens",
+        _REQUEST_TOKENS,
+        "Prompt tokens of a request with a first token.",
+        "vllm:request_prompt_tokens",
+        unit="tokens",
+    ),
+    _histogram(
+        "request_generated_tokens",
+        _REQUEST_TOKENS,
+        "Tokens that a request's client was given, of all outputs together, however it ended.",
+        "vllm:request_generation_tokens",
+        unit="tokens",
+    ),
     Metric(
         name="requests",
         kind=Kind.COUNTER,
@@ -146,15 +188,41 @@ ROUTER_METRICS = (
         kind=Kind.COUNTER,
         unit="outputs",
         meaning="Outputs that ended of themselves, by finish reason; a request has `n` of them.",
-        vllm="vllm:request_success",
+        vllm=("vllm:request_success",),
+        vllm_label="finished_reason",
         label="reason",
         values=("stop", "length"),
     ),
-    _counter("router_prompt_tokens", "tokens", "Prompt tokens of requests with a first token, each once."),
-    _counter("router_cached_tokens", "tokens", "Those of them that were reused, as clients are told."),
-    _counter("router_generated_tokens", "tokens", "Tokens that went to clients, none twice."),
-    _gauge("router_running", "requests", "Requests that a worker has."),
-    _gauge("router_waiting", "requests", "Requests that no worker has yet, or none has again."),
+    _counter(
+        "router_prompt_tokens",
+        "tokens",
+        "Prompt tokens of requests with a first token, each once.",
+        "vllm:prompt_tokens",
+        "vllm:prefix_cache_queries",
+    ),
+    _counter(
+        "router_cached_tokens",
+        "tokens",
+        "Those of them that were reused, as clients are told.",
+        "vllm:prefix_cache_hits",
+    ),
+    _counter(
+        "router_generated_tokens",
+        "tokens",
+        "Tokens that went to clients, none twice.",
+        "vllm:generation_tokens",
+    ),
+    _by_tenant("tenant_requests", "requests", "Requests of a tenant that ended, however."),
+    _by_tenant("tenant_refusals", "requests", "Those of them that ended as OVERLOADED or RATE_LIMITED."),
+    _by_tenant("tenant_prompt_tokens", "tokens", "Prompt tokens of a tenant's requests with a first token."),
+    _by_tenant("tenant_generated_tokens", "tokens", "Tokens that went to a tenant's clients."),
+    _gauge("router_running", "requests", "Requests that a worker has.", "vllm:num_requests_running"),
+    _gauge(
+        "router_waiting",
+        "requests",
+        "Requests that no worker has yet, or none has again.",
+        "vllm:num_requests_waiting",
+    ),
     _gauge("requests_admitted", "outputs", "What counts against `max_requests`."),
     _gauge("requests_limit", "outputs", "`max_requests`."),
     _gauge("prompt_tokens_admitted", "tokens", "What counts against `max_tokens_admitted`."),

@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from typing import Literal
 
 PREFIX = "blockyard_"
+MetricNames = Literal["blockyard", "vllm"]
+"""Which names leave at Prometheus endpoints: ours alone, or vLLM's beside them."""
 
 
 class Kind(Enum):
@@ -29,18 +32,22 @@ class Metric:
     kind: Kind
     unit: str
     meaning: str
-    vllm: str = ""
-    """What vLLM calls the same; empty where it has nothing like it."""
+    vllm: tuple[str, ...] = ()
+    """What vLLM calls the same, without the `_total` of a counter. A name of its has one metric of ours."""
+    vllm_label: str = ""
+    """What vLLM calls the label."""
     label: str = ""
-    """One at most beside the worker's or router's own name."""
+    """One at most beside those that every series has."""
     values: tuple[str, ...] = ()
     """All that the label can be: no metric grows with what clients send."""
+    most_values: int = 0
+    """How many values the label has at most, where they are known only when it runs."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, each included; above the last there is one more."""
 
     def __post_init__(self) -> None:
-        if bool(self.label) != bool(self.values):
-            raise ValueError(f"{self.name}: a label needs its values, and values need a label")
+        if bool(self.label) != (bool(self.values) != bool(self.most_values)):
+            raise ValueError(f"{self.name}: a label needs its values or their number, and they need a label")
         if bool(self.buckets) != (self.kind is Kind.HISTOGRAM):
             raise ValueError(f"{self.name}: buckets are for histograms")
         if self.label and self.kind is Kind.HISTOGRAM:
@@ -107,16 +114,36 @@ Readings = Mapping[str, Reading]
 
 def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
     """Of a counter or gauge: (value of its label, number), in the table's order. Raises ValueError for a label's value
-    that the table does not have, or a reading of another kind."""
+    that the table does not have, for too many of them, or for a reading of another kind."""
     if isinstance(reading, Distribution):
         raise ValueError(f"{metric.name} is no histogram")
     if not isinstance(reading, Mapping):
         if metric.label:
             raise ValueError(f"{metric.name} needs a number for each {metric.label}")
         return [("", float(reading))]
+    if metric.most_values:
+        if len(reading) > metric.most_values:
+            raise ValueError(
+                f"{metric.name} has at most {metric.most_values} of {metric.label}, not {len(reading)}"
+            )
+        return [(value, float(number)) for value, number in reading.items()]
     if unknown := sorted(set(reading) - set(metric.values)):
         raise ValueError(f"{metric.name} has no {metric.label} {', '.join(unknown)}")
     return [(value, float(reading.get(value, 0.0))) for value in metric.values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The process whose metrics leave: what it measures, and the labels that every series of it has."""
+
+    table: Sequence[Metric]
+    labels: Mapping[str, str]
+    names: MetricNames = "blockyard"
+
+
+def labels_of(kind: Literal["worker", "router"], name: str, *, cluster: str, model: str) -> dict[str, str]:
+    """Labels of every series of a process. By the last two, clusters of one Prometheus do not add up."""
+    return {kind: name, "cluster": cluster, "model_name": model}
 
 
 def by_name(table: Sequence[Metric]) -> dict[str, Metric]:

@@ -29,6 +29,17 @@ def name_and_revision(model: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
+def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...]:
+    """The chosen ones. Else a folder's last part, or a hub model's full name and, as an alias, its short one."""
+    if chosen:
+        return tuple(dict.fromkeys(chosen))
+    path = Path(name_or_path)
+    if path.is_absolute() or path.is_dir():
+        return (path.resolve().name,)
+    name, _ = name_and_revision(name_or_path)
+    return tuple(dict.fromkeys((name, Path(name).name)))
+
+
 def resolve_model(model: str | Path, *, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
     """Find the local folder of a model, and download files that are on the hub alone.
 

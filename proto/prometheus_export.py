@@ -5,14 +5,14 @@ whom it may be seen: whoever reaches the port may.
 """
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from socketserver import ThreadingMixIn
 from threading import BoundedSemaphore, Thread, Timer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from blockyard.proto.metrics import Distribution, Kind, Metric, Reading, Readings, numbers
+from blockyard.proto.metrics import Distribution, Kind, Metric, Reading, Readings, Source, numbers
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
@@ -27,34 +27,38 @@ SCRAPE_SECONDS = 10.0
 
 
 class ReadingsCollector(Collector):
-    """Reads when scraped, on the endpoint's thread. `identity` is the label that says whose they are, and its value."""
+    """Reads when scraped, on the endpoint's thread."""
 
-    def __init__(
-        self, table: Sequence[Metric], identity: tuple[str, str], read: Callable[[], Readings]
-    ) -> None:
-        self._table = table
-        self._label, self._name = identity
+    def __init__(self, source: Source, read: Callable[[], Readings]) -> None:
+        self._source = source
         self._read = read
 
     def collect(self) -> Iterator[Family]:
         readings = self._read()
-        for metric in self._table:
+        for metric in self._source.table:
             # A router has none before its first look.
             if metric.name in readings:
-                yield self._family(metric, readings[metric.name])
+                yield from self._families(metric, readings[metric.name])
 
-    def _family(self, metric: Metric, reading: Reading) -> Family:
-        labels = [self._label, *((metric.label,) if metric.label else ())]
+    def _families(self, metric: Metric, reading: Reading) -> Iterator[Family]:
+        """The metric under its own name, and under vLLM's where those are wanted."""
+        yield self._family(metric, reading, metric.full_name, metric.label)
+        for name in metric.vllm if self._source.names == "vllm" else ():
+            yield self._family(metric, reading, name, metric.vllm_label)
+
+    def _family(self, metric: Metric, reading: Reading, name: str, label: str) -> Family:
+        labels = [*self._source.labels, *((label,) if label else ())]
+        values = list(self._source.labels.values())
         if metric.kind is Kind.HISTOGRAM:
             assert isinstance(reading, Distribution)
-            histogram = HistogramMetricFamily(metric.full_name, metric.meaning, labels=labels)
+            histogram = HistogramMetricFamily(name, metric.meaning, labels=labels)
             buckets = list(zip(bounds(metric), reading.cumulative, strict=True))
-            histogram.add_metric([self._name], buckets=buckets, sum_value=reading.sum)
+            histogram.add_metric(values, buckets=buckets, sum_value=reading.sum)
             return histogram
         make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-        family = make(metric.full_name, metric.meaning, labels=labels)
+        family = make(name, metric.meaning, labels=labels)
         for value, number in numbers(metric, reading):
-            family.add_metric([self._name, *((value,) if metric.label else ())], number)
+            family.add_metric([*values, *((value,) if label else ())], number)
         return family
 
 
@@ -63,10 +67,10 @@ def bounds(metric: Metric) -> list[str]:
     return [*map(str, metric.buckets), "+Inf"]
 
 
-def exposition(table: Sequence[Metric], identity: tuple[str, str], readings: Readings) -> bytes:
+def exposition(source: Source, readings: Readings) -> bytes:
     """The readings as Prometheus' text, of the type CONTENT_TYPE."""
     registry = CollectorRegistry()
-    registry.register(ReadingsCollector(table, identity, lambda: readings))
+    registry.register(ReadingsCollector(source, lambda: readings))
     return generate_latest(registry)
 
 
@@ -112,15 +116,13 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 @contextmanager
-def metrics_endpoint(
-    host: str, port: int, table: Sequence[Metric], identity: tuple[str, str], read: Callable[[], Readings]
-) -> Iterator[str]:
+def metrics_endpoint(host: str, port: int, source: Source, read: Callable[[], Readings]) -> Iterator[str]:
     """Serves at the URL for the life of the context; port 0 takes a free one. Raises OSError for a taken port,
     ValueError for one that is none."""
     if not 0 <= port <= MAX_PORT:
         raise ValueError(f"the port of the metrics must be from 0 to {MAX_PORT}, not {port}")
     registry = CollectorRegistry()
-    registry.register(ReadingsCollector(table, identity, read))
+    registry.register(ReadingsCollector(source, read))
     # An IPv6 address is in brackets, as gRPC takes it.
     address = host.removeprefix("[").removesuffix("]")
     server = (_Server6 if ":" in address else _Server)((address, port), _Handler)

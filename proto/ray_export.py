@@ -8,9 +8,9 @@ deploy/grafana/prometheus.yaml gives all of them the names that they have withou
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from blockyard.proto.metrics import Distribution, Kind, Metric, Reading, Readings, numbers
+from blockyard.proto.metrics import Distribution, Kind, Metric, Reading, Readings, Source, numbers
 from blockyard.proto.prometheus_export import bounds
 from ray.util.metrics import Counter, Gauge
 
@@ -22,19 +22,21 @@ RECORDS_A_TURN = 20
 
 
 class RayExport:
-    """Of one worker or router: `identity` is a label and its name. Ray forgets a gauge that is not set again."""
+    """Tells Ray of one worker or router. Ray forgets a gauge that is not set again.
 
-    def __init__(self, table: Sequence[Metric], identity: tuple[str, str]) -> None:
-        label, name = identity
-        self._own = {label: name}
-        self._table = table
+    It has no names of vLLM: Ray's metrics pass through OpenTelemetry, which takes no colon.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._own = dict(source.labels)
+        self._table = table = source.table
         self._gauges = {
-            name: Gauge(name, metric.meaning, (label, *labels))
+            name: Gauge(name, metric.meaning, (*self._own, *labels))
             for metric in table
             for name, labels in _gauge_names(metric)
         }
         self._counters = {
-            metric.full_name: Counter(metric.full_name, metric.meaning, (label, *_own_labels(metric)))
+            metric.full_name: Counter(metric.full_name, metric.meaning, (*self._own, *_own_labels(metric)))
             for metric in table
             if metric.kind is Kind.COUNTER
         }
@@ -67,12 +69,10 @@ class RayExport:
         return True
 
 
-async def keep_reporting(
-    table: Sequence[Metric], identity: tuple[str, str], read: Callable[[], Readings]
-) -> None:
+async def keep_reporting(source: Source, read: Callable[[], Readings]) -> None:
     """Until cancelled. A defect in it costs the metrics, not the service."""
     try:
-        export = RayExport(table, identity)
+        export = RayExport(source)
         while True:
             await export.report(read())
             await asyncio.sleep(REPORT_SECONDS)

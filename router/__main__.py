@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
-from blockyard.proto.metric_table import ROUTER_METRICS
+from blockyard.proto.metrics import MetricNames
 from blockyard.proto.prometheus_export import MAX_PORT, metrics_endpoint
 from blockyard.proto.redis_prefix_index import check_url
 from blockyard.proto.tls_files import server_tls, session_tls
@@ -148,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
         default=-1,
         help="Prometheus endpoint, for whoever reaches it; 0 takes a free port, -1 (the default) has none",
     )
+    parser.add_argument(
+        "--metrics-names",
+        choices=get_args(MetricNames),
+        default="blockyard",
+        help="`vllm` adds vLLM's names there and at the gateway's /metrics; default: %(default)s",
+    )
     parser.add_argument("--cluster", default="default")
     parser.add_argument(
         "--log-level", choices=get_args(LogLevel), help="default: BLOCKYARD_LOG_LEVEL, or info"
@@ -225,6 +231,7 @@ def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
         max_queue_seconds=arguments.max_queue_seconds,
         tenant_weights=parse_weights(arguments.tenant_weight),
         loop_tick_seconds=arguments.loop_tick_seconds,
+        metrics_names=arguments.metrics_names,
         **{name: getattr(arguments, name) for name in FAULT_SETTINGS},
     )
 
@@ -274,10 +281,9 @@ def _metrics(server: RouterServer, host: str, arguments: argparse.Namespace) -> 
     if port < 0:
         yield
         return
-    identity = ("router", arguments.router_id)
     with ExitStack() as stack:
         try:
-            endpoint = metrics_endpoint(host, port, ROUTER_METRICS, identity, lambda: server.readings)
+            endpoint = metrics_endpoint(host, port, server.metric_source, lambda: server.readings)
             logger.info("metrics at %s", stack.enter_context(endpoint))
         except (OSError, ValueError) as error:
             raise StartError(f"--metrics-port {port}: {error}") from None

@@ -14,7 +14,6 @@ import ray
 from blockyard.proto.code_version import code_version
 from blockyard.proto.logs import configure_logging
 from blockyard.proto.loopback import is_every_interface
-from blockyard.proto.metric_table import ROUTER_METRICS
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.router.config import RouterConfig
 from blockyard.router.supervision import SupervisorWatch
@@ -93,7 +92,7 @@ class RouterActor:
     async def _start(self) -> StartedRouter:
         address = await self._server.start()
         self._reporting = asyncio.create_task(
-            keep_reporting(ROUTER_METRICS, ("router", self._router_id), lambda: self._server.readings)
+            keep_reporting(self._server.metric_source, lambda: self._server.readings)
         )
         self._watching = asyncio.create_task(self._watch.run())
         return StartedRouter(

@@ -67,9 +67,11 @@ class Calls:
         which runs no other meanwhile. One that `waits` is not refused by a limit, but comes back when it would be told
         to."""
         parts = self.parts
-        with parts.metrics.call():
+        with parts.metrics.call() as note:
             await self._arrivals.take()
-            valid, caller = admit(parts, request), self.bounds.caller(context)
+            caller = self.bounds.caller(context)
+            note.tenant = caller.tenant
+            valid = admit(parts, request)
             REQUEST_ID.set(valid.request_id)  # of this call's task, to its end
             if valid.policy is not None:
                 check_admin("policy")

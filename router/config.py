@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from blockyard.proto.logs import LogConfig
+from blockyard.proto.metrics import MetricNames
 from blockyard.proto.tls_files import ServerTls, SessionTls
 from blockyard.router.model_facts import GenerationConfig
 from blockyard.router.placement_config import PlacementConfig, PolicyName
@@ -171,6 +172,8 @@ class RouterConfig:
     It must be longer than the longest step of the model."""
     max_migrations: int = DEFAULT_MAX_MIGRATIONS
     """Workers that a request may lose and still go on elsewhere; 0 switches replay off."""
+    metrics_names: MetricNames = "blockyard"
+    """`vllm` adds vLLM's names at the gateway's /metrics and at the router's own metrics port."""
     log: LogConfig = field(default_factory=LogConfig)
     """Of an actor; a process of its own has the environment's."""
 

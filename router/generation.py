@@ -165,7 +165,6 @@ async def generate(
         session_id=scoped_session(valid.session_id, record.realm),
         policy=valid.policy,
     )
-    meter = RequestMeter(parts.metrics, record)
     assembly = Assembly(
         parts.tokenizing.tokenizer,
         valid.sampling,
@@ -175,15 +174,16 @@ async def generate(
     )
     stopped: set[int] = set()
     has_grammar = generation.sampling.HasField("structured_output")
-    async with (
-        parts.grammar_places.place(record.client if has_grammar else None) as leave,
-        aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks,
-    ):
-        async for chunk in chunks:
-            leave()
-            delta = assembly.delta(chunk)
-            meter.piece(chunk.index, len(delta.token_ids))
-            if delta.finish is not None:
-                meter.end(delta.finish.reason)
-                stopped.add(chunk.index)
-            yield delta
+    with RequestMeter(parts.metrics, record) as meter:
+        async with (
+            parts.grammar_places.place(record.client if has_grammar else None) as leave,
+            aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks,
+        ):
+            async for chunk in chunks:
+                leave()
+                delta = assembly.delta(chunk)
+                meter.piece(chunk.index, len(delta.token_ids))
+                if delta.finish is not None:
+                    meter.end(delta.finish.reason)
+                    stopped.add(chunk.index)
+                yield delta

@@ -6,12 +6,21 @@ Owns where each is found. Does not own what becomes of requests (metrics.py) nor
 
 from collections import Counter
 
-from blockyard.proto.metrics import Histogram, Readings
+from blockyard.proto.metric_table import ROUTER_METRICS
+from blockyard.proto.metrics import Histogram, Readings, Source, labels_of
+from blockyard.proto.model_files import model_names
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.config import RouterConfig
 from blockyard.router.generation import RouterParts
 from blockyard.router.index_report import current_condition
 from blockyard.router.prefix_index import PrefixLookup
+
+
+def router_source(config: RouterConfig, router_id: str) -> Source:
+    """What leaves of a router's metrics, and how it is labelled."""
+    model = model_names(config.model, config.model_names)[0]
+    labels = labels_of("router", router_id, cluster=config.cluster, model=model)
+    return Source(table=ROUTER_METRICS, labels=labels, names=config.metrics_names)
 
 
 async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Histogram) -> Readings:

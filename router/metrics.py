@@ -1,6 +1,6 @@
 """What becomes of requests, counted where clients feel it: times, tokens, ends.
 
-Called for each piece of each output, which costs 0.3 us (bench/metrics.py). Does not own what other parts count of
+Called for each piece of each output, which costs 0.4 us (bench/metrics.py). Does not own what other parts count of
 themselves (metric_readings.py) nor how it leaves the process.
 """
 
@@ -9,17 +9,54 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
 
-from blockyard.proto.metric_table import METRICS
+from blockyard.proto.metric_table import METRICS, MOST_TENANTS, OTHER_TENANTS
 from blockyard.proto.metrics import Histogram, Readings, by_name
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.errors import as_router_error, is_gone
+from blockyard.router.errors import Overloaded, as_router_error, is_gone
 from blockyard.router.requests import RequestRecord
 
 OK = "OK"
 CANCELLED = "CANCELLED"
 FINISHES = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 """In metrics and in OpenAI's API."""
+
+
+@dataclass(slots=True)
+class TenantCount:
+    """What one tenant had so far."""
+
+    requests: int = 0
+    refusals: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class TenantCounts:
+    """By tenant, in order of appearance. Those who find all places taken share one, and so do calls without a name."""
+
+    def __init__(self) -> None:
+        self._counts = {OTHER_TENANTS: TenantCount()}
+
+    def of(self, tenant: str) -> TenantCount:
+        if tenant and tenant not in self._counts and len(self._counts) < MOST_TENANTS:
+            self._counts[tenant] = TenantCount()
+        return self._counts.get(tenant, self._counts[OTHER_TENANTS])
+
+    def readings(self) -> Readings:
+        return {
+            f"tenant_{name}": {tenant: getattr(count, name) for tenant, count in self._counts.items()}
+            for name in ("requests", "refusals", "prompt_tokens", "generated_tokens")
+        }
+
+
+@dataclass(slots=True)
+class CallNote:
+    """What is learned of a call on its way."""
+
+    tenant: str = ""
 
 
 class RouterMetrics:
@@ -35,13 +72,19 @@ class RouterMetrics:
         self.gaps = Histogram(table["inter_token_latency_seconds"])
         self.whole = Histogram(table["request_seconds"])
         self.queued = Histogram(table["queue_seconds"])
+        self.prefill = Histogram(table["prefill_seconds"])
+        self.decode = Histogram(table["decode_seconds"])
+        self.request_prompt = Histogram(table["request_prompt_tokens"])
+        self.request_generated = Histogram(table["request_generated_tokens"])
+        self.tenants = TenantCounts()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self) -> Iterator[CallNote]:
         """Around all of one request for generation: however it ends is counted once."""
-        arrival = self.clock()
+        arrival, note = self.clock(), CallNote()
         try:
-            yield
+            with self._of_tenant(note):
+                yield note
         except asyncio.CancelledError:
             self.outcomes[CANCELLED] += 1
             raise
@@ -52,8 +95,26 @@ class RouterMetrics:
         self.outcomes[OK] += 1
         self.whole.observe(self.clock() - arrival)
 
+    @contextmanager
+    def _of_tenant(self, note: CallNote) -> Iterator[None]:
+        is_refused = False
+        try:
+            yield
+        except Exception as error:
+            is_refused = isinstance(as_router_error(error), Overloaded)
+            raise
+        finally:
+            count = self.tenants.of(note.tenant)
+            count.requests += 1
+            count.refusals += is_refused
+
     def readings(self) -> Readings:
         return {
+            **self.tenants.readings(),
+            "prefill_seconds": self.prefill.read(),
+            "decode_seconds": self.decode.read(),
+            "request_prompt_tokens": self.request_prompt.read(),
+            "request_generated_tokens": self.request_generated.read(),
             "time_to_first_token_seconds": self.first_token.read(),
             "inter_token_latency_seconds": self.gaps.read(),
             "request_seconds": self.whole.read(),
@@ -67,15 +128,27 @@ class RouterMetrics:
 
 
 class RequestMeter:
-    """Of one request, whose record says how it went until its first token."""
+    """Of one request, whose record says how it went until its first token. A context, to the request's end."""
 
-    __slots__ = ("_last", "_metrics", "_record")
+    __slots__ = ("_began", "_last", "_metrics", "_num_generated", "_record", "_tenant")
 
     def __init__(self, metrics: RouterMetrics, record: RequestRecord) -> None:
         self._metrics = metrics
         self._record = record
+        self._tenant = metrics.tenants.of(record.tenant)
+        self._began = 0.0
+        """When the first piece came."""
         self._last: dict[int, float] = {}
         """When each output's last piece came."""
+        self._num_generated = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._last:
+            self._metrics.decode.observe(max(self._last.values()) - self._began)
+            self._metrics.request_generated.observe(self._num_generated)
 
     def piece(self, index: int, num_tokens: int) -> None:
         """An output's next tokens go to the client."""
@@ -86,6 +159,8 @@ class RequestMeter:
             self._begin(now)
         self._last[index] = now
         metrics.generated_tokens += num_tokens
+        self._tenant.generated_tokens += num_tokens
+        self._num_generated += num_tokens
 
     def end(self, reason: inference_pb2.FinishReason) -> None:
         """An output has ended."""
@@ -93,8 +168,12 @@ class RequestMeter:
 
     def _begin(self, now: float) -> None:
         metrics, record, progress = self._metrics, self._record, self._record.progress
+        self._began = now
         metrics.first_token.observe(now - record.arrival)
         if progress.sent_at is not None:
             metrics.queued.observe(progress.sent_at - record.arrival)
+            metrics.prefill.observe(now - progress.sent_at)
+        metrics.request_prompt.observe(record.prompt_tokens)
+        self._tenant.prompt_tokens += record.prompt_tokens
         metrics.prompt_tokens += record.prompt_tokens
         metrics.cached_tokens += progress.cached_tokens or 0

@@ -7,12 +7,10 @@ tokenizer's work.
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from blockyard.proto.model_files import name_and_revision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,17 +57,6 @@ class ModelFacts:
     def max_text_bytes(self, num_tokens: int) -> int:
         """A longer text cannot fit so many tokens, whatever it says."""
         return num_tokens * self.longest_token_bytes
-
-
-def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...]:
-    """The chosen ones. Else a folder's last part, or a hub model's full name and, as an alias, its short one."""
-    if chosen:
-        return tuple(dict.fromkeys(chosen))
-    path = Path(name_or_path)
-    if path.is_absolute() or path.is_dir():
-        return (path.resolve().name,)
-    name, _ = name_and_revision(name_or_path)
-    return tuple(dict.fromkeys((name, Path(name).name)))
 
 
 def read_facts(

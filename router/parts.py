@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 from blockyard.proto.code_version import code_version
 from blockyard.proto.fingerprint import tokenizer_fingerprint
-from blockyard.proto.model_files import TOKENIZER_FILES, resolve_model, resolve_tokenizer
+from blockyard.proto.model_files import TOKENIZER_FILES, model_names, resolve_model, resolve_tokenizer
 from blockyard.proto.prefix_index import PrefixIndex
 from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
 from blockyard.proto.tls import session_channels
@@ -18,7 +18,7 @@ from blockyard.router.engine_link import CHANNEL_OPTIONS
 from blockyard.router.fleet import Fleet
 from blockyard.router.generation import RouterParts
 from blockyard.router.grammar_places import GrammarPlaces
-from blockyard.router.model_facts import model_names, read_facts
+from blockyard.router.model_facts import read_facts
 from blockyard.router.placer import Placer
 from blockyard.router.prefix_index import PrefixLookup
 from blockyard.router.relay import Relay

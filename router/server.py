@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.loopback import is_loopback
-from blockyard.proto.metric_table import ROUTER_METRICS
 from blockyard.proto.metrics import Readings
 from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
 from blockyard.proto.prometheus_export import exposition
@@ -36,7 +35,7 @@ from blockyard.router.generation import RouterParts
 from blockyard.router.intake import Intake
 from blockyard.router.interceptor import AuthInterceptor, BoundaryInterceptor
 from blockyard.router.loop_watch import LoopWatch
-from blockyard.router.metric_readings import router_readings
+from blockyard.router.metric_readings import router_readings, router_source
 from blockyard.router.openai.about import AboutRouter
 from blockyard.router.openai.gateway import gateway
 from blockyard.router.parts import DIRECTORY_SECONDS, build_parts
@@ -77,7 +76,7 @@ class RouterServer:
         """`owns_process`: nothing but this server lives in it, so that the garbage collector may be set for it.
         `router_id` is its name in metrics."""
         self._config = config
-        self._router_id = router_id
+        self.metric_source = router_source(config, router_id)
         self._owns_process = owns_process
         self.failed = asyncio.Event()
         """Nothing is served any more, and nothing here will cure it."""
@@ -186,11 +185,10 @@ class RouterServer:
         logger.info("router stopped; event loop: %s", self.loop_watch.seen)
 
     def _about(self) -> AboutRouter:
-        identity = ("router", self._router_id)
         return AboutRouter(
             version=_version(),
             started=int(time.time()),
-            exposition=lambda: exposition(ROUTER_METRICS, identity, self.readings),
+            exposition=lambda: exposition(self.metric_source, self.readings),
         )
 
     async def _background(self, duty: Coroutine[None, None, None]) -> None:

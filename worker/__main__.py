@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, get_args
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
 from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
-from blockyard.proto.metric_table import WORKER_METRICS
+from blockyard.proto.metrics import MetricNames
 from blockyard.proto.prometheus_export import metrics_endpoint
 from blockyard.proto.tls_files import session_tls
 from blockyard.worker.config import (
@@ -28,6 +28,7 @@ from blockyard.worker.config import (
     add_engine_arguments,
     engine_config,
 )
+from blockyard.worker.metrics import worker_source
 from blockyard.worker.openmp import bound_spinning
 
 if TYPE_CHECKING:
@@ -48,6 +49,17 @@ def parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="Prometheus endpoint; 0 takes a free port, -1 has none"
+    )
+    parser.add_argument(
+        "--metrics-names",
+        choices=get_args(MetricNames),
+        default="blockyard",
+        help="`vllm` adds vLLM's names at that endpoint; default: %(default)s",
+    )
+    parser.add_argument(
+        "--model-name",
+        default="",
+        help="the model's id for clients, as metrics label it; default: the router's",
     )
     parser.add_argument("--pool-map-path", default=None, help="text map of the pool, rewritten each second")
     parser.add_argument("--session-tls-cert", metavar="PEM", help="shown to routers, which all have the same")
@@ -95,6 +107,8 @@ def parse(arguments: list[str]) -> WorkerConfig:
         session_tls=session_tls(options.session_tls_cert, options.session_tls_key, options.session_tls_ca),
         redis_url=os.environ.get("BLOCKYARD_REDIS_URL"),
         metrics_port=None if options.metrics_port < 0 else options.metrics_port,
+        metrics_names=options.metrics_names,
+        model_name=options.model_name,
         pool_map_path=options.pool_map_path,
         grace_seconds=options.grace_seconds,
         stall_seconds=options.stall_seconds,
@@ -142,8 +156,8 @@ def _metrics(server: "WorkerServer") -> Iterator[None]:
     if config.metrics_port is None:
         yield
         return
-    identity = ("worker", config.worker_id)
-    with metrics_endpoint(config.host, config.metrics_port, WORKER_METRICS, identity, server.stats) as url:
+    source = worker_source(config)
+    with metrics_endpoint(config.host, config.metrics_port, source, server.stats) as url:
         logger.info("metrics at %s", url)
         yield
 

@@ -16,10 +16,10 @@ import ray
 from blockyard.proto.code_version import code_version
 from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.logs import configure_logging
-from blockyard.proto.metric_table import WORKER_METRICS
 from blockyard.proto.model_files import resolve_tokenizer
 from blockyard.proto.ray_export import keep_reporting
 from blockyard.worker.config import WorkerConfig
+from blockyard.worker.metrics import worker_source
 from blockyard.worker.openmp import bound_spinning
 
 if TYPE_CHECKING:
@@ -99,9 +99,7 @@ class WorkerActor:
         configure_logging(log, worker_id=worker_id, incarnation=self._server.incarnation)
         address = await self._server.start()
         self._serving.enter_context(spared_by_garbage_collection())
-        self._reporting = asyncio.create_task(
-            keep_reporting(WORKER_METRICS, ("worker", self._worker_id), self._server.stats)
-        )
+        self._reporting = asyncio.create_task(keep_reporting(worker_source(self._config), self._server.stats))
         self._started = StartedWorker(
             address=address,
             pid=os.getpid(),

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
 from blockyard.proto.logs import LogConfig
+from blockyard.proto.metrics import MetricNames
 from blockyard.proto.tls_files import SessionTls
 from blockyard.worker.kv_size import KVCacheDtype
 from blockyard.worker.preemption import PreemptionMode
@@ -162,6 +163,10 @@ class WorkerConfig:
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     metrics_port: int | None = None
     """Prometheus endpoint; 0 takes a free port, None has none."""
+    metrics_names: MetricNames = "blockyard"
+    """`vllm` adds vLLM's names at that endpoint."""
+    model_name: str = ""
+    """The model's id for clients, as metrics label it. Empty: model_files.py names it."""
     max_waiting: int = DEFAULT_MAX_WAITING
     """Requests that wait inside the worker; beyond it they are rejected as busy, and the router keeps them."""
     pool_map_path: str | None = None

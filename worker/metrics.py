@@ -3,8 +3,11 @@
 Pure. Does not own how they are counted (engine.py, publisher.py) nor how they leave (actor.py, __main__.py).
 """
 
-from blockyard.proto.metrics import Readings
+from blockyard.proto.metric_table import WORKER_METRICS
+from blockyard.proto.metrics import Readings, Source, labels_of
+from blockyard.proto.model_files import model_names
 from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
+from blockyard.worker.config import WorkerConfig
 from blockyard.worker.engine_types import EngineLoad
 
 FROM_LOAD = (
@@ -18,6 +21,13 @@ FROM_LOAD = (
     "swaps",
 )
 """Called the same in the load and in the table."""
+
+
+def worker_source(config: WorkerConfig) -> Source:
+    """What leaves of a worker's metrics, and how it is labelled."""
+    model = config.model_name or model_names(config.engine.model)[0]
+    labels = labels_of("worker", config.worker_id, cluster=config.cluster, model=model)
+    return Source(table=WORKER_METRICS, labels=labels, names=config.metrics_names)
 
 
 def worker_readings(

@@ -17,7 +17,7 @@ from blockyard.deploy.dashboard.announcement import (
     encode,
     key_of,
 )
-from blockyard.router.model_facts import model_names
+from blockyard.proto.model_files import model_names
 from ray.exceptions import RayError
 
 if TYPE_CHECKING:

@@ -28,13 +28,44 @@ def dashboard() -> dict[str, Any]:
         "schemaVersion": 41,
         "refresh": "5s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [_datasource_variable()]},
+        "templating": {
+            "list": [
+                _datasource_variable(),
+                _label_variable("cluster", "Cluster", "label_values(blockyard_workers, cluster)"),
+                _label_variable(
+                    "model",
+                    "Model",
+                    'label_values(blockyard_workers{cluster="$cluster"}, model_name)',
+                    has_all=True,
+                ),
+            ]
+        },
         "panels": _panels(),
     }
 
 
 def _datasource_variable() -> dict[str, Any]:
     return {"name": "datasource", "type": "datasource", "label": "Prometheus", "query": "prometheus"}
+
+
+def _label_variable(name: str, label: str, query: str, *, has_all: bool = False) -> dict[str, Any]:
+    """One value is chosen, or with `has_all` any number; Grafana asks again whenever the dashboard's time changes."""
+    variable = {
+        "name": name,
+        "type": "query",
+        "label": label,
+        "datasource": DATASOURCE,
+        "query": query,
+        "refresh": 2,
+        "sort": 1,
+    }
+    everything = {
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+    return variable | (everything if has_all else {})
 
 
 def _panels() -> list[dict[str, Any]]:

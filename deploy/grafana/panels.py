@@ -1,9 +1,14 @@
 """What the Grafana dashboard shows, as a table: rows of panels, each with its questions to Prometheus.
 
-Pure data. Does not own how it becomes Grafana's JSON (dashboard.py). Names are those of proto/metric_table.py, by test.
+Pure data. The dashboard's variables choose the cluster and the models of every series that is asked for. Does not own
+how it becomes Grafana's JSON (dashboard.py). Names are those of proto/metric_table.py, by test.
 """
 
+import re
 from dataclasses import dataclass
+
+CHOSEN = '{cluster="$cluster",model_name=~"$model"}'
+"""What every series is asked for with: one cluster, so that two never add up, and some of its models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,9 +17,17 @@ class Panel:
     description: str
     unit: str
     """One of Grafana's own."""
-    queries: tuple[tuple[str, str], ...]
-    """(expression, legend)"""
+    questions: tuple[tuple[str, str], ...]
+    """(expression without matchers, legend)"""
     is_stacked: bool = False
+
+    @property
+    def queries(self) -> tuple[tuple[str, str], ...]:
+        """(expression, legend)"""
+        chosen = (
+            (re.sub(r"\bblockyard_\w+", rf"\g<0>{CHOSEN}", asked), legend) for asked, legend in self.questions
+        )
+        return tuple(chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,42 +58,93 @@ CLIENTS = Row(
             title="Requests by outcome",
             description="Requests that end each second. Everything but OK, CANCELLED and ABORTED is worth a look.",
             unit="reqps",
-            queries=((f"{_rate('blockyard_requests', 'outcome')} > 0", "{{outcome}}"),),
+            questions=((f"{_rate('blockyard_requests', 'outcome')} > 0", "{{outcome}}"),),
             is_stacked=True,
         ),
         Panel(
             title="Time to the first token",
             description="From a request's arrival at its router.",
             unit="s",
-            queries=_quantiles("blockyard_time_to_first_token_seconds"),
+            questions=_quantiles("blockyard_time_to_first_token_seconds"),
         ),
         Panel(
             title="Between two tokens",
             description="Of one output, pauses of a replay included.",
             unit="s",
-            queries=_quantiles("blockyard_inter_token_latency_seconds"),
+            questions=_quantiles("blockyard_inter_token_latency_seconds"),
         ),
         Panel(
             title="Whole requests",
             description="From arrival to the end of the answer, of those that ended OK.",
             unit="s",
-            queries=_quantiles("blockyard_request_seconds"),
+            questions=_quantiles("blockyard_request_seconds"),
         ),
         Panel(
             title="In the queue",
             description="From arrival until a worker was sent the request.",
             unit="s",
-            queries=_quantiles("blockyard_queue_seconds"),
+            questions=_quantiles("blockyard_queue_seconds"),
         ),
         Panel(
             title="Tokens a second",
             description="What went to clients, and prompts with what of them was reused.",
             unit="short",
-            queries=(
+            questions=(
                 (_whole_rate("blockyard_router_generated_tokens"), "generated"),
                 (_whole_rate("blockyard_router_prompt_tokens"), "prompt"),
                 (_whole_rate("blockyard_router_cached_tokens"), "prompt, reused"),
             ),
+        ),
+        Panel(
+            title="Prefill",
+            description="From sending a request to its worker until its first token, the worker's own queue included.",
+            unit="s",
+            questions=_quantiles("blockyard_prefill_seconds"),
+        ),
+        Panel(
+            title="Decode",
+            description="From a request's first token to its last.",
+            unit="s",
+            questions=_quantiles("blockyard_decode_seconds"),
+        ),
+        Panel(
+            title="Tokens of a request",
+            description="How long prompts and answers are: half of them are shorter, and 95 of 100.",
+            unit="short",
+            questions=tuple(
+                (expression, f"{kind}, {legend}")
+                for kind in ("prompt", "generated")
+                for expression, legend in _quantiles(f"blockyard_request_{kind}_tokens")[:2]
+            ),
+        ),
+    ),
+)
+
+TENANTS = Row(
+    title="Tenants",
+    panels=(
+        Panel(
+            title="Requests of tenants",
+            description="Requests that end each second. `other` is all further tenants, and calls that name none.",
+            unit="reqps",
+            questions=((_rate("blockyard_tenant_requests", "tenant"), "{{tenant}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Tokens of tenants",
+            description="Prompt and generated tokens each second.",
+            unit="short",
+            questions=(
+                (_rate("blockyard_tenant_prompt_tokens", "tenant"), "{{tenant}} prompt"),
+                (_rate("blockyard_tenant_generated_tokens", "tenant"), "{{tenant}} generated"),
+            ),
+        ),
+        Panel(
+            title="Refusals of tenants",
+            description="Requests each second that a limit turned away: a share of the router's, or one a minute.",
+            unit="reqps",
+            questions=((_rate("blockyard_tenant_refusals", "tenant"), "{{tenant}}"),),
+            is_stacked=True,
         ),
     ),
 )
@@ -92,13 +156,13 @@ WORKERS = Row(
             title="KV blocks in use",
             description="Share of each worker's pool that running sequences hold.",
             unit="percentunit",
-            queries=(("blockyard_kv_usage_ratio", "{{worker}}"),),
+            questions=(("blockyard_kv_usage_ratio", "{{worker}}"),),
         ),
         Panel(
             title="Blocks of all pools",
             description="Cached blocks are given away as soon as somebody needs one.",
             unit="short",
-            queries=(
+            questions=(
                 ("sum(blockyard_blocks_used)", "used"),
                 ("sum(blockyard_blocks_cached)", "cached"),
                 ("sum(blockyard_blocks_free)", "free"),
@@ -109,7 +173,7 @@ WORKERS = Row(
             title="Sequences",
             description="Running, and waiting in the workers' own short queues.",
             unit="short",
-            queries=(
+            questions=(
                 ("blockyard_running", "{{worker}} running"),
                 ("blockyard_waiting", "{{worker}} waiting"),
             ),
@@ -118,7 +182,7 @@ WORKERS = Row(
             title="Preemptions and evictions",
             description="Sequences that gave up their blocks, and cached blocks that were given away, each second.",
             unit="short",
-            queries=(
+            questions=(
                 (_rate("blockyard_preemptions", "worker"), "{{worker}} preempted"),
                 (_rate("blockyard_evictions", "worker"), "{{worker}} evicted"),
             ),
@@ -127,14 +191,14 @@ WORKERS = Row(
             title="Generated tokens a second",
             description="By worker; what a replay computes again counts again.",
             unit="short",
-            queries=((_rate("blockyard_generated_tokens", "worker"), "{{worker}}"),),
+            questions=((_rate("blockyard_generated_tokens", "worker"), "{{worker}}"),),
             is_stacked=True,
         ),
         Panel(
             title="Step under way",
             description="How long it has run: a worker that hangs shows as a line that climbs.",
             unit="s",
-            queries=(("blockyard_stalled_seconds", "{{worker}}"),),
+            questions=(("blockyard_stalled_seconds", "{{worker}}"),),
         ),
     ),
 )
@@ -146,7 +210,7 @@ CACHE = Row(
             title="Hit rate",
             description="Share of prompt tokens that were reused: as clients were told, and on each worker.",
             unit="percentunit",
-            queries=(
+            questions=(
                 (
                     f"{_whole_rate('blockyard_router_cached_tokens')} / "
                     f"{_whole_rate('blockyard_router_prompt_tokens')}",
@@ -162,7 +226,7 @@ CACHE = Row(
             title="Predicted and actual hits",
             description="Blocks each second that the index promised, that were reused, and that were promised in vain.",
             unit="short",
-            queries=(
+            questions=(
                 (_whole_rate("blockyard_promised_blocks"), "promised"),
                 (_whole_rate("blockyard_reused_blocks"), "reused"),
                 (_whole_rate("blockyard_stale_blocks"), "promised in vain"),
@@ -172,7 +236,7 @@ CACHE = Row(
             title="Index: lag and state",
             description="Seconds that each worker's part is behind; 3 means degraded, 2 exact, 1 that there is none.",
             unit="short",
-            queries=(
+            questions=(
                 ("blockyard_index_lag_seconds", "{{worker}} lag"),
                 ("blockyard_router_index_state", "{{router}} state"),
             ),
@@ -187,7 +251,7 @@ ROUTERS = Row(
             title="Requests held",
             description="By a worker or waiting for one, and the limit that admission keeps.",
             unit="short",
-            queries=(
+            questions=(
                 ("blockyard_router_running", "{{router}} running"),
                 ("blockyard_router_waiting", "{{router}} waiting"),
                 ("blockyard_requests_limit", "{{router}} limit"),
@@ -197,7 +261,7 @@ ROUTERS = Row(
             title="Event loop lag",
             description="99 of 100 ticks are less late than this. Every token waits for it.",
             unit="s",
-            queries=(
+            questions=(
                 (
                     "histogram_quantile(0.99, sum by (router, le) "
                     "(rate(blockyard_loop_lag_seconds_bucket[$__rate_interval])))",
@@ -209,7 +273,7 @@ ROUTERS = Row(
             title="Workers by state",
             description="As the routers see them, and how many requests lost their worker each second.",
             unit="short",
-            queries=(
+            questions=(
                 ("max by (state) (blockyard_workers) > 0", "{{state}}"),
                 (_whole_rate("blockyard_migrations"), "migrations"),
             ),
@@ -217,4 +281,4 @@ ROUTERS = Row(
     ),
 )
 
-ROWS = (CLIENTS, WORKERS, CACHE, ROUTERS)
+ROWS = (CLIENTS, TENANTS, WORKERS, CACHE, ROUTERS)

@@ -242,6 +242,7 @@ def test_a_setting_without_a_default_is_one_comment_sign_away_from_a_value() -> 
 
 def test_what_a_file_sets_reaches_routers_and_workers(written: Any) -> None:
     path = written(
+        '[cluster]\nmetrics_names = "vllm"\nmodel_name = ["chat", "alias"]\n'
         '[engine]\nmodel = "demo"\npriority_ageing_seconds = 4\n'
         "[worker]\nlease_seconds = 7\nmax_waiting = 9\n"
         "[limits]\ndefault_timeout_seconds = 11\nno_worker_seconds = 0\nslow_reader_seconds = 13\nstall_seconds = 99\n"
@@ -257,6 +258,7 @@ def test_what_a_file_sets_reaches_routers_and_workers(written: Any) -> None:
         13.0,
     )
     assert (router.priority_ageing_seconds, worker.engine.priority_ageing_seconds) == (4.0, 4.0)
+    assert (worker.metrics_names, router.metrics_names, worker.model_name) == ("vllm", "vllm", "chat")
     assert worker.log == router.log
     assert (worker.log.level, worker.log.format) == ("debug", "json")
 
@@ -269,7 +271,9 @@ def test_without_settings_routers_and_workers_have_their_own_defaults() -> None:
     assert spec.router == RouterConfig(
         model=model, model_names=("demo",), cluster_secret="s", discovers_workers=False
     )
-    assert spec.worker == WorkerConfig(engine=EngineConfig(model=model), cluster_secret="s")
+    assert spec.worker == WorkerConfig(
+        engine=EngineConfig(model=model), cluster_secret="s", model_name="demo"
+    )
 
 
 @pytest.mark.parametrize(

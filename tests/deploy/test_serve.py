@@ -24,8 +24,8 @@ from blockyard.deploy.shared_port import MAX_PORT, can_bind, next_free, reserved
 from blockyard.deploy.up_options import MAX_TEMPLATE_BYTES, SERVE_PORTS, UP_PORTS, up_options
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.loopback import is_every_interface, is_loopback
+from blockyard.proto.model_files import model_names
 from blockyard.proto.tls_files import ServerTls
-from blockyard.router.model_facts import model_names
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from blockyard.proto import prometheus_export
+from blockyard.proto.metrics import Source
 from blockyard.proto.prometheus_export import MAX_SCRAPES, metrics_endpoint
 
 from .rig import until
@@ -16,7 +17,10 @@ def test_silent_connections_are_few_and_end_and_then_it_is_scraped_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prometheus_export, "SCRAPE_SECONDS", 5.0)
-    with metrics_endpoint("127.0.0.1", 0, (), ("worker", "a"), dict) as url, ExitStack() as stack:
+    with (
+        metrics_endpoint("127.0.0.1", 0, Source(table=(), labels={"worker": "a"}), dict) as url,
+        ExitStack() as stack,
+    ):
         place = (urlsplit(url).hostname, urlsplit(url).port)
         silent = [
             stack.enter_context(socket.create_connection(place, timeout=60)) for _ in range(MAX_SCRAPES)

@@ -20,7 +20,7 @@ def with_table(document: str) -> str:
 
 
 def _row(metric: Metric) -> str:
-    vllm = ", ".join(f"`{name}`" for name in metric.vllm.split(", ")) if metric.vllm else ""
+    vllm = ", ".join(f"`{name}`" for name in metric.vllm)
     cells = (f"`{metric.name}`", metric.kind.value, metric.unit, _label(metric), metric.meaning, vllm)
     return f"| {' | '.join(cells)} |\n"
 
@@ -28,6 +28,8 @@ def _row(metric: Metric) -> str:
 def _label(metric: Metric) -> str:
     if not metric.label:
         return ""
+    if metric.most_values:
+        return f"`{metric.label}`: {metric.most_values} at most, see below"
     values = "see below" if metric.values == OUTCOMES else ", ".join(metric.values)
     return f"`{metric.label}`: {values}"
 

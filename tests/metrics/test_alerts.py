@@ -28,6 +28,10 @@ def look(case: AlertCase, series: Series, num_firing: int) -> dict[str, Any]:
     }
 
 
+def of_cluster(series: Series, cluster: str) -> Series:
+    return {name.replace("{", f'{{cluster="{cluster}",', 1): values for name, values in series.items()}
+
+
 def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     assert [case.alert for case in CASES] == [rule["alert"] for rule in RULES]
 
@@ -55,6 +59,29 @@ def test_an_alert_fires_when_it_should_and_only_then(case: AlertCase, tmp_path: 
                 "evaluation_interval": f"{STEP_SECONDS}s",
                 "tests": tests,
             }
+        ),
+        encoding="utf-8",
+    )
+    judged = promtool("test", "rules", str(path))
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.alert != "BlockyardNoRouters"], ids=lambda case: str(case.alert)
+)
+def test_a_sound_cluster_does_not_hide_another_ones_alert(case: AlertCase, tmp_path: Path) -> None:
+    """The sound one is first in the sum, and has the names of the other's routers and workers."""
+    path = tmp_path / "cases.yaml"
+    both = of_cluster(case.quiet, "sound") | of_cluster(case.firing, "sick")
+    test = look(case, both, 1)
+    test["promql_expr_test"][0]["expr"] = (
+        f'count(ALERTS{{alertname="{case.alert}",alertstate="firing",cluster="sick"}}) '
+        f'unless count(ALERTS{{alertname="{case.alert}",alertstate="firing",cluster!="sick"}})'
+    )
+    path.write_text(
+        yaml.safe_dump(
+            {"rule_files": [str(ALERTS)], "evaluation_interval": f"{STEP_SECONDS}s", "tests": [test]}
         ),
         encoding="utf-8",
     )

@@ -101,6 +101,11 @@ def test_sums_equal_what_clients_saw(watched: Watched, answers: list[Completion]
         "sum(blockyard_time_to_first_token_seconds_count)": len(answers),
         "sum(blockyard_queue_seconds_count)": len(answers),
         "sum(blockyard_request_seconds_count)": len(answers),
+        "sum(blockyard_prefill_seconds_count)": len(answers),
+        "sum(blockyard_request_prompt_tokens_sum)": prompt,
+        "sum(blockyard_request_generated_tokens_sum)": generated,
+        'sum(blockyard_tenant_requests_total{tenant="other"})': len(answers) + 1,
+        "sum(blockyard_tenant_generated_tokens_total)": generated,
         "sum(blockyard_migrations_total)": 0,
         'sum(blockyard_workers{state="ready"})': 2,
         "sum(blockyard_running) + sum(blockyard_waiting) + sum(blockyard_router_running)": 0,
@@ -136,6 +141,7 @@ def test_every_metric_of_the_table_is_there_with_its_kind_and_nothing_else(
     # A counter of Ray appears with the first event: nothing was preempted, no worker was lost, no call of Redis failed.
     silent = {
         *("preemptions", "swaps", "evictions", "migrations", "stale_blocks"),
+        "tenant_refusals",
         *("index_errors", "index_resyncs", "index_damages", "index_failed_lookups", "index_skipped_lookups"),
     }
     known = {name for metric in METRICS for name in metric.series}
@@ -157,10 +163,12 @@ def test_series_are_few_and_labelled_by_who_they_are_of(watched: Watched, answer
     for metric in WORKER_METRICS[:3]:
         labels = [labels for labels, _ in watched.prometheus.vector(metric.series[0])]
         assert sorted(series["worker"] for series in labels) == list(WORKERS)
+        assert {(series["cluster"], series["model_name"]) for series in labels} == {("metrics", "demo")}
     for metric in ROUTER_METRICS:
         for name in metric.series:
-            allowed = {"router", "le", metric.label} - {""}
+            allowed = {"router", "cluster", "model_name", "le", metric.label} - {""}
             for labels, _ in watched.prometheus.vector(name):
+                assert (labels["cluster"], labels["model_name"]) == ("metrics", "demo")
                 added = {
                     "__name__",
                     "instance",
@@ -173,7 +181,7 @@ def test_series_are_few_and_labelled_by_who_they_are_of(watched: Watched, answer
                 }
                 assert set(labels) - added <= allowed, labels
     num_series = watched.prometheus.number('count({__name__=~"blockyard_.+"})')
-    assert num_series < 250, num_series
+    assert num_series < 320, num_series
 
 
 def test_every_question_of_the_dashboard_is_answered(watched: Watched, answers: list[Completion]) -> None:
@@ -182,12 +190,12 @@ def test_every_question_of_the_dashboard_is_answered(watched: Watched, answers: 
     with watched.cluster.client() as client:
         client.generate("import os\n", max_tokens=8, ignore_eos=True)
     asked = {
-        expression.replace("$__rate_interval", "10m")
+        expression.replace("$__rate_interval", "10m").replace("$cluster", "metrics").replace("$model", ".*")
         for row in ROWS
         for panel in row.panels
         for expression, _ in panel.queries
     }
-    silent = ("preemptions", "evictions", "stale_blocks", "migrations")
+    silent = ("preemptions", "evictions", "stale_blocks", "migrations", "tenant_refusals")
     wanted = {expression for expression in asked if not any(name in expression for name in silent)}
 
     def empty() -> set[str]:

@@ -66,7 +66,11 @@ def test_a_field_that_grafana_does_not_know_would_be_found(place: str) -> None:
 
 def test_rays_metrics_tab_finds_it_by_its_uid_and_gives_it_the_datasource() -> None:
     assert DASHBOARD["uid"] == "blockyard"
-    assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["datasource"]
+    assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == [
+        "datasource",
+        "cluster",
+        "model",
+    ]
     drawn = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
     assert {panel["datasource"]["uid"] for panel in drawn} == {"${datasource}"}
 
@@ -86,6 +90,29 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         taken |= cells
 
 
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_series_of_a_panel_is_of_the_chosen_cluster_and_models(expression: str) -> None:
+    asked = re.findall(r"\bblockyard_\w+(\{[^}]*\})?", expression)
+    assert asked
+    assert set(asked) == {'{cluster="$cluster",model_name=~"$model"}'}
+
+
+def test_the_variables_ask_for_labels_and_one_cluster_at_a_time() -> None:
+    _, cluster, model = DASHBOARD["templating"]["list"]
+    assert cluster["query"] == "label_values(blockyard_workers, cluster)"
+    assert model["query"] == 'label_values(blockyard_workers{cluster="$cluster"}, model_name)'
+    assert not cluster.get("multi")
+    assert not cluster.get("includeAll")
+    assert (model["includeAll"], model["allValue"]) == (True, ".*")
+
+
+def test_the_new_metrics_are_drawn() -> None:
+    drawn = {name for expression in EXPRESSIONS for name in re.findall(r"blockyard_\w+", expression)}
+    tenants = {name for metric in METRICS if metric.label == "tenant" for name in metric.series}
+    per_request = ("prefill_seconds", "decode_seconds", "request_prompt_tokens", "request_generated_tokens")
+    assert drawn >= tenants | {f"blockyard_{name}_bucket" for name in per_request}
+
+
 @pytest.mark.parametrize("expression", [*EXPRESSIONS, *alert_expressions()])
 def test_a_question_names_only_series_labels_and_values_of_the_table(expression: str) -> None:
     names = re.findall(r"\bblockyard_\w+", expression)
@@ -93,6 +120,8 @@ def test_a_question_names_only_series_labels_and_values_of_the_table(expression:
     assert set(names) <= set(SERIES), set(names) - set(SERIES)
     for name, matchers in re.findall(r"\b(blockyard_\w+)\{([^}]*)\}", expression):
         for label, values in re.findall(r'(\w+)=~?"([^"]*)"', matchers):
+            if (label, values) in (("cluster", "$cluster"), ("model_name", "$model")):
+                continue
             assert label == SERIES[name].label
             assert set(values.split("|")) <= set(SERIES[name].values)
 

@@ -22,12 +22,16 @@ from .promtool import needs_prometheus
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 COMMANDS = {
-    "router": ["--model", str(MODEL), "--router-id", "r7", "--metrics-port", "0"],
+    "router": [
+        *("--model", str(MODEL), "--router-id", "r7", "--metrics-port", "0"),
+        *("--cluster", "c7", "--model-name", "m7", "alias"),
+    ],
     "worker": [
         "--model",
         str(MODEL),
         "--worker-id",
         "w7",
+        *("--cluster", "c7", "--model-name", "m7"),
         "--engine",
         "simulated",
         "--kv-cache-memory",
@@ -38,9 +42,9 @@ TABLES = {"router": ROUTER_METRICS, "worker": WORKER_METRICS}
 
 
 @contextmanager
-def process(kind: str) -> Iterator[str]:
+def process(kind: str, *options: str) -> Iterator[str]:
     """The URL at which it serves its metrics."""
-    command = [sys.executable, "-m", f"blockyard.{kind}", *COMMANDS[kind]]
+    command = [sys.executable, "-m", f"blockyard.{kind}", *COMMANDS[kind], *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ}) as running:
         try:
             assert running.stderr is not None
@@ -81,8 +85,48 @@ def test_all_of_the_table_is_served_with_its_kind_and_labels_from_the_start(kind
     for metric in TABLES[kind]:
         family = families[metric.full_name]
         assert (family.type, family.documentation) == (metric.kind.value, metric.meaning)
-        assert set().union(*(sample.labels for sample in family.samples)) == {kind} | labels_of(metric)
-        assert {sample.labels[kind] for sample in family.samples} == {kind[0] + "7"}
+        whose = {kind: kind[0] + "7", "cluster": "c7", "model_name": "m7"}
+        assert set().union(*(sample.labels for sample in family.samples)) == set(whose) | labels_of(metric)
+        assert all(whose.items() <= sample.labels.items() for sample in family.samples)
+
+
+@pytest.mark.parametrize("kind", ["router", "worker"])
+def test_vllms_names_stand_beside_ours_with_the_same_values(kind: str) -> None:
+    with process(kind, "--metrics-names", "vllm") as url:
+        assert eventually(lambda: TABLES[kind][-1].full_name in page(url), seconds=30.0)
+        families = {family.name: family for family in text_string_to_metric_families(page(url))}
+    assert set(families) == {name for metric in TABLES[kind] for name in (metric.full_name, *metric.vllm)}, (
+        "nothing else"
+    )
+    for metric in TABLES[kind]:
+        for name in metric.vllm:
+            ours, theirs = families[metric.full_name], families[name]
+            assert theirs.type == ours.type
+            assert {sample.labels["model_name"] for sample in theirs.samples} == {"m7"}
+            assert len(theirs.samples) == len(ours.samples)
+
+
+def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
+    """As its source has them; clients ask for the same."""
+    with process("router", "--metrics-names", "vllm") as url:
+        assert eventually(lambda: "vllm:num_requests_running" in page(url), seconds=30.0)
+        text = page(url)
+    for series in (
+        *(
+            "vllm:num_requests_running{",
+            "vllm:num_requests_waiting{",
+            "vllm:time_to_first_token_seconds_bucket{",
+        ),
+        *("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{", "vllm:prefix_cache_hits_total{"),
+        *("vllm:prefix_cache_queries_total{", "vllm:e2e_request_latency_seconds_sum{"),
+        "vllm:inter_token_latency_seconds_count{",
+    ):
+        assert f"\n{series}" in text, series
+    assert re.search(r'\nvllm:request_success_total\{[^}]*finished_reason="stop"', text)
+    with process("worker", "--metrics-names", "vllm") as url:
+        text = page(url)
+    assert "\nvllm:kv_cache_usage_perc{" in text
+    assert "\nvllm:num_preemptions_total{" in text
 
 
 @needs_prometheus

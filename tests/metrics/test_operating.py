@@ -4,7 +4,8 @@ import re
 
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.proto.metric_table import METRICS
+from blockyard.proto.metric_table import METRICS, ROUTER_METRICS, WORKER_METRICS
+from blockyard.proto.metrics import Kind
 from click import Command, Group
 
 from .document import PATH, with_table
@@ -28,6 +29,16 @@ def options_below(command: Command) -> set[str]:
 
 def test_its_table_is_that_of_the_code() -> None:
     assert with_table(DOCUMENT) == DOCUMENT, "run python -m tests.metrics.document"
+
+
+def test_its_table_of_vllms_names_has_those_that_are_served_and_from_where() -> None:
+    served = {
+        (f"{name}_total" if metric.kind is Kind.COUNTER else name, kind)
+        for kind, table in (("router", ROUTER_METRICS), ("worker", WORKER_METRICS))
+        for metric in table
+        for name in metric.vllm
+    }
+    assert set(re.findall(r"^\| `(vllm:\w+)` \| (\w+) \|", DOCUMENT, re.MULTILINE)) == served
 
 
 def test_it_says_of_each_metric_what_is_normal_in_the_tables_order() -> None:

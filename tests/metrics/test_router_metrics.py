@@ -4,8 +4,12 @@ import asyncio
 
 import grpc
 import pytest
+from blockyard.proto.metric_table import MOST_TENANTS, OTHER_TENANTS
 from blockyard.proto.metrics import Distribution, Readings
 from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.router.metrics import TenantCounts
+from hypothesis import given
+from hypothesis import strategies as st
 
 from .borrowed import (
     FOREVER,
@@ -59,7 +63,61 @@ async def test_tokens_and_times_are_those_that_the_client_was_told() -> None:
     assert gaps.sum >= 2 * (TOKENS - 1) * STEP_SECONDS * 0.9
     whole = distribution(readings, "request_seconds")
     assert (whole.count, distribution(readings, "queue_seconds").count) == (1, 1)
-    assert distribution(readings, "queue_seconds").sum < first_token.sum < whole.sum
+    queue, prefill, decode = (
+        distribution(readings, f"{name}_seconds") for name in ("queue", "prefill", "decode")
+    )
+    assert queue.sum < first_token.sum < whole.sum
+    assert queue.sum + prefill.sum == pytest.approx(first_token.sum)
+    assert (prefill.count, decode.count) == (1, 1)
+    assert (TOKENS - 1) * STEP_SECONDS * 0.9 <= decode.sum < whole.sum - first_token.sum + STEP_SECONDS
+    for name, tokens in (("prompt", usages[0].prompt_tokens), ("generated", 2 * TOKENS)):
+        of_request = distribution(readings, f"request_{name}_tokens")
+        assert (of_request.count, of_request.sum) == (1, tokens)
+
+
+async def test_a_tenants_requests_tokens_and_refusals_are_his() -> None:
+    worker = worker_of_model("w0", script=lambda submit: Script(step_seconds=STEP_SECONDS))
+
+    def of(tenant: str) -> dict[str, object]:
+        return {"metadata": (("blockyard-tenant", tenant),)}
+
+    async with running_router(max_requests=2) as router, router.workers(worker):
+        limited = {"max_tokens": TOKENS, "ignore_eos": True}
+        answer = await router.inference.Generate(request(sampling=limited), **of("acme"))
+        await router.inference.Generate(request(sampling=limited))
+        await refused(router.inference.Generate(request(sampling={"temperature": -1.0}), **of("acme")))
+        running = router.inference.GenerateStream(request(sampling={**FOREVER, "n": 2}), **of("globex"))
+        await running.read()
+        assert reason_of(await refused(router.inference.Generate(request(), **of("acme")))) == "OVERLOADED"
+        running.cancel()
+        await until(lambda: is_idle(router))
+        readings = await readings_once(
+            router, {"OK": 2, "INVALID_REQUEST": 1, "OVERLOADED": 1, "CANCELLED": 1}
+        )
+    prompt = answer.outputs[0].finish.usage.prompt_tokens
+    assert readings["tenant_requests"] == {"other": 1, "acme": 3, "globex": 1}
+    assert readings["tenant_refusals"] == {"other": 0, "acme": 1, "globex": 0}
+    assert readings["tenant_prompt_tokens"] == {"other": prompt, "acme": prompt, "globex": prompt}
+    generated = readings["tenant_generated_tokens"]
+    assert isinstance(generated, dict)
+    assert (generated["other"], generated["acme"]) == (TOKENS, TOKENS)
+    assert sum(generated.values()) == readings["router_generated_tokens"]
+    assert distribution(readings, "request_generated_tokens").sum == readings["router_generated_tokens"]
+
+
+@given(st.lists(st.integers(0, 60).map(lambda number: f"tenant-{number}" if number else "")))
+def test_tenants_are_at_most_so_many_and_their_sum_is_all(tenants: list[str]) -> None:
+    counts = TenantCounts()
+    for tenant in tenants:
+        counts.of(tenant).requests += 1
+    read = counts.readings()["tenant_requests"]
+    assert isinstance(read, dict)
+    assert len(read) <= MOST_TENANTS
+    assert sum(read.values()) == len(tenants)
+    first = list(dict.fromkeys(filter(None, tenants)))[: MOST_TENANTS - 1]
+    assert read == {OTHER_TENANTS: len(tenants) - sum(map(tenants.count, first))} | {
+        tenant: tenants.count(tenant) for tenant in first
+    }
 
 
 async def test_every_end_is_counted_once_by_its_reason() -> None:

@@ -4,7 +4,14 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from blockyard.proto.metric_table import METRICS, OUTCOMES, ROUTER_METRICS, WORKER_METRICS, WORKER_STATES
+from blockyard.proto.metric_table import (
+    METRICS,
+    OTHER_TENANTS,
+    OUTCOMES,
+    ROUTER_METRICS,
+    WORKER_METRICS,
+    WORKER_STATES,
+)
 from blockyard.proto.metrics import Distribution, Kind, Metric, Readings, numbers
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.router.cluster_view import WorkerState
@@ -16,7 +23,7 @@ from blockyard.worker.metrics import worker_readings
 
 from .borrowed import running_router, until
 
-MOST_SERIES = 150
+MOST_SERIES = 350
 """Of one router: what a Prometheus keeps of it does not grow with its use."""
 
 
@@ -34,7 +41,9 @@ def check(table: tuple[Metric, ...], readings: Readings) -> None:
             assert isinstance(reading, Distribution)
             assert len(reading.cumulative) == len(metric.buckets) + 1
         else:
-            assert [value for value, _ in numbers(metric, reading)] == list(metric.values or ("",))
+            assert [value for value, _ in numbers(metric, reading)] == list(
+                metric.values or ((OTHER_TENANTS,) if metric.most_values else ("",))
+            )
 
 
 def test_names_are_prometheus_names_and_stand_once() -> None:
@@ -43,6 +52,12 @@ def test_names_are_prometheus_names_and_stand_once() -> None:
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in names)
     # The ending belongs to what Prometheus makes of a counter or histogram.
     assert not any(name.endswith(("_total", "_bucket", "_sum", "_count")) for name in names)
+
+
+def test_a_name_of_vllm_has_one_metric_so_that_routers_and_workers_do_not_add_up() -> None:
+    names = [name for metric in METRICS for name in metric.vllm]
+    assert len(names) == len(set(names))
+    assert all(bool(metric.vllm_label) == bool(metric.vllm and metric.label) for metric in METRICS)
 
 
 def test_every_error_and_every_state_of_a_worker_is_a_value_of_its_label() -> None:
@@ -54,7 +69,8 @@ def test_every_error_and_every_state_of_a_worker_is_a_value_of_its_label() -> No
 
 def test_a_router_has_a_bounded_number_of_series() -> None:
     counts = [
-        len(metric.buckets) + 3 if metric.buckets else len(metric.values) or 1 for metric in ROUTER_METRICS
+        len(metric.buckets) + 3 if metric.buckets else metric.most_values or len(metric.values) or 1
+        for metric in ROUTER_METRICS
     ]
     assert sum(counts) < MOST_SERIES
 
@@ -78,6 +94,11 @@ async def test_a_router_reads_exactly_what_stands_in_its_table() -> None:
     ("fields", "told"),
     [
         ({"kind": Kind.COUNTER, "label": "reason"}, "needs its values"),
+        ({"kind": Kind.COUNTER, "most_values": 3}, "need a label"),
+        (
+            {"kind": Kind.COUNTER, "label": "a", "values": ("b",), "most_values": 3},
+            "its values or their number",
+        ),
         ({"kind": Kind.GAUGE, "buckets": (1.0,)}, "buckets are for histograms"),
         ({"kind": Kind.HISTOGRAM}, "buckets are for histograms"),
         ({"kind": Kind.HISTOGRAM, "buckets": (2.0, 1.0)}, "must grow"),
@@ -93,3 +114,10 @@ def test_a_label_that_the_table_does_not_have_is_refused() -> None:
     metric = next(metric for metric in METRICS if metric.name == "requests")
     with pytest.raises(ValueError, match="has no outcome a-clients-own-text"):
         numbers(metric, {"a-clients-own-text": 1})
+
+
+def test_more_values_than_a_label_may_have_are_refused() -> None:
+    metric = next(metric for metric in METRICS if metric.name == "tenant_requests")
+    assert numbers(metric, {"a": 1, "b": 2}) == [("a", 1.0), ("b", 2.0)]
+    with pytest.raises(ValueError, match="at most 32 of tenant, not 33"):
+        numbers(metric, {str(number): 1 for number in range(33)})

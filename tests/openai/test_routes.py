@@ -26,7 +26,7 @@ QUESTION = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guarded(tokens: Tokens) -> AsyncIterator[Gateway]:
     async with running_gateway(
-        auth_file=str(tokens.path), cors_origins=(PAGE, "http://127.0.0.1:3000")
+        auth_file=str(tokens.path), cors_origins=(PAGE, "http://127.0.0.1:3000"), metrics_names="vllm"
     ) as running:
         yield running
 
@@ -125,6 +125,20 @@ async def test_these_paths_need_the_roles_of_grpcs_methods(guarded: Gateway, tok
     ):
         assert (await guarded.get(path)).status == 401
         assert [await status(name, path) for name in ("ann", "vic", "ada")] == [users, viewers, 200], path
+
+
+async def test_metrics_have_vllms_names_too_where_the_operator_wants_them(
+    guarded: Gateway, tokens: Tokens
+) -> None:
+    async def names() -> set[str]:
+        answer = await asked(guarded, "GET", "/metrics", authorization=f"Bearer {tokens.of['vic']}")
+        return {family.name for family in text_string_to_metric_families(answer.body.decode())}
+
+    async def is_read() -> bool:
+        return bool(await names())
+
+    await until(is_read)
+    assert {"vllm:num_requests_running", "blockyard_router_running"} <= await names()
 
 
 async def test_a_named_page_may_call_and_reads_every_answer(guarded: Gateway) -> None:
