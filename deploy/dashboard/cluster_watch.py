@@ -59,8 +59,9 @@ class ClusterWatch:
         await self._forget(*(self._clients.keys() - set(announcement.routers)))
 
     async def _forget(self, *addresses: str) -> None:
-        for address in addresses:
-            await self._clients.pop(address).close()
+        # All taken out before the first pause: another question may forget the same meanwhile.
+        for client in [self._clients.pop(address) for address in addresses]:
+            await client.close()
 
     # Asking
 

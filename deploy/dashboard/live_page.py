@@ -158,8 +158,9 @@ class LivePage:
                 self._trouble = OTHER_VERSION
             else:
                 clusters[announcement.cluster] = announcement
-        for gone in self._watches.keys() - clusters.keys():
-            await self._watches.pop(gone).close()
+        # All taken out before the first pause: another question may hear the same meanwhile.
+        for gone in [self._watches.pop(name) for name in self._watches.keys() - clusters.keys()]:
+            await gone.close()
         for name, announcement in clusters.items():
             if name in self._watches:
                 await self._watches[name].heard(announcement)

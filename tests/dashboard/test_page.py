@@ -246,7 +246,7 @@ async def test_a_pool_of_a_hundred_thousand_blocks_is_drawn_each_second_and_ever
         async with staged(announcement_of(cluster)) as stage, running(cluster, 2):
             await browser.open(stage.url)
             card = "document.querySelector('[data-worker=vast]')"
-            await browser.until(f"{card}?.querySelector('[data-field=total]').textContent === '100000'")
+            await browser.until(f"{card}?.querySelector('[data-field=total]').textContent === '100,000'")
             await browser.until("document.querySelector('#pulse').textContent === 'live'")
             assert "a cell is 98 blocks" in await browser.text("[data-worker=vast] [data-field=size]")
             await click_cell(browser, "vast", 1020)
