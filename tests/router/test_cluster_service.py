@@ -256,14 +256,12 @@ async def _is_lost(router: Router) -> bool:
     return list((await router.states()).values()) == [cluster_pb2.WORKER_STATE_LOST]
 
 
-async def first_tokens(router: Router) -> int:
-    """How many the router has timed."""
-    info = await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
-    return sum(info.first_token.cumulative[-1:])
+async def cluster_info(router: Router) -> cluster_pb2.ClusterInfo:
+    return await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
 
 
 async def test_running_requests_are_listed_with_their_progress(router: Router) -> None:
-    num_before = await first_tokens(router)
+    before = sum((await cluster_info(router)).first_token.cumulative[-1:])
     async with router.workers(worker_of_model("a")):
         stream = router.inference.GenerateStream(request(request_id="long", sampling={"max_tokens": 400}))
         await anext(aiter(stream))
@@ -273,7 +271,8 @@ async def test_running_requests_are_listed_with_their_progress(router: Router) -
         assert listed.prompt_tokens > 0
         assert listed.generated_tokens > 0
         assert listed.HasField("cached_tokens")
-        assert await first_tokens(router) == num_before + 1
+        info = await cluster_info(router)
+        assert info.first_token.cumulative[-1] == before + 1
         assert len(info.inter_token.cumulative) == len(info.inter_token.bounds_seconds) + 1
         stream.cancel()
         await until(lambda: _is_idle(router))
