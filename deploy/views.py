@@ -20,7 +20,9 @@ from blockyard.deploy.state import ClusterState
 from blockyard.proto.loopback import is_loopback
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Finish
-from rich.console import Group, RenderableType
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -37,10 +39,11 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
 }
 
 
+ANY_WIDTH = 10_000
 _PHASE_STYLES = {"serving": "green", "not answering": "red", "waiting": "red", "stopped": "red"}
 
 
-def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
+def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
     workers = list(workers)
     # Most clusters have no host cache and enough memory: then these columns would only take room.
     extra = [
@@ -49,7 +52,7 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> Table:
         if any(count(worker.load) for worker in workers)
     ]
     headings = ("worker", "state", "address", "device", "running", "waiting", "free", "cached", "used")
-    table = _table(*headings, *(heading for heading, _ in extra), "hit rate")
+    table = FittingTable(*headings, *(heading for heading, _ in extra), "hit rate")
     for worker in workers:
         load = worker.load
         table.add_row(
@@ -75,8 +78,8 @@ def state_text(worker: cluster_pb2.Worker) -> Text:
     return Text(name + reason, style="green" if name == "READY" else "red")
 
 
-def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = _table(*headings)
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    table = FittingTable(*headings)
     for row in rows:
         table.add_row(*row)
     return table
@@ -235,11 +238,11 @@ def status_view(
     return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
 
 
-def _places_table(places: Iterable["Place"], nodes: Sequence["RayNode"]) -> Table:
+def _places_table(places: Iterable["Place"], nodes: Sequence["RayNode"]) -> RenderableType:
     """With the node of each where there are several."""
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
-    table = _table("place", "phase", *node_heading, "address", "pid", "starts", "last error")
+    table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
     for place in places:
         phase = Text(place.told_phase, style=_PHASE_STYLES.get(place.told_phase, "yellow"))
         node = (names.get(place.node_id, "-"),) if node_heading else ()
@@ -291,8 +294,31 @@ def finding_line(finding: Finding) -> Text:
     return Text.assemble((f"{finding.verdict:<5}", style), f"{finding.subject:<13} {finding.detail}")
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    return table
+class FittingTable:
+    """Rows under headings. Where the terminal is narrower than they are, each row is a name and lines of `heading
+    value`: a column that is cut would show no number at all."""
+
+    def __init__(self, *headings: str) -> None:
+        self._headings = headings
+        self._rows: list[tuple[RenderableType, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        self._rows.append(tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+        for heading in self._headings:
+            table.add_column(heading, no_wrap=True)
+        for row in self._rows:
+            table.add_row(*row)
+        if console.measure(table, options=options.update(width=ANY_WIDTH)).maximum <= options.max_width:
+            yield table
+            return
+        for name, *cells in self._rows:
+            yield name
+            facts = [
+                Text.assemble((f"{heading} ", "dim"), cell)
+                for heading, cell in zip(self._headings[1:], cells, strict=True)
+                if isinstance(cell, Text) and cell.plain
+            ]
+            yield Padding(Columns(facts, padding=(0, 3, 0, 0)), (0, 0, 0, 2))

@@ -4,11 +4,13 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
+from blockyard.deploy.commands.explain import explained_view
 from blockyard.deploy.dashboard.sign_in import page_key
 from blockyard.deploy.nodes import RayNode
 from blockyard.deploy.places import Place, SupervisorReport
 from blockyard.deploy.state import ClusterState
-from blockyard.deploy.views import dashboard_lines, metrics_lines, status_view, workers_table
+from blockyard.deploy.views import dashboard_lines, metrics_lines, plain_table, status_view, workers_table
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Console, RenderableType
 
@@ -16,9 +18,9 @@ HEAD = RayNode(node_id="aaaa", name="10.0.0.1", metrics_address="10.0.0.1:4001")
 OTHER = RayNode(node_id="bbbb", name="10.0.0.2", metrics_address="10.0.0.2:4002")
 
 
-def printed(view: RenderableType) -> str:
+def printed(view: RenderableType, *, width: int = 200) -> str:
     output = StringIO()
-    Console(file=output, width=200).print(view)
+    Console(file=output, width=width).print(view)
     return output.getvalue()
 
 
@@ -109,3 +111,29 @@ def test_only_what_is_asked_to_sign_in_shows_the_live_pages_key_never_rays_token
     assert max(map(len, signing_in[:2])) <= 80
     assert "a-token-of-rays" not in "".join(shown + signing_in)
     assert "open --cluster c" in signing_in[1]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_no_terminal_is_too_narrow_for_a_tables_numbers(width: int) -> None:
+    headings = ("worker", "cached", "uncached", "queued prefill", "cost", "last error")
+    rows = [(f"worker-{number}", "12,345", "67,890", f"{number}.5", "1,234.5", "") for number in range(3)]
+    told = printed(plain_table(headings, rows), width=width)
+    assert max(map(len, told.splitlines())) <= width
+    for row in rows:
+        assert all(cell in told.split() for cell in row if cell)
+    assert told.count("cost") == (1 if width >= 80 else 3)
+
+
+def test_explain_names_each_term_at_80_columns() -> None:
+    candidates = [
+        cluster_pb2.PlacementCandidate(worker_id=f"worker-{number}", cached_tokens=12_345, cost=6.5 + number)
+        for number in range(2)
+    ]
+    explained = cluster_pb2.ExplainPlacementResponse(
+        chosen_worker_id="worker-0", policy="prefix", candidates=candidates
+    )
+    told = printed(explained_view(explained), width=80)
+    assert "…" not in told
+    assert told.count("12,345") == 2
+    assert "cost 6.5" in told
+    assert "cost 7.5" in told
