@@ -115,7 +115,7 @@ def in_images(texts: Iterable[tuple[str, str]]) -> list[Part]:
 
 def all_parts() -> list[Part]:
     """Everything, sorted."""
-    files = [DOCKERFILE, *sorted(MANIFESTS.glob("*.yaml"))]
+    files = [DOCKERFILE, *sorted(MANIFESTS.rglob("*.yaml"))]
     texts = [(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in files]
     return sorted(
         {

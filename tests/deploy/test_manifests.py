@@ -20,6 +20,7 @@ from .commands import KUBERAY, check, commands_in, parse
 from .kuberay_schema import POD_MONITOR, RAY_CLUSTER
 
 KUBERNETES = "1.32"
+KUSTOMIZATION = "kustomization.yaml"
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 OURS = {"RayCluster": RAY_CLUSTER, "PodMonitor": POD_MONITOR}
 REDIS_IMAGE = re.compile(
@@ -29,9 +30,14 @@ REDIS_IMAGE = re.compile(
 
 
 def documents() -> Iterator[Any]:
-    for path in sorted(KUBERAY.glob("*.yaml")):
+    for path in sorted(KUBERAY.rglob("*.yaml")):
+        if path.name == KUSTOMIZATION:
+            continue
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
-            yield pytest.param(document, id=f"{path.stem}-{document['kind']}-{document['metadata']['name']}")
+            yield pytest.param(
+                document,
+                id=f"{path.parent.name}-{path.stem}-{document['kind']}-{document['metadata']['name']}",
+            )
 
 
 def of_kind(kind: str) -> list[Any]:
@@ -66,7 +72,7 @@ CLUSTERS = pytest.mark.parametrize("device", ["cpu", "gpu"])
 
 
 def cluster_for(device: str) -> Any:
-    return yaml.safe_load((KUBERAY / f"ray-cluster-{device}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((KUBERAY / device / "ray-cluster.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("document", list(documents()))
@@ -92,6 +98,30 @@ def test_every_pod_is_valid_confined_and_bounded(pod: Any) -> None:
         assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes | claims
         assert ":" in container["image"]
         assert not container["image"].endswith(":latest")
+
+
+def test_each_kustomization_names_what_is_there_and_together_they_name_all() -> None:
+    named: set[Path] = set()
+    for file in KUBERAY.rglob(KUSTOMIZATION):
+        resources = [
+            (file.parent / name).resolve()
+            for name in yaml.safe_load(file.read_text(encoding="utf-8"))["resources"]
+        ]
+        assert all(path.exists() for path in resources), file
+        named |= {path / KUSTOMIZATION if path.is_dir() else path for path in resources}
+    roots = {KUBERAY / name / KUSTOMIZATION for name in ("cpu", "gpu", "ingress")}
+    assert named | roots | {KUBERAY / "up-job.yaml"} == set(KUBERAY.rglob("*.yaml"))
+
+
+def test_budgets_and_the_ingress_choose_pods_and_services_that_there_are() -> None:
+    for group in ("routers", "workers"):
+        chosen = named("PodDisruptionBudget", f"blockyard-{group}")["spec"]["selector"]["matchLabels"]
+        assert chosen == {"ray.io/cluster": "blockyard", "ray.io/group": group}
+        assert all(group in ray_pods(cluster_for(device)) for device in ("cpu", "gpu"))
+    (rule,) = named("Ingress", "blockyard")["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    service = named("Service", path["backend"]["service"]["name"])
+    assert path["backend"]["service"]["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
 
 
 def test_a_misspelt_field_is_found() -> None:

@@ -1,4 +1,4 @@
-"""The users that deploy/kuberay/redis.yaml makes, on a real Redis: each may do its part and no more."""
+"""The users that deploy/kuberay/base/redis.yaml makes, on a real Redis: each may do its part and no more."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ START_SECONDS = 20.0
 @contextmanager
 def redis_with_users_of(script: str, folder: Path) -> Iterator[int]:
     """Its port. The script is the init container's, which writes the users' file."""
-    config = yaml.safe_load_all((KUBERAY / "redis.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load_all((KUBERAY / "base" / "redis.yaml").read_text(encoding="utf-8"))
     text: str = next(document for document in config if document["kind"] == "ConfigMap")["data"][script]
     shell = ["sh", "-eu", "-c", text.replace("/run/redis", str(folder))]
     subprocess.run(shell, env={**os.environ, **PASSWORDS}, check=True, timeout=30)
