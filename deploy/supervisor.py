@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -286,7 +287,8 @@ class Supervisor:
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
             place.node_id, place.pid = await pulse.unless_hung(whereabouts)
             if place.kind == "worker":
-                place.phase = "downloading"
+                if not Path(self._spec.worker.engine.model).is_absolute():
+                    place.phase = "downloading"
                 await pulse.unless_hung(actor.fetch_model.remote())
                 place.phase = "starting"
             self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from blockyard.deploy import state
 from blockyard.deploy.bench import plans
 from blockyard.deploy.bench.conversations import Conversation
 from blockyard.deploy.bench.lengths import Lengths
@@ -30,7 +29,7 @@ from blockyard.deploy.bench.report import Result, result, result_view
 from blockyard.deploy.bench.targets import BlockyardTarget, OpenAITarget, Target
 from blockyard.deploy.bench.traffic import Manner
 from blockyard.deploy.bench.trials import Course, Plan, run_course
-from blockyard.deploy.commands.shown import server_at, show
+from blockyard.deploy.commands.shown import addresses_of, server_at, show
 from blockyard.deploy.security import client_connection
 from blockyard.router.client import AsyncClient, AuthenticationError
 
@@ -255,7 +254,7 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
 
 async def _routers(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target, dict[str, Any]]:
     """What is measured, and what is told of it."""
-    addresses = list(options.routers or state.load(options.cluster).routers)
+    addresses = addresses_of(options.cluster, options.routers)
     clients = [
         await stack.enter_async_context(
             AsyncClient(addresses, timeout_seconds=options.timeout_seconds, retries=0, **client_connection())

@@ -5,7 +5,7 @@ Prints no secret.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,17 @@ def connected(
     cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None = None
 ) -> Client:
     """Raises click's UsageError for what cannot be an address, a tenant, a token or a certificate."""
-    addresses = list(routers or state.load(cluster).routers)
+    addresses = addresses_of(cluster, routers)
     with wrong_values_are_usage():
         return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant, **client_connection())
+
+
+def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
+    """The given ones, else the cluster's. Raises ValueError for a cluster that is still starting."""
+    addresses = list(routers or state.load(cluster).routers)
+    if not addresses:
+        raise ValueError(f"cluster {cluster!r} is still starting: no router of it serves yet")
+    return addresses
 
 
 @contextmanager

@@ -85,3 +85,10 @@ def test_an_option_of_another_workload_says_where_it_belongs(arguments: tuple[st
 
 def test_an_option_that_no_workload_has_gets_no_such_hint() -> None:
     assert "workload that has it" not in run("bench", "random", "--groop", "2").output
+
+
+@pytest.mark.parametrize("command", [("workers",), ("generate", "x"), ("bench", "random")])
+def test_a_cluster_that_is_still_starting_is_told_as_such(command: tuple[str, ...]) -> None:
+    state.save(state.ClusterState(cluster="default", model="demo", secret="s"))
+    result = run(*command)
+    assert (result.exit_code, "is still starting" in result.output) == (1, True), result.output
