@@ -31,7 +31,7 @@ from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.router.client import BlockyardError, Client
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.pool_map import block_cells
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -164,7 +164,7 @@ def _line_printer(console: Console, chats: list[Chat]) -> Callable[[Chat], None]
     return on_text
 
 
-def _requests_table(chats: list[Chat]) -> Table:
+def _requests_table(chats: list[Chat]) -> RenderableType:
     headings = ("request", "group", "worker", "prompt tokens", "cached tokens", "first token ms", "tokens/s")
     rows = []
     for chat in chats:
