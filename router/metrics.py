@@ -35,14 +35,19 @@ class TenantCount:
 
 
 class TenantCounts:
-    """By tenant, in order of appearance. Those who find all places taken share one, and so do calls without a name."""
+    """By tenant, in the order of their first tokens. Those who find all places taken share one, and so do calls without
+    a name. Refused calls take no place: a stranger's made-up names would leave none."""
 
     def __init__(self) -> None:
         self._counts = {OTHER_TENANTS: TenantCount()}
 
-    def of(self, tenant: str) -> TenantCount:
+    def served(self, tenant: str) -> TenantCount:
+        """Of one who gets tokens: it takes a place if there is one."""
         if tenant and tenant not in self._counts and len(self._counts) < MOST_TENANTS:
             self._counts[tenant] = TenantCount()
+        return self.of(tenant)
+
+    def of(self, tenant: str) -> TenantCount:
         return self._counts.get(tenant, self._counts[OTHER_TENANTS])
 
     def readings(self) -> Readings:
@@ -169,6 +174,7 @@ class RequestMeter:
     def _begin(self, now: float) -> None:
         metrics, record, progress = self._metrics, self._record, self._record.progress
         self._began = now
+        self._tenant = metrics.tenants.served(record.tenant)
         metrics.first_token.observe(now - record.arrival)
         if progress.sent_at is not None:
             metrics.queued.observe(progress.sent_at - record.arrival)

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
+# A machine crowded with processes may stop for a second in the middle of an example.
+settings.register_profile("crowded", deadline=None)
+settings.load_profile("crowded")
 # Dozens of processes share the cores here, workers that compute among them: one that spins keeps another from its work.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if not torch.cuda.is_available():

@@ -38,6 +38,15 @@ def dashboard() -> dict[str, Any]:
                     'label_values(blockyard_workers{cluster="$cluster"}, model_name)',
                     has_all=True,
                 ),
+                *(
+                    _label_variable(
+                        side,
+                        side.capitalize(),
+                        f'label_values({series}{{cluster="$cluster",model_name=~"$model"}}, {side})',
+                        has_all=True,
+                    )
+                    for side, series in (("worker", "blockyard_running"), ("router", "blockyard_workers"))
+                ),
             ]
         },
         "panels": _panels(),

@@ -7,8 +7,11 @@ how it becomes Grafana's JSON (dashboard.py). Names are those of proto/metric_ta
 import re
 from dataclasses import dataclass
 
-CHOSEN = '{cluster="$cluster",model_name=~"$model"}'
+from blockyard.proto.metric_table import WORKER_METRICS
+
+CHOSEN = 'cluster="$cluster",model_name=~"$model"'
 """What every series is asked for with: one cluster, so that two never add up, and some of its models."""
+_WORKERS_SERIES = frozenset(name for metric in WORKER_METRICS for name in metric.series)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +27,12 @@ class Panel:
     @property
     def queries(self) -> tuple[tuple[str, str], ...]:
         """(expression, legend)"""
-        chosen = (
-            (re.sub(r"\bblockyard_\w+", rf"\g<0>{CHOSEN}", asked), legend) for asked, legend in self.questions
-        )
-        return tuple(chosen)
+        return tuple((re.sub(r"\bblockyard_\w+", _chosen, asked), legend) for asked, legend in self.questions)
+
+
+def _chosen(series: re.Match[str]) -> str:
+    side = "worker" if series[0] in _WORKERS_SERIES else "router"
+    return f'{series[0]}{{{CHOSEN},{side}=~"${side}"}}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,8 @@ def test_rays_metrics_tab_finds_it_by_its_uid_and_gives_it_the_datasource() -> N
         "datasource",
         "cluster",
         "model",
+        "worker",
+        "router",
     ]
     drawn = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
     assert {panel["datasource"]["uid"] for panel in drawn} == {"${datasource}"}
@@ -94,16 +96,27 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
 def test_every_series_of_a_panel_is_of_the_chosen_cluster_and_models(expression: str) -> None:
     asked = re.findall(r"\bblockyard_\w+(\{[^}]*\})?", expression)
     assert asked
-    assert set(asked) == {'{cluster="$cluster",model_name=~"$model"}'}
+    for matchers in asked:
+        assert re.fullmatch(
+            r'\{cluster="\$cluster",model_name=~"\$model",(?:worker=~"\$worker"|router=~"\$router")\}',
+            matchers,
+        )
 
 
 def test_the_variables_ask_for_labels_and_one_cluster_at_a_time() -> None:
-    _, cluster, model = DASHBOARD["templating"]["list"]
+    _, cluster, model, worker, router = DASHBOARD["templating"]["list"]
     assert cluster["query"] == "label_values(blockyard_workers, cluster)"
     assert model["query"] == 'label_values(blockyard_workers{cluster="$cluster"}, model_name)'
     assert not cluster.get("multi")
     assert not cluster.get("includeAll")
-    assert (model["includeAll"], model["allValue"]) == (True, ".*")
+    for variable in (model, worker, router):
+        assert (variable["includeAll"], variable["allValue"]) == (True, ".*")
+    assert (
+        worker["query"] == 'label_values(blockyard_running{cluster="$cluster",model_name=~"$model"}, worker)'
+    )
+    assert (
+        router["query"] == 'label_values(blockyard_workers{cluster="$cluster",model_name=~"$model"}, router)'
+    )
 
 
 def test_the_new_metrics_are_drawn() -> None:
@@ -120,7 +133,7 @@ def test_a_question_names_only_series_labels_and_values_of_the_table(expression:
     assert set(names) <= set(SERIES), set(names) - set(SERIES)
     for name, matchers in re.findall(r"\b(blockyard_\w+)\{([^}]*)\}", expression):
         for label, values in re.findall(r'(\w+)=~?"([^"]*)"', matchers):
-            if (label, values) in (("cluster", "$cluster"), ("model_name", "$model")):
+            if values == f"${label.removesuffix('_name')}":
                 continue
             assert label == SERIES[name].label
             assert set(values.split("|")) <= set(SERIES[name].values)

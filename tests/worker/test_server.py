@@ -277,8 +277,8 @@ def test_the_command_serves_metrics_and_ends_well_on_sigterm() -> None:
         assert process.stderr is not None
         url = next(match[1] for line in process.stderr if (match := re.search(r"metrics at (http\S+)", line)))
         text = urllib.request.urlopen(url, timeout=10).read().decode()
-        assert 'blockyard_blocks_free{worker="worker-0"} 64.0' in text
-        assert 'blockyard_generated_tokens_total{worker="worker-0"} 0.0' in text
+        assert re.search(r'blockyard_blocks_free\{cluster="default",.*worker="worker-0"\} 64\.0', text)
+        assert re.search(r'blockyard_generated_tokens_total\{.*worker="worker-0"\} 0\.0', text)
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
