@@ -10,11 +10,18 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElap
 from rich.progress import Progress as Bars
 
 
+class _Unminded(Console):
+    """Goes on where nobody reads any more: that must end no start, and above all no `down`."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class StageProgress:
     """`with StageProgress() as progress: up(options, progress.report)`."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _Unminded(stderr=True, highlight=False)
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.description}"),

@@ -1,14 +1,12 @@
 """A Ray cluster that was there before us: `up --address` joins it, `down` ends our actors and nothing of
 Ray's."""
 
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockyard import deploy
 from blockyard.deploy.processes import ProcessIdentity, is_alive, session_members
 from blockyard.deploy.ray_head import RayHead
 from blockyard.router.client import Client
@@ -18,7 +16,6 @@ from .ray_nodes import operators_head
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
-DEMO_CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 
 
@@ -106,10 +103,8 @@ def test_of_two_clusters_of_one_name_that_come_at_once_one_comes_up(head: RayHea
 
 def test_a_worker_that_cannot_start_fails_up_with_its_reason(head: RayHead, tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="small")
-    model = tmp_path / "model"
-    shutil.copytree(DEMO_CHECKPOINT, model)
-    (model / "model.safetensors").write_bytes(b"not what the name says")
-    result = command.run("up", "--model", str(model), "--device", "cpu", "--address", head.address)
+    beyond_the_context = ("--index-stride-tokens", "4096")
+    result = command.run("up", *SIMULATED, *beyond_the_context, "--address", head.address)
     assert result.returncode == 1
     assert "worker-0 does not start: " in result.stderr
     assert "Traceback" not in result.stderr
