@@ -190,7 +190,11 @@ def test_every_question_of_the_dashboard_is_answered(watched: Watched, answers: 
     with watched.cluster.client() as client:
         client.generate("import os\n", max_tokens=8, ignore_eos=True)
     asked = {
-        expression.replace("$__rate_interval", "10m").replace("$cluster", "metrics").replace("$model", ".*")
+        expression.replace("$__rate_interval", "10m")
+        .replace("$cluster", "metrics")
+        .replace("$model", ".*")
+        .replace("$worker", ".*")
+        .replace("$router", ".*")
         for row in ROWS
         for panel in row.panels
         for expression, _ in panel.queries
