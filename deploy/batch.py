@@ -1,4 +1,4 @@
-"""A file of requests in OpenAI's batch format, answered into another file, line by line.
+"""Answers a file of requests in OpenAI's batch format into another file, line by line.
 
 Owns the format, which lines are still to be answered, and that each is answered once. A line of the output is written
 whole before the next: after an interruption the same command goes on where it ended. How a server is reached is
@@ -19,9 +19,9 @@ from blockyard.deploy.openai_server import CallFailed, OpenAIServer
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 OUT_OF_REACH = frozenset({"NO_CONNECTION", "NO_TLS", "NOT_HTTP"})
-"""Reasons to end a run: no line would be answered now."""
+"""These reasons end a run, since no line would be answered now."""
 RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds, each times 0.5 to 1.5 by chance."""
+"""In seconds. Each is multiplied by a random factor of 0.5 to 1.5."""
 STREAMS = "a batch has whole answers: leave stream out"
 
 
@@ -63,7 +63,7 @@ def read_lines(texts: Iterable[str]) -> Iterator[Line]:
 
 
 def answered_ids(texts: Iterable[str]) -> set[str | None]:
-    """The custom_ids that an output has answered, whether with success or not."""
+    """Return the custom_ids that an output has answered, whether with success or not."""
     return {json.loads(text)["custom_id"] for text in texts if text.strip()}
 
 
@@ -94,7 +94,7 @@ def _line(text: str, number: int) -> Line:
 
 
 def result_line(line: Line, answer: Any = None, failure: CallFailed | None = None) -> str:
-    """One line of the output, in OpenAI's form."""
+    """Make one line of the output, in OpenAI's form."""
     error = line.error if failure is None else str(failure)
     code = "invalid_line" if line.error else "" if failure is None else failure.reason.lower()
     status = 200 if not error else failure.status if failure is not None else 400

@@ -43,7 +43,7 @@ KV_CACHE_BYTES = 18 * 2**20
 AGREE_SECONDS = 5.0
 """A worker writes its map each second, and the dashboard reads it from the disk."""
 TOLD_CHATS = 6
-"""A pipe is told of so many at once."""
+"""A pipe gets a line for this many finished chats."""
 TAIL_CHARACTERS = 88
 DASHBOARD_SECONDS = 10.0
 

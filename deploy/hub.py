@@ -16,12 +16,7 @@ from typing import Any
 from blockyard.deploy.interruption import raise_if_asked
 from blockyard.deploy.pool_map import format_bytes
 from blockyard.deploy.serving import Progress, Report
-from blockyard.proto.model_files import (
-    CACHE_VARIABLE,
-    HUB_TIMEOUT_SECONDS,
-    TOKENIZER_FILES,
-    name_and_revision,
-)
+from blockyard.proto.model_files import CACHE_VARIABLE, TOKENIZER_FILES, hub_snapshot
 from blockyard.worker.model.config import (
     HUB_IGNORED_PATTERNS,
     HUB_PATTERNS,
@@ -48,28 +43,18 @@ def is_on_hub(model: str) -> bool:
 
 
 def use_download_dir(folder: str | None) -> None:
-    """This process and those that it starts keep the hub's files in this folder."""
+    """Make this process, and those that it starts, keep the hub's files in this folder."""
     if folder is not None:
         os.environ[CACHE_VARIABLE] = folder
 
 
 def hub_files(model: str, patterns: Sequence[str] = HUB_PATTERNS) -> HubFiles | None:
-    """Asks the hub. None where it does not say: offline, or without the sizes."""
-    from huggingface_hub import snapshot_download
+    """Ask the hub. None where it does not say: offline, or without the sizes."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # they count files, not bytes
-    name, revision = name_and_revision(model)
     try:
-        found = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=os.environ.get(CACHE_VARIABLE),
-            allow_patterns=list(patterns),
-            ignore_patterns=list(HUB_IGNORED_PATTERNS),
-            etag_timeout=HUB_TIMEOUT_SECONDS,
-            dry_run=True,
-        )
+        found = hub_snapshot(model, patterns=patterns, ignored=HUB_IGNORED_PATTERNS, dry_run=True)
     except (OSError, ValueError):
         return None
     return _told(found)

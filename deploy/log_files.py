@@ -1,4 +1,4 @@
-"""Where the logs of a cluster's processes lie, and how they are read: as files of this machine, or through Ray.
+"""Finds and reads the logs of a cluster's processes, as files of this machine or through Ray.
 
 Ray keeps each actor's stderr in a file of its node, worker-ID-JOB-PID.err, and turns a full one into .err.1, .err.2 and
 so on. A head that `up` started has all of them here: they are read as files, whether Ray runs or not. Those of a joined
@@ -30,7 +30,7 @@ from blockyard.deploy.state import ClusterState
 HEAD_BYTES = 65536
 """Ray's markers stand within so much of a log's beginning."""
 READ_SECONDS = 30.0
-"""A node has so long for the next part of a log."""
+"""A node must send the next part of a log within this time."""
 REOPEN_SECONDS = 1.0
 MAX_ACTORS = 10_000
 _FILE = re.compile(r"worker-\w+-\w+-(?P<pid>\d+)\.err(\.(?P<age>\d+))?")
@@ -121,7 +121,7 @@ class LocalLogs:
             ) from None
 
     def _described(self, part: str, key: str) -> tuple[str | None, bytes]:
-        """Name and job. A log whose beginning was rotated away has no name but its process's number."""
+        """Return name and job. A log whose beginning was rotated away has no name but its process's number."""
         try:
             with (self.directory / part).open("rb") as file:
                 head = file.read(HEAD_BYTES)
@@ -168,7 +168,7 @@ class RayLogs:
         return [file for actor in found if (file := self._file_of(actor)) is not None]
 
     def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
-        """Leaves to the first call what there is, and to later ones what has come since, by a thread for each file."""
+        """Return what there is at the first call, and later what has come since. A thread follows each file."""
         following = self._followed.get(file.key)
         if following is not None:
             while not following.empty():
@@ -189,7 +189,7 @@ class RayLogs:
     def _follow(
         self, where: Mapping[str, Any], num_bytes: int, following: "queue.SimpleQueue[bytes]"
     ) -> None:
-        """Goes on until this process ends: a node that does not answer now may later."""
+        """Follow until this process ends, since a node that does not answer now may answer later."""
         while True:
             with contextlib.suppress(ConnectionError), self._opened("logs/stream", where, None) as answer:
                 skipped = 0
@@ -201,7 +201,7 @@ class RayLogs:
             time.sleep(REOPEN_SECONDS)
 
     def _file_of(self, actor: Mapping[str, Any]) -> LogFile | None:
-        """None for an actor that has not come to run, or whose node has left with its logs."""
+        """Return None for an actor that has not run yet, or whose node has left with its logs."""
         pid, node_id, name = actor["pid"], actor["node_id"], actor["name"]
         if not pid or not node_id or not name:
             return None
@@ -250,7 +250,7 @@ def _why(error: urllib.error.HTTPError) -> str:
 
 
 def _ray_token(cluster: ClusterState) -> str | None:
-    """Ray's own order: the variable, then the file."""
+    """Look where Ray looks: at the variable, then at the file."""
     given = os.environ.get("RAY_AUTH_TOKEN")
     path = cluster.ray_token_path or os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
     if given and cluster.ray_token_path is None:

@@ -1,4 +1,4 @@
-"""The lines that a cluster's processes have logged: when each was written, by whom, and about which request. Pure.
+"""Parses log lines: when each was written, by which process, and about which request. Pure.
 
 Reads what proto/logs.py writes, and the markers that Ray puts into the file of an actor. Opens no file (log_files.py).
 """
@@ -63,7 +63,7 @@ def merged(logs: Iterable[Iterable[Line]]) -> Iterator[Line]:
 
 
 def time_of(text: str) -> float | None:
-    """Seconds since the epoch of a line in either format; None for a line without a time."""
+    """Return a line's time in seconds since the epoch, in either format; None for a line without a time."""
     try:
         if text.startswith("{"):
             return datetime.fromisoformat(json.loads(text)["time"]).timestamp()
@@ -75,7 +75,7 @@ def time_of(text: str) -> float | None:
 
 
 def process_name(head: bytes) -> str | None:
-    """The name of the process of ours whose log begins so; None for another program's."""
+    """Return the name of our process whose log begins like this; None for another program's."""
     found = _ACTOR.findall(head)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's HTTP API, as a client sees it: ours, vLLM's, or another one.
+"""A client for any server that speaks OpenAI's HTTP API: ours, vLLM's, or another one.
 
 Owns which failures there are, in words. Does not own what is asked (bench/targets.py). aiohttp speaks HTTP, so that a
 machine that calls such servers needs blockyard[serve].
@@ -27,7 +27,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class CallFailed(RuntimeError):
-    """A call without the answer that it asked for. `str(error)` is a sentence, `reason` a word for programs."""
+    """A call failed. `str(error)` is a sentence, `reason` a word for programs."""
 
     def __init__(self, message: str, *, reason: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -132,12 +132,12 @@ class OpenAIServer:
             await self._session.close()
 
     async def get(self, path: str) -> Any:
-        """The JSON at `/v1/models` and the like."""
+        """Return the JSON document at a path."""
         async with self._calling("GET", path, None) as answer:
             return _json(await answer.read(), self.url)
 
     async def models(self) -> list[dict[str, Any]]:
-        """What is served, by the server's own description."""
+        """List the models that the server offers, as it describes them."""
         listed = await self.get("/v1/models")
         data = listed.get("data") if isinstance(listed, dict) else None
         models = [model for model in data if isinstance(model, dict)] if isinstance(data, list) else []
@@ -146,12 +146,12 @@ class OpenAIServer:
         return models
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """A call whose answer comes as one JSON document."""
+        """Make a call whose answer is one JSON document."""
         async with self._calling("POST", path, body) as answer:
             return _json(await answer.read(), self.url)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """A call whose answer is a stream, event by event."""
+        """Make a call whose answer is a stream, and yield its events."""
         async with self._calling("POST", path, body) as answer:
             rest, is_done = b"", False
             async for piece in answer.content.iter_any():
@@ -169,7 +169,7 @@ class OpenAIServer:
     async def _calling(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a call that was not refused. All of the call has `timeout_seconds`."""
+        """Make a call and yield the answer unless it was refused. The whole call has `timeout_seconds`."""
         import aiohttp
 
         assert self._session is not None, "it was not entered"
@@ -228,7 +228,7 @@ def _refusal(status: int, text: bytes, url: ServerUrl) -> CallFailed:
 
 
 def _told_error(error: Any, status: int | None, url: ServerUrl) -> CallFailed:
-    """By OpenAI's form: an object with `message`, `code` and `type`."""
+    """Read OpenAI's form of an error: an object with `message`, `code` and `type`."""
     given = error if isinstance(error, dict) else {"message": error} if isinstance(error, str) else {}
     words = [given.get(name) for name in ("code", "type")]
     word = next((word for word in words if isinstance(word, str) and word and not word.isdigit()), "")

@@ -98,7 +98,7 @@ def model_path(model: str) -> str:
 
 
 def at_revision(model: str, revision: str | None) -> str:
-    """A hub model's name with its revision. Raises ValueError for a folder, which has none."""
+    """Append the revision to a hub model's name. Raises ValueError for a folder, which has none."""
     if revision is None:
         return model
     if Path(model).is_dir():

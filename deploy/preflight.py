@@ -129,14 +129,14 @@ def _check_model(options: "UpOptions") -> None:
 
 
 def check_weights(engine: EngineConfig) -> None:
-    """By the headers of a model's files, which must be here. Raises ValueError."""
+    """Check the headers of a model's files, which must be on this machine. Raises ValueError."""
     if engine.engine == "model" and engine.load_format == "auto":
         folder = resolve_model(engine.model)
         check_shards(folder, load_config(folder))
 
 
 def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
-    """Of workers on this machine's CPU: a GPU's memory is known to its worker alone."""
+    """Check that workers on CPUs fit into memory. Only a worker knows its GPU's. Raises ValueError."""
     cpus, num_gpus = local_hardware(options)
     num_workers = shape_of(options, cpus, num_gpus).num_workers
     pool = pool_of(options, config, has_gpu=num_gpus > 0)
@@ -154,7 +154,7 @@ def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
 
 
 def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool) -> int:
-    """What each worker holds, without the copies that kernels make of some."""
+    """Compute the bytes of one worker's weights, without the copies that kernels make of some."""
     usual = "float32" if on_cpu else config.dtype
     return num_parameters(config) * DTYPE_BYTES[usual if engine.dtype == "auto" else engine.dtype]
 

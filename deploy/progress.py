@@ -10,8 +10,8 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElap
 from rich.progress import Progress as Bars
 
 
-class _Unminded(Console):
-    """Goes on where nobody reads any more: that must end no start, and above all no `down`."""
+class _PipeTolerantConsole(Console):
+    """Falls silent when its reader has gone. rich would end the program, and with it a start or a `down`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -21,7 +21,7 @@ class StageProgress:
     """`with StageProgress() as progress: up(options, progress.report)`."""
 
     def __init__(self) -> None:
-        self._console = _Unminded(stderr=True, highlight=False)
+        self._console = _PipeTolerantConsole(stderr=True, highlight=False)
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.description}"),

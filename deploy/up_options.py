@@ -50,7 +50,7 @@ def _checked_host(host: str) -> str:
 
 
 def _text_of(file: str) -> str:
-    """Raises ValueError."""
+    """Read a chat template. Raises ValueError."""
     try:
         content = Path(file).read_bytes()
         if len(content) > MAX_TEMPLATE_BYTES:

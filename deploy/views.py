@@ -168,7 +168,7 @@ def command_name() -> str:
 
 
 def dashboard_lines(cluster: ClusterState, *, signs_in: bool = False) -> list[str]:
-    """Where the dashboard and the live page are, and how to get in. With `signs_in` the page's URL has its key."""
+    """Say where the dashboard and the live page are. With `signs_in` the page's URL has its key."""
     if cluster.dashboard_url is None:
         return []
     token_path = cluster.ray_token_path
@@ -189,7 +189,7 @@ def dashboard_lines(cluster: ClusterState, *, signs_in: bool = False) -> list[st
 
 
 def _named(cluster: ClusterState) -> str:
-    """The option that names it in a command, where it needs one."""
+    """Return the option that names the cluster in a command, or nothing for the default cluster."""
     return "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
 
 

@@ -1,4 +1,4 @@
-"""Which files the documentation site has: the README, and all that its links reach, each at its path in the repository.
+"""Chooses the files of the documentation site: the README and all that its links reach, at their own paths.
 
 mkdocs takes one folder, and the documents link to files outside of docs/. So this hook replaces the list of files.
 """

@@ -134,7 +134,7 @@ def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The process whose metrics leave: what it measures, and the labels that every series of it has."""
+    """One process whose metrics are exported: what it measures, and the labels of all its series."""
 
     table: Sequence[Metric]
     labels: Mapping[str, str]
@@ -142,7 +142,7 @@ class Source:
 
 
 def labels_of(kind: Literal["worker", "router"], name: str, *, cluster: str, model: str) -> dict[str, str]:
-    """Labels of every series of a process. By the last two, clusters of one Prometheus do not add up."""
+    """Make the labels of all series of a process. The last two keep clusters of one Prometheus apart."""
     return {kind: name, "cluster": cluster, "model_name": model}
 
 

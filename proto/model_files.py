@@ -1,4 +1,4 @@
-"""Where a model's files are, and which model folders may be read at all.
+"""Finds a model's files, and refuses folders that must not be read.
 
 Owns the names of models: a folder, or a repository on the hub with a revision after `@`. A folder must hold regular
 files only, and none that ask for code of their own: a FIFO, a socket or a device would hold the start for ever.
@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 CODE_KEY = "auto_map"
 NAMES_CODE = ("config.json", "tokenizer_config.json")
@@ -30,7 +31,7 @@ def name_and_revision(model: str) -> tuple[str, str | None]:
 
 
 def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...]:
-    """The chosen ones. Else a folder's last part, or a hub model's full name and, as an alias, its short one."""
+    """Return the chosen names. Without any, a folder has its last part, and a hub model its full and its short name."""
     if chosen:
         return tuple(dict.fromkeys(chosen))
     path = Path(name_or_path)
@@ -49,25 +50,33 @@ def resolve_model(model: str | Path, *, patterns: Sequence[str], ignored: Sequen
     folder = Path(model).expanduser()
     if folder.is_dir():
         return check_model_files(folder)
-    # Here, because a worker that serves a local folder needs no hub client.
-    from huggingface_hub import snapshot_download
-
-    name, revision = name_and_revision(str(model))
     try:
-        snapshot = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=os.environ.get(CACHE_VARIABLE),
-            allow_patterns=list(patterns),
-            ignore_patterns=list(ignored),
-            etag_timeout=HUB_TIMEOUT_SECONDS,
-        )
+        snapshot = hub_snapshot(str(model), patterns=patterns, ignored=ignored)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {str(model)!r} is no folder here, and the hub did not give it ({type(error).__name__}): "
             "give a folder, or a name that the hub knows and a way to reach it"
         ) from error
     return check_model_files(Path(snapshot))
+
+
+def hub_snapshot(
+    model: str, *, patterns: Sequence[str], ignored: Sequence[str], dry_run: bool = False
+) -> Any:
+    """Call the hub's snapshot_download for `NAME` or `NAME@REVISION`. Raises OSError or ValueError."""
+    # Here, because a worker that serves a local folder needs no hub client.
+    from huggingface_hub import snapshot_download
+
+    name, revision = name_and_revision(model)
+    return snapshot_download(
+        name,
+        revision=revision,
+        cache_dir=os.environ.get(CACHE_VARIABLE),
+        allow_patterns=list(patterns),
+        ignore_patterns=list(ignored),
+        etag_timeout=HUB_TIMEOUT_SECONDS,
+        dry_run=dry_run,
+    )
 
 
 def resolve_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:

@@ -41,7 +41,7 @@ class ReadingsCollector(Collector):
                 yield from self._families(metric, readings[metric.name])
 
     def _families(self, metric: Metric, reading: Reading) -> Iterator[Family]:
-        """The metric under its own name, and under vLLM's where those are wanted."""
+        """Return the metric under its own name, and under vLLM's where those are wanted."""
         yield self._family(metric, reading, metric.full_name, metric.label)
         for name in metric.vllm if self._source.names == "vllm" else ():
             yield self._family(metric, reading, name, metric.vllm_label)

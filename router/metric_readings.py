@@ -17,7 +17,7 @@ from blockyard.router.prefix_index import PrefixLookup
 
 
 def router_source(config: RouterConfig, router_id: str) -> Source:
-    """What leaves of a router's metrics, and how it is labelled."""
+    """Describe a router's metrics and their labels for the exporters."""
     model = model_names(config.model, config.model_names)[0]
     labels = labels_of("router", router_id, cluster=config.cluster, model=model)
     return Source(table=ROUTER_METRICS, labels=labels, names=config.metrics_names)

@@ -35,14 +35,14 @@ class TenantCount:
 
 
 class TenantCounts:
-    """By tenant, in the order of their first tokens. Those who find all places taken share one, and so do calls without
-    a name. Refused calls take no place: a stranger's made-up names would leave none."""
+    """Counts by tenant. A tenant takes one of a fixed number of places with its first token. All others share one
+    place, and so do calls without a name. Refused calls take no place: made-up names would leave none."""
 
     def __init__(self) -> None:
         self._counts = {OTHER_TENANTS: TenantCount()}
 
     def served(self, tenant: str) -> TenantCount:
-        """Of one who gets tokens: it takes a place if there is one."""
+        """Return the count of a tenant that gets tokens, which takes a place if one is free."""
         if tenant and tenant not in self._counts and len(self._counts) < MOST_TENANTS:
             self._counts[tenant] = TenantCount()
         return self.of(tenant)
@@ -59,7 +59,7 @@ class TenantCounts:
 
 @dataclass(slots=True)
 class CallNote:
-    """What is learned of a call on its way."""
+    """Facts about a call that become known while it runs."""
 
     tenant: str = ""
 
@@ -133,7 +133,7 @@ class RouterMetrics:
 
 
 class RequestMeter:
-    """Of one request, whose record says how it went until its first token. A context, to the request's end."""
+    """Measures one request as a context manager. The record says how it went until its first token."""
 
     __slots__ = ("_began", "_last", "_metrics", "_num_generated", "_record", "_tenant")
 

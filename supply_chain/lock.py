@@ -113,7 +113,7 @@ def check() -> None:
 
 
 def with_ray(lock: str, version: str) -> str:
-    """The lock with another version of Ray, as `make install RAY=...` makes it."""
+    """Return the lock with another version of Ray, as `make install RAY=...` makes it."""
     return re.sub(r"^ray==.*$", f"ray=={version}", lock, flags=re.MULTILINE)
 
 

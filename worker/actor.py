@@ -60,7 +60,7 @@ class WorkerActor:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def fetch_model(self) -> None:
-        """Download what of the model is on the hub alone, which may take hours. Raises ValueError if nobody has it."""
+        """Download the model if only the hub has it. This may take hours. Raises ValueError if nobody has it."""
         await asyncio.to_thread(_fetch, self._config)
 
     async def start(self) -> StartedWorker:

@@ -24,7 +24,7 @@ FROM_LOAD = (
 
 
 def worker_source(config: WorkerConfig) -> Source:
-    """What leaves of a worker's metrics, and how it is labelled."""
+    """Describe a worker's metrics and their labels for the exporters."""
     model = config.model_name or model_names(config.engine.model)[0]
     labels = labels_of("worker", config.worker_id, cluster=config.cluster, model=model)
     return Source(table=WORKER_METRICS, labels=labels, names=config.metrics_names)

@@ -1,4 +1,4 @@
-"""Runs of tokens as ids of a model's vocabulary, or as words: equal runs are equal, others share nothing but by chance.
+"""Spells runs of tokens as ids of a vocabulary or as words. Equal runs are spelled alike; others share only by chance.
 
 What a model has answered takes the place of the planned output, so that a conversation goes on with its real words.
 """
@@ -77,7 +77,7 @@ class WordSpelling:
         return "".join(said.text for said in self.messages(request))
 
     def messages(self, request: PlannedRequest) -> list[Said]:
-        """By turns, the user first; what the model has answered is the assistant's."""
+        """Return messages by turns, the user first. What the model has answered is the assistant's."""
         found: list[Said] = []
         for run in request.prompt:
             answer = self._answers.get(run.base)

@@ -1,4 +1,4 @@
-"""What a benchmark sends its requests to: routers of ours over gRPC, or any server that speaks OpenAI's HTTP API.
+"""The targets of a benchmark: routers of ours over gRPC, or any server that speaks OpenAI's HTTP API.
 
 Owns how a planned request is asked there, and what of the answer is measured. Does not own when it is sent
 (traffic.py), nor how a server is reached (router/client, openai_server.py).
@@ -27,7 +27,7 @@ Ask = Callable[[PlannedRequest], Send]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """What all requests of a run have in common."""
+    """The settings that all requests of a run share."""
 
     seed: int
     cache_salt: str
@@ -182,14 +182,14 @@ class OpenAITarget:
         }
 
     async def flush(self) -> None:
-        """There is no such call in this API: the command refuses what would need it."""
+        """Do nothing: this API has no such call, and the command refuses --flush."""
 
     async def promised_tokens(self) -> int | None:
         return None
 
 
 def text_of(event: Mapping[str, Any]) -> str:
-    """The text of one event of either endpoint, reasoning included; empty where it has none."""
+    """Return the text of one event of either endpoint, reasoning included; empty where it has none."""
     choices = event.get("choices") or ()
     parts = [choice.get("text") or "" for choice in choices]
     for delta in (choice.get("delta") or {} for choice in choices):

@@ -1,4 +1,4 @@
-"""Sends a plan to a target and writes down when what came. Owns the clock, and nothing of the numbers.
+"""Sends a plan to a target and records when each piece came. Owns the clock, and nothing of the numbers.
 
 Closed loop: so many sessions at once, the next when one has ended. Open loop: each begins at its time, whatever the
 answers do; a generator that cannot keep up is seen in the samples (`due` against `sent`).
@@ -20,7 +20,7 @@ Session = Sequence[PlannedRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """When the requests of a plan are sent."""
+    """Says when the requests of a plan are sent."""
 
     concurrency: int | None
     """Sessions at once; None: an open loop."""

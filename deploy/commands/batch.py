@@ -1,4 +1,4 @@
-"""`blockyard run-batch`: a file of requests to a file of answers, through a server of OpenAI's API."""
+"""`blockyard run-batch` answers a file of requests through a server of OpenAI's API."""
 
 import asyncio
 import fcntl
@@ -104,7 +104,7 @@ def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], Ope
 
 
 def _gateway(cluster: str) -> str:
-    """Raises ValueError for a cluster without one."""
+    """Return the URL of the cluster's gateway. Raises ValueError for a cluster without one."""
     remembered = state.load(cluster)
     if not remembered.gateways:
         raise ValueError(f"cluster {cluster!r} has no gateway (`up --http-port 0`): name a server with --url")

@@ -253,7 +253,7 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
 
 
 async def _routers(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target, dict[str, Any]]:
-    """What is measured, and what is told of it."""
+    """Return the cluster as a target, and what the report says of it."""
     addresses = addresses_of(options.cluster, options.routers)
     clients = [
         await stack.enter_async_context(

@@ -1,4 +1,4 @@
-"""`blockyard logs`: what the processes of a cluster have logged, together.
+"""`blockyard logs` prints what the processes of a cluster have logged, merged by time.
 
 Owns the waiting and the looks. Where logs lie is log_files.py's, what their lines mean log_lines.py's.
 """
@@ -19,22 +19,28 @@ from blockyard.deploy.options import cluster_option
 
 LOOK_SECONDS = 0.5
 FIND_SECONDS = 5.0
-"""While it follows: how often it looks for processes that are new."""
+"""How often `-f` looks for new processes."""
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red")
 
 
 @click.command()
 @click.argument("worker", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
-@click.option("--request", "request_id", metavar="ID", help="Only lines about the request of this id.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until Ctrl-C.")
 @click.option(
-    "-n", "--tail", "num_lines", type=click.IntRange(0), help="Only so many of the last lines. Default: all."
+    "--request", "request_id", metavar="ID", help="Print only lines about the request with this id."
+)
+@click.option(
+    "-n",
+    "--tail",
+    "num_lines",
+    type=click.IntRange(0),
+    help="Print only this many of the last lines. Default: all.",
 )
 @click.option(
     "--prefix/--no-prefix",
     "has_prefix",
     default=None,
-    help="Begin each line with the name of who wrote it. Default: so, but for one WORKER alone.",
+    help="Begin each line with the name of its process. Default: yes, unless WORKER is given.",
 )
 @cluster_option
 def logs(
@@ -45,8 +51,8 @@ def logs(
     has_prefix: bool | None,
     cluster: str,
 ) -> None:
-    """The logs of all workers, routers and the supervisor, by time; or those of WORKER, which may be a router's name or
-    `supervisor`. Lives that have ended are among them."""
+    """Print the logs of all workers, routers and the supervisor, merged by time. WORKER chooses one of them, and may be
+    a router's name or `supervisor`. Processes that have ended are included."""
     budget, remembered = Budget.of_this_process(), state.load(cluster)
     found = logs_of(remembered, budget.step_seconds())
     printer = _Printer(has_prefix if has_prefix is not None else worker is None)
@@ -61,7 +67,7 @@ def logs(
 
 
 class _Reading:
-    """The logs that are read, with how far."""
+    """Reads logs, and remembers how far it has read each."""
 
     def __init__(self, logs: Logs, worker: str | None, request_id: str | None) -> None:
         """Raises ValueError for a name that no process has."""

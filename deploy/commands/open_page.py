@@ -1,4 +1,4 @@
-"""`blockyard open`: the live page in a browser, signed in.
+"""`blockyard open` opens the live page in a browser, signed in.
 
 Owns whether there is a browser to open. The URL is dashboard/sign_in.py's.
 """
@@ -15,7 +15,7 @@ from blockyard.deploy.dashboard.sign_in import page_url
 from blockyard.deploy.options import cluster_option, output_option
 
 WINDOW_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-"""Without any of them Linux has no window to open a page in, at most a browser of text."""
+"""Linux can open a window only where one of them is set. Without one there is at most a text browser."""
 DOOR_NAME = "live-page.html"
 DOOR = '<!doctype html><meta name="referrer" content="no-referrer"><meta http-equiv="refresh" content="0; url={url}">\n'
 

@@ -32,7 +32,7 @@ def connected(
 
 
 def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
-    """The given ones, else the cluster's. Raises ValueError for a cluster that is still starting."""
+    """Return the given routers, or else the cluster's. Raises ValueError for a cluster that is still starting."""
     addresses = list(routers or state.load(cluster).routers)
     if not addresses:
         raise ValueError(f"cluster {cluster!r} is still starting: no router of it serves yet")

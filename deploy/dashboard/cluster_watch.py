@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 MAX_ROUTERS = 32
-"""Asked at once, each for what it knows alone."""
+"""At most this many are asked what each alone knows."""
 ALL_SECONDS = 4.0
 """For a question to all routers, one after the other."""
 FRESH_SECONDS = 0.8
@@ -33,6 +33,10 @@ PATIENCE_SECONDS = 2.0
 BUSY_SHARE = 0.25
 """Drawing large pools takes no more of the dashboard's node than this share of a core."""
 NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_BlockyardHead.log says why"
+
+
+Requests = Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]
+"""Requests by the address of their router; None for a router that does not answer."""
 
 
 class ClusterWatch:
@@ -46,11 +50,14 @@ class ClusterWatch:
         self._drawn_at = float("-inf")
         self._drawing_seconds = 0.0
         self._drawing: asyncio.Task[None] | None = None
+        self._listing: asyncio.Task[Requests] | None = None
+        self._listed_at = float("-inf")
         self.history = History()
 
     async def close(self) -> None:
-        if self._drawing is not None:
-            self._drawing.cancel()
+        for task in (self._drawing, self._listing):
+            if task is not None:
+                task.cancel()
         await self._forget(*self._clients)
 
     async def heard(self, announcement: Announcement) -> None:
@@ -85,7 +92,7 @@ class ClusterWatch:
     async def ask_each(
         self, question: Callable[[AsyncClient], Awaitable[Answer]]
     ) -> dict[str, Answer | None]:
-        """Of every router at once, by address: what each has to say of itself. None of one that does not answer."""
+        """Ask every router the same at once. Returns answers by address, None for a router that does not answer."""
 
         async def asked(address: str) -> Answer | None:
             try:
@@ -95,6 +102,18 @@ class ClusterWatch:
 
         addresses = self.announcement.routers[:MAX_ROUTERS]
         return dict(zip(addresses, await asyncio.gather(*map(asked, addresses)), strict=True))
+
+    async def requests(self) -> Requests:
+        """List every router's requests. All browsers share one list, which is made at most once a second."""
+        is_stale = time.monotonic() - self._listed_at > FRESH_SECONDS
+        if self._listing is None or (self._listing.done() and is_stale):
+            self._listing = asyncio.create_task(self._list())
+        return await asyncio.shield(self._listing)
+
+    async def _list(self) -> Requests:
+        listed = await self.ask_each(lambda client: client.list_requests())
+        self._listed_at = time.monotonic()
+        return listed
 
     async def look(self) -> None:
         """Adds a point to the history; none while no router answers."""

@@ -1,4 +1,4 @@
-"""The last 15 minutes of a cluster: a ring of points, each from what two looks at its counters differ by. Pure.
+"""Keeps the last 15 minutes of a cluster as a ring of points. Each point is the difference of two looks. Pure.
 
 A counter belongs to one life of a worker or router. One that is seen for the first time counts from then on, so that
 neither a restart nor a late answer shows as a jump.
@@ -21,7 +21,7 @@ LATENCIES = ("first_token", "inter_token")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Of the time since the point before. None where nothing happened that has such a number."""
+    """One point describes the time since the point before. None means that nothing happened to measure."""
 
     at_seconds: float
     """On the asker's monotonic clock."""
@@ -107,13 +107,13 @@ class History:
 
 
 def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """By place. Those of another length than the first are of another version, and left out."""
+    """Add tuples element by element. Leaves out those of another length than the first: theirs is another version."""
     known = list(counts)
     return tuple(sum(column) for column in zip(*(c for c in known if len(c) == len(known[0])), strict=True))
 
 
 def quantile(bounds: tuple[float, ...], cumulative: tuple[int, ...], share: float) -> float | None:
-    """By a straight line within its bucket, as Prometheus has it; the last bound for what is beyond it."""
+    """Interpolate linearly within a bucket, as Prometheus does. Returns the last bound for what lies beyond it."""
     if len(cumulative) != len(bounds) + 1 or not cumulative[-1]:
         return None
     rank = share * cumulative[-1]

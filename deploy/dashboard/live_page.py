@@ -132,7 +132,7 @@ class LivePage:
         }
 
     async def _look(self) -> None:
-        """For the charts, from the first question on, whether or not a page is open."""
+        """Collect points for the charts, from the first question on, whether or not a page is open."""
         while True:
             try:
                 await self._hear()
@@ -180,7 +180,7 @@ class LivePage:
         return {"blocks": [block_dict(block) for block in found]}
 
     async def _requests(self, watch: ClusterWatch, _query: Query, _headers: Query) -> dict[str, Any]:
-        return requests_dict(await watch.ask_each(lambda client: client.list_requests()))
+        return requests_dict(await watch.requests())
 
     async def _sequences(self, watch: ClusterWatch, query: Query, _: Query) -> dict[str, Any]:
         worker = _worker(query)

@@ -17,7 +17,7 @@ MAX_HEADERS = 24
 """Of 7,000 characters each: the dashboard takes 8,190 in one."""
 MAX_TOKEN_IDS = 32_768
 MAX_REQUESTS = 200
-"""Shown of all that routers hold."""
+"""The page shows at most this many."""
 BLOCK_STATES = {
     cluster_pb2.BLOCK_STATE_FREE: "free",
     cluster_pb2.BLOCK_STATE_CACHED: "cached",
@@ -92,7 +92,7 @@ def sequence_dict(sequence: cluster_pb2.SequenceInfo) -> dict[str, Any]:
 
 
 def requests_dict(answers: Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]) -> dict[str, Any]:
-    """The oldest first, of all routers by address. Has no text of a prompt, because no router tells one."""
+    """List the requests of all routers, the oldest first. No prompt is among them, because no router tells one."""
     known = [
         (router, request)
         for router, requests in answers.items()

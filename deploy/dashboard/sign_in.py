@@ -1,4 +1,4 @@
-"""Sign-in to the live page by a URL: its key, the URL, and what Ray's dashboard does with both.
+"""Signs browsers in to the live page by a URL with a key.
 
 The key comes from Ray's token by HMAC. It opens the page and nothing else of the dashboard: Ray's token runs code. The
 URL has it in the fragment, which no browser sends; the page's script posts it in a header and gets a cookie. Owns the
@@ -36,13 +36,13 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 def page_key(ray_token: str) -> str:
-    """128 bits, so that the URL fits into a line of a terminal."""
+    """Derive the key. It has 128 bits, so that the URL fits into a line of a terminal."""
     digest = hmac.new(ray_token.strip().encode(), PURPOSE, sha256).digest()
     return urlsafe_b64encode(digest[:KEY_BYTES]).decode().rstrip("=")
 
 
 def page_url(dashboard_url: str, ray_token_path: str | None) -> str:
-    """Signs in where Ray asks for a token. Raises OSError where the token's file cannot be read."""
+    """Return the page's URL, which signs in where Ray asks for a token. Raises OSError for an unreadable token file."""
     url = f"{dashboard_url}{PAGE_PATH}"
     if ray_token_path is None:
         return url
@@ -50,19 +50,19 @@ def page_url(dashboard_url: str, ray_token_path: str | None) -> str:
 
 
 def is_key(given: str, key: str | None) -> bool:
-    """Compares in constant time. Without a key nothing is one."""
+    """Compare in constant time. Without a key nothing matches."""
     return key is not None and hmac.compare_digest(given.encode(errors="replace"), key.encode())
 
 
 def install() -> None:
-    """Has the dashboard that this process is about to run ask for the key too. Before Ray's server is imported."""
+    """Make the dashboard that this process will run accept the key. Call it before Ray's server is imported."""
     from ray._private.authentication import http_token_authentication as rays
 
     rays.get_token_auth_middleware = with_sign_in(rays.get_token_auth_middleware, _key_of_this_head)
 
 
 def _key_of_this_head() -> str | None:
-    """None where Ray asks for no token."""
+    """Return the key of this head, or None where Ray asks for no token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -77,7 +77,7 @@ def with_sign_in(
     get_middleware: Callable[..., Callable[[Any, Handler], Awaitable[Any]]],
     read_key: Callable[[], str | None],
 ) -> Callable[..., Any]:
-    """Ray's maker of its check of tokens, with the page's sign-in before the check."""
+    """Wrap Ray's maker of the token check, so that the page's sign-in comes before the check."""
 
     @wraps(get_middleware)
     def get_with_sign_in(aiohttp_module: Any, *arguments: Any, **options: Any) -> Any:

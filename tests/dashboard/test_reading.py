@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement, decode, encode
+from blockyard.deploy.dashboard.cluster_watch import ClusterWatch
 from blockyard.deploy.dashboard.head_module import check_base
 from blockyard.deploy.dashboard.history import MAX_POINTS, WINDOW_SECONDS, History, quantile
 from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
@@ -130,6 +131,27 @@ async def test_a_defect_while_a_picture_is_drawn_is_told_on_the_page_and_in_the_
     assert [card["name"] for card in picture["workers"]] == ["worker-0"]
     assert "CANARY" in caplog.text
     await page.close()
+
+
+async def test_browsers_that_ask_for_requests_at_once_share_one_question_to_each_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    class Client:
+        async def list_requests(self) -> list[cluster_pb2.RequestInfo]:
+            asked.append(self)
+            await asyncio.sleep(0.01)
+            return [cluster_pb2.RequestInfo(request_id="r")]
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr("blockyard.deploy.dashboard.cluster_watch.client_of", lambda *_: Client())
+    watch = ClusterWatch(ANNOUNCEMENT)
+    answers = await asyncio.gather(*(watch.requests() for _ in range(MAX_ASKED_AT_ONCE)))
+    assert len(asked) == len(ANNOUNCEMENT.routers) == 1
+    assert {requests_dict(answer)["total"] for answer in answers} == {1}
+    await watch.close()
 
 
 async def state_of(page: LivePage) -> Any:

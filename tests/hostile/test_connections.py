@@ -74,8 +74,9 @@ def test_silence_and_a_byte_now_and_then_end_with_the_handshake_and_leave_no_fil
         silent = [stack.enter_context(connect(house)) for _ in range(300)]
         half = stack.enter_context(connect(house, PREFACE[:10]))
         slow = stack.enter_context(connect(house))
+        # Looked at first: on a slow machine the earliest handshakes would be over after the check.
+        until(lambda: house.router.num_files > files + 250)
         house.check()
-        assert house.router.num_files > files + 100, "on a slow machine the first have been closed"
         assert is_closed_within(slow, 3 * HANDSHAKE_SECONDS, PREFACE[:-1] + SETTINGS * 100)
         assert is_closed_within(half, 3 * HANDSHAKE_SECONDS)
         assert all(is_closed_within(connection, HANDSHAKE_SECONDS) for connection in silent)

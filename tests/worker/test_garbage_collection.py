@@ -60,5 +60,6 @@ def walked_while_decoding(num_blocks: int) -> int:
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="it walks dicts of plain values too")
 def test_the_collector_walks_a_name_and_a_number_of_each_block_and_no_token() -> None:
-    few, many = walked_while_decoding(10), walked_while_decoding(210)
-    assert many - few < 200 * 4, "a token of each would be 16 more for each block"
+    # The least of three: what other tests have left running here makes objects too.
+    grown = min(walked_while_decoding(210) - walked_while_decoding(10) for _ in range(3))
+    assert grown < 200 * 2, "each has left the list of free blocks too"

@@ -1,4 +1,4 @@
-"""A checkpoint's files: which there are, and which tensors they must hold, in which shapes.
+"""Finds a checkpoint's files, and checks which tensors they hold, in which shapes.
 
 Owns the check of a checkpoint by the headers of its files, which takes milliseconds. Reads no weights (weights.py) and
 does not import torch. Never unpickles: a .bin checkpoint is refused.
@@ -38,7 +38,7 @@ def check_shards(folder: Path, config: ModelConfig) -> None:
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and data type of each tensor."""
+    """Yield name, shape and data type of each tensor."""
     # Here, because `size` and the commands that call a cluster do without it.
     from safetensors import SafetensorError, safe_open
 
@@ -57,7 +57,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint must have, by its name there."""
+    """Return the shape of every tensor that a checkpoint must have, by its name there."""
     vocabulary = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": vocabulary,
