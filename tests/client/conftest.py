@@ -119,7 +119,8 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_gr
                         await asyncio.Event().wait()
                     case _:
                         yield step
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            # gRPC closes a generator that is cancelled while a message of it is being sent.
             self.cancelled.set()
             raise
 

@@ -27,6 +27,7 @@ document.getElementById("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
   signIn(tokenOf(document.getElementById("token").value));
 });
+document.querySelector("#sign-in button").disabled = false;
 
 const fragment = location.hash;
 if (fragment) history.replaceState(null, "", here);
