@@ -86,18 +86,15 @@ def copied_tree() -> Iterator[Path]:
 @contextmanager
 def broken(tree: Path, mutant: Mutant) -> Iterator[None]:
     """The tree with this mutant in it. Raises ValueError where the product has changed since it was written down."""
-    sound = {edit.file: (tree / edit.file).read_text() for edit in mutant.edits}
+    files = [(edit, edit.file(tree)) for edit in mutant.edits]
+    sound = {file: file.read_text() for _, file in files}
     try:
-        for edit in mutant.edits:
-            path = tree / edit.file
-            text = path.read_text()
-            if text.count(edit.right) != 1:
-                raise ValueError(f"{edit.file} does not hold exactly once: {edit.right!r}")
-            path.write_text(text.replace(edit.right, edit.wrong))
+        for edit, file in files:
+            file.write_text(edit.apply(file.read_text()))
         yield
     finally:
-        for name, text in sound.items():
-            (tree / name).write_text(text)
+        for file, text in sound.items():
+            file.write_text(text)
 
 
 def judged(tree: Path, mutant: Mutant) -> Verdict:

@@ -3,9 +3,9 @@
 from .mutant import mutant
 
 TELLS_NOTHING_AGAIN = (
-    "worker/publisher.py",
-    "        self._wants_new_berth = False\n        self._tell_all()\n",
-    "        self._wants_new_berth = False\n        if not self._num_registrations: self._tell_all()\n",
+    "worker:IndexPublisher._register",
+    "self._tell_all()",
+    "if not self._num_registrations: self._tell_all()",
 )
 
 MUTANTS = (
@@ -14,14 +14,14 @@ MUTANTS = (
         "a worker does not hear that the index forgot it",
         "redis_outages.py::test_redis_killed_and_back_empty_is_told_everything_anew",
         (
-            "worker/publisher.py",
-            "            case RenewResult.UNKNOWN:\n                self._berth = None\n",
-            "            case RenewResult.UNKNOWN:\n                pass\n",
+            "worker:IndexPublisher._renew",
+            "self._berth = None",
+            "",
         ),
         (
-            "worker/publisher.py",
-            "            case ApplyResult.GAP | ApplyResult.UNKNOWN:\n                self._berth = None\n",
-            "            case ApplyResult.GAP | ApplyResult.UNKNOWN:\n                self._on_its_way = None\n",
+            "worker:IndexPublisher._publish",
+            "self._berth = None",
+            "self._on_its_way = None",
         ),
     ),
     mutant(
@@ -29,9 +29,9 @@ MUTANTS = (
         "a look-up waits for as long as it takes",
         "redis_outages.py::test_a_redis_that_is_cut_off_silently_holds_nobody_up",
         (
-            "router/prefix_index.py",
-            "async with _patient_timeout(self._config.timeout_seconds):",
-            "async with _patient_timeout(60.0):",
+            "router:PrefixLookup._ask",
+            "_patient_timeout(self._config.timeout_seconds)",
+            "_patient_timeout(60.0)",
         ),
     ),
     mutant(
@@ -51,29 +51,31 @@ MUTANTS = (
         "a replica's refusal ends the publisher",
         "redis_refusals.py::test_after_a_failover_to_a_stale_replica_what_it_missed_is_made_good",
         (
-            "worker/publisher.py",
-            "                    self._note(error)\n                    if",
-            "                    self._note(error)\n"
-            "                    if error.kind is ErrorKind.READ_ONLY: raise\n"
-            "                    if",
+            "worker:IndexPublisher.run",
+            "self._note(error)",
+            """
+            self._note(error)
+            if error.kind is ErrorKind.READ_ONLY: raise
+            """,
         ),
     ),
     mutant(
         40,
         "errors are not counted",
         "redis_refusals.py::test_a_redis_that_denies_is_counted_and_served_without[user off]",
-        ("worker/publisher.py", "        self._num_errors += 1\n", ""),
+        ("worker:IndexPublisher._note", "self._num_errors += 1", ""),
     ),
     mutant(
         40,
         "who is denied once gives up",
         "redis_refusals.py::test_a_redis_that_denies_is_counted_and_served_without[user off]",
         (
-            "worker/publisher.py",
-            "                    self._note(error)\n                    if",
-            "                    self._note(error)\n"
-            "                    if error.kind is ErrorKind.DENIED: raise\n"
-            "                    if",
+            "worker:IndexPublisher.run",
+            "self._note(error)",
+            """
+            self._note(error)
+            if error.kind is ErrorKind.DENIED: raise
+            """,
         ),
     ),
     mutant(
@@ -81,11 +83,12 @@ MUTANTS = (
         "a batch without an answer is not sent again",
         "redis_lies.py::test_news_lost_and_doubled_on_the_way_leave_no_trace",
         (
-            "worker/publisher.py",
-            "                    self._note(error)\n                    if",
-            "                    self._note(error)\n"
-            "                    self._on_its_way = None\n"
-            "                    if",
+            "worker:IndexPublisher.run",
+            "self._note(error)",
+            """
+            self._note(error)
+            self._on_its_way = None
+            """,
         ),
     ),
 )

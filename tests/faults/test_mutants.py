@@ -1,11 +1,12 @@
 """The table of mutants fits the product and the tests of today, and a verdict is said only where there is one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from .matrix import MATRIX
-from .mutant import Mutant
+from .mutant import Edit, Mutant
 from .mutant_table import MUTANTS, NOT_TRIED
 from .mutants import ROOT, Verdict, broken, chosen, table, verdict_of
 
@@ -13,9 +14,8 @@ from .mutants import ROOT, Verdict, broken, chosen, table, verdict_of
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.row}-{mutant.name}")
 def test_a_mutant_fits_the_product_and_its_test_is_of_its_row(mutant: Mutant) -> None:
     for edit in mutant.edits:
-        text = (ROOT / edit.file).read_text()
-        assert text.count(edit.right) == 1, f"{edit.file}: {edit.right!r}"
-        compile(text.replace(edit.right, edit.wrong), edit.file, "exec")
+        path = edit.file(ROOT)
+        compile(edit.apply(path.read_text()), str(path), "exec")
     for test in mutant.tests:
         file, _, name = test.partition("::")
         before, found, _ = (ROOT / file).read_text().partition(f"def {name.partition('[')[0]}(")
@@ -31,22 +31,65 @@ def test_names_of_mutants_are_unique_within_a_row_and_rows_are_those_of_the_matr
     assert not {row for row, _ in names} & NOT_TRIED.keys()
 
 
-def test_the_tree_is_broken_for_the_context_alone(tmp_path: Path) -> None:
-    mutant = MUTANTS[0]
-    (edit,) = mutant.edits
-    path = tmp_path / edit.file
+SOURCE = """
+LIMIT = 2
+
+class Queue:
+    def take(self):
+        # Why it waits.
+        if self.items > LIMIT:
+            self.items -= 1
+        return (self.items
+                + 1)
+"""
+
+
+def written(tree: Path, text: str) -> Path:
+    path = tree / "router" / "a_folder" / "queue.py"
     path.parent.mkdir(parents=True)
-    path.write_text(f"a\n{edit.right}b\n")
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("where", "right", "wrong", "made"),
+    [
+        ("router:LIMIT", "2", "3", "LIMIT = 3"),
+        ("router:Queue.take", "self.items > LIMIT", "False", "if False:"),
+        ("router:Queue.take", "self.items + 1", "self.items", "return self.items\n"),
+        ("router:Queue.take", "self.items -= 1", "", "if self.items > LIMIT:\n            pass"),
+        (
+            "router:Queue.take",
+            "self.items -= 1",
+            "if 1: self.items -= 1",
+            "if 1:\n                self.items",
+        ),
+    ],
+)
+def test_the_tree_is_broken_for_the_context_alone(
+    where: str, right: str, wrong: str, made: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, SOURCE)
+    mutant = replace(MUTANTS[0], edits=(Edit(where=where, right=right, wrong=wrong),))
     with broken(tmp_path, mutant):
-        assert edit.wrong in path.read_text()
-    assert path.read_text() == f"a\n{edit.right}b\n"
+        assert made in f"{path.read_text()}\n"
+    assert path.read_text() == SOURCE
 
 
-def test_a_mutant_whose_text_is_gone_is_refused(tmp_path: Path) -> None:
-    (edit,) = MUTANTS[0].edits
-    (tmp_path / edit.file).parent.mkdir(parents=True)
-    (tmp_path / edit.file).write_text("rewritten since\n")
-    with pytest.raises(ValueError, match="exactly once"), broken(tmp_path, MUTANTS[0]):
+@pytest.mark.parametrize(
+    ("where", "right", "says"),
+    [
+        ("router:Queue.take", "self.items", "has 2 times"),
+        ("router:Queue.take", "self.gone", "has 0 times"),
+        ("router:Queue.gone", "1", "defined in 0 files"),
+    ],
+)
+def test_a_mutant_whose_code_is_gone_or_ambiguous_is_refused(
+    where: str, right: str, says: str, tmp_path: Path
+) -> None:
+    written(tmp_path, SOURCE)
+    mutant = replace(MUTANTS[0], edits=(Edit(where=where, right=right, wrong="0"),))
+    with pytest.raises(ValueError, match=says), broken(tmp_path, mutant):
         pass
 
 
