@@ -137,6 +137,10 @@ MUTANTS = (
         27,
         "nobody looks whether logits are finite",
         "poison.py::test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_prefix",
-        ("worker:Sampler.start", "usable_S = finite_S", "usable_S = finite_S = finite_S | True"),
+        (
+            "worker:Sampler.start",
+            "tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)",
+            "None",
+        ),
     ),
 )
