@@ -23,12 +23,12 @@ from blockyard.proto.redis_prefix_index import connect
 from redis.asyncio import Redis
 
 from bench.index_load import warm_up
-from bench.index_plot import plot
 from bench.index_rebuild import RebuildScale, measure_rebuild
 from bench.index_server import MachineClock
 from bench.index_sharing import SharingScale, measure_sharing, measure_variations
 from bench.index_text import floors, report_text
 from bench.index_writes import WriteScale, measure_effect_on_others, measure_writes
+from bench.plots import draw
 from bench.reporting import REPORTS, write_report
 
 TIMEOUT_SECONDS = 60.0
@@ -107,18 +107,17 @@ def main() -> None:
 
 def keep(figures: dict[str, Any], folder: Path) -> Path:
     """Writes the report and its picture. Where the Markdown lies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = folder / f"{date.today().isoformat()}-index.png"
-    plot(figures["sharing"], picture)
-    return write_report(
+    path = write_report(
         "index",
         title="The prefix index beside llm-d's schema",
-        text=report_text(figures, picture=picture.name),
+        text=report_text(figures, picture=f"{date.today().isoformat()}-index.png"),
         figures=figures,
         floors=floors(figures),
         versions={"redis": figures["redis"], "redis-py": redis.__version__},
         folder=folder,
     )
+    draw(path)
+    return path
 
 
 if __name__ == "__main__":

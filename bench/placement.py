@@ -20,8 +20,8 @@ from blockyard.deploy.bench.mooncake import write_trace
 from blockyard.router.placement_config import PolicyName
 
 from bench.peers.dynamo import RouterMode, run_dynamo
-from bench.placement_plot import draw
 from bench.placement_text import MOCK_TAG, POLICIES, Findings, floors, text
+from bench.plots import draw
 from bench.reporting import write_report
 from bench.simulation.mocker import MockerProfile
 from bench.simulation.profile import HardwareProfile
@@ -134,7 +134,7 @@ def main() -> None:
         floors=floors(findings),
         versions={"ai-dynamo-runtime": findings.peer["version"]} if findings.peer else {},
     )
-    draw(findings, path.with_suffix(".png"))
+    draw(path)
     print(path.read_text(encoding="utf-8"))
 
 

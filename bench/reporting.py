@@ -69,7 +69,7 @@ def write_report(
     lines = [
         f"# {title}",
         "",
-        f"{document['date']}, commit {setting['commit']}, {machine_text(setting)}, {versions_text}.",
+        f"{origin(document)}, {versions_text}.",
         "",
         "```bash",
         document["command"],
@@ -129,12 +129,17 @@ def _version(package: str) -> str | None:
         return None
 
 
+def origin(document: Mapping[str, Any]) -> str:
+    """When, from which commit and on what a report's numbers were measured."""
+    return f"{document['date']}, commit {document['commit']}, {machine_text(document)}"
+
+
 def machine_text(setting: Mapping[str, Any]) -> str:
-    """Of `machine()` and `gpu()`."""
-    numbers = [f"{name} {number}" for name, number in setting["cpu_numbers"].items()]
-    told = "; ".join(", ".join(part) for part in (numbers, setting["vector_units"]) if part)
+    """Of `machine()` and `gpu()`. The first reports have no more of a machine than its name and cores."""
+    numbers = [f"{name} {number}" for name, number in setting.get("cpu_numbers", {}).items()]
+    told = "; ".join(", ".join(part) for part in (numbers, setting.get("vector_units", ())) if part)
     text = f"{setting['cpu']}{f' ({told})' if told else ''}, {setting['cores']} cores"
-    gpu = setting["gpu"]
+    gpu = setting.get("gpu")
     if gpu is None:
         return text
     return f"{text}, {gpu['count']} x {gpu['name']} (CUDA {gpu['cuda']}, triton {gpu['triton']})"

@@ -5,16 +5,27 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blockyard.deploy.figures import Figures
 from blockyard.deploy.figures_memory import Cells
+from blockyard.deploy.plot_style import (
+    BORDER,
+    GREY,
+    LIGHT,
+    OURS,
+    PALETTE,
+    THEIRS,
+    legend,
+    panels,
+    save,
+    styled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OURS, THEIRS, LIGHT, BORDER = "#1f6f8b", "#c96f4a", "#e4e4e4", "#333333"
 MAP_COLUMNS = 64
 SHOWN_STEPS = 1024
 """Of the batching: four static batches are enough to see."""
@@ -43,20 +54,6 @@ def _nothing_left_in_the_home_folder() -> Iterator[None]:
 
 
 def _draw(figures: Figures, folder: Path) -> list[Path]:
-    # Loading matplotlib takes longer than most commands: only the one that draws pays for it.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update(
-        {
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.titlelocation": "left",
-            "axes.titlesize": 10,
-            "font.size": 10,
-            "legend.frameon": False,
-        }
-    )
     drawings: dict[str, Callable[[Figures], Figure]] = {
         "slots": _slots,
         "memory": _memory,
@@ -66,23 +63,16 @@ def _draw(figures: Figures, folder: Path) -> list[Path]:
         "block-sizes": _block_sizes,
     }
     paths = []
-    for name, draw in drawings.items():
-        figure = draw(figures)
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=130)
+    with styled():
+        for name, draw in drawings.items():
+            paths.append(folder / f"{name}.png")
+            save(draw(figures), paths[-1])
     return paths
-
-
-def _figure(rows: int, columns: int, *, width: float, height: float, **settings: Any) -> "tuple[Figure, Any]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, **settings)
 
 
 def _slots(figures: Figures) -> "Figure":
     f = figures.slots
-    figure, axes = _figure(2, 1, width=8, height=3.6, sharex=True, sharey=True)
+    figure, axes = panels(2, 1, height=3.6, sharex=True, sharey=True)
     for ax, name, busy, value, colour in (
         (axes[0], "static", f.static_busy, f.static, THEIRS),
         (axes[1], "continuous", f.continuous_busy, f.continuous, OURS),
@@ -97,7 +87,7 @@ def _slots(figures: Figures) -> "Figure":
 
 def _memory(figures: Figures) -> "Figure":
     f = figures.memory
-    figure, (left, right) = _figure(1, 2, width=8, height=3)
+    figure, (left, right) = panels(1, 2, height=3)
     _bars(
         left, ["contiguous", "paged"], [f.contiguous_utilisation * 100, f.paged_utilisation * 100], "{:.1f} %"
     )
@@ -119,7 +109,7 @@ def _bars(ax: "Axes", names: Sequence[str], values: Sequence[float], template: s
 
 def _fragmentation(figures: Figures) -> "Figure":
     f = figures.fragmentation
-    figure, axes = _figure(2, 1, width=8, height=2.4)
+    figure, axes = panels(2, 1, height=2.4)
     _map(axes[0], f.contiguous_cells)
     axes[0].set_title(
         f"Contiguous: {f.worst_free:,} tokens free, the largest piece {f.worst_largest_piece}; "
@@ -138,12 +128,11 @@ def _fragmentation(figures: Figures) -> "Figure":
 
 
 def _map(ax: "Axes", cells: Cells) -> None:
-    import matplotlib
+    from matplotlib.colors import to_rgb
 
-    palette = matplotlib.colormaps["Dark2"]
     pixels = []
     for owner, full in cells:
-        red, green, blue, _ = palette(owner % 8)
+        red, green, blue = to_rgb(PALETTE[owner % len(PALETTE)])
         strength = 0.0 if owner < 0 else 0.25 + 0.75 * full
         pixels.append([1 - strength * (1 - part) for part in (red, green, blue)])
     rows = [pixels[start : start + MAP_COLUMNS] for start in range(0, len(pixels), MAP_COLUMNS)]
@@ -159,7 +148,7 @@ def _map(ax: "Axes", cells: Cells) -> None:
 
 def _arrivals(figures: Figures) -> "Figure":
     f = figures.arrivals
-    figure, (top, bottom) = _figure(2, 1, width=8, height=4.2, sharex=True)
+    figure, (top, bottom) = panels(2, 1, height=4.2, sharex=True)
     for name, samples, colour in (
         ("contiguous, 2048 reserved", f.contiguous, THEIRS),
         ("paged", f.paged, OURS),
@@ -174,13 +163,13 @@ def _arrivals(figures: Figures) -> "Figure":
     bottom.set_ylabel("slots with a token, %")
     bottom.set_xlabel(f"step; the same {f.num_requests} arrivals")
     bottom.set_ylim(0, 100)
-    top.legend()
+    legend(figure, top)
     return figure
 
 
 def _copy_on_write(figures: Figures) -> "Figure":
     f = figures.copy_on_write
-    figure, (left, right) = _figure(1, 2, width=8, height=3, width_ratios=[2, 1])
+    figure, (left, right) = panels(1, 2, height=3, width_ratios=[2, 1])
     names = ["not shared", "16 chats", "fork of 16", "fork, before\nits first write"]
     _bars(left, names, [f.unshared, f.chats, f.fork_after_write, f.fork_before_write], "{:.0f}")
     left.set_title("16 outputs on the same 200 tokens")
@@ -195,15 +184,17 @@ def _copy_on_write(figures: Figures) -> "Figure":
 def _block_sizes(figures: Figures) -> "Figure":
     sizes = figures.block_sizes
     names = [str(size.block_size) for size in sizes]
-    figure, (left, right) = _figure(1, 2, width=8, height=3.4)
+    figure, (left, right) = panels(1, 2, height=3.4)
     left.plot(names, [100 * size.empty_share for size in sizes], color=THEIRS, marker="o")
     left.set_title("What the last blocks leave empty")
     left.set_ylabel("used memory without a token, %")
-    right.plot(names, [100 * size.reuse for size in sizes], color=OURS, marker="o", label="found")
+    right.plot(
+        names, [100 * size.reuse for size in sizes], color=OURS, marker="o", label="found in the cache"
+    )
     possible = 100 * sizes[0].possible_reuse
     right.axhline(
         possible,
-        color="#888888",
+        color=GREY,
         linestyle="--",
         linewidth=1,
         zorder=0,
@@ -211,7 +202,7 @@ def _block_sizes(figures: Figures) -> "Figure":
     )
     right.set_title("What is found of shared prompts")
     right.set_ylabel("prompt tokens found in the cache, %")
-    right.legend()
+    legend(figure, right)
     for ax in (left, right):
         ax.set_ylim(bottom=0)
         ax.set_xlabel("tokens in a block")

@@ -31,7 +31,6 @@ from bench.engine import report
 from bench.engine.figures import MIN_REPEATS, ROOFLINE_RATE, Results, figures_of
 from bench.engine.limit import machine_of, rates_of, roofline_tokens_per_second
 from bench.engine.peers.protocol import Request, Settings
-from bench.engine.plot import draw
 from bench.engine.shapes import model_folder
 from bench.engine.systems import (
     Running,
@@ -45,6 +44,7 @@ from bench.engine.systems import (
     with_preload,
 )
 from bench.engine.workloads import WORKLOADS, describe, requests_of
+from bench.plots import draw
 from bench.proof import prove
 from bench.reporting import REPORTS
 
@@ -296,7 +296,7 @@ def main() -> None:
         return
     path = report.write(figures, arguments.output)
     print(path.read_text(encoding="utf-8"))
-    draw(figures, path.with_suffix(".png"))
+    draw(path)
     if lost := lost_of(runs):
         raise SystemExit(f"the report has no figures of our own {lost}")
 

@@ -23,9 +23,9 @@ import torch
 from bench.engine.build import DTYPES, backend_of
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import CPU, FULL, cases
-from bench.kernels.plot import draw
 from bench.kernels.report import ABOUT, OTHERS_OVER_IT, Row, floors_of, text_of
 from bench.kernels.timing import Clock, Machine, measure_machine
+from bench.plots import draw
 from bench.proof import prove
 from bench.reporting import REPORTS, write_report
 
@@ -171,7 +171,7 @@ def main() -> None:
             folder=arguments.output,
         )
         print(path.read_text(encoding="utf-8"))
-        draw(figures, path.with_suffix(".png"))
+        draw(path)
     if measured.is_cut_short:
         raise SystemExit("cut short: later cases are missing")
 

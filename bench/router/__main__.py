@@ -27,11 +27,11 @@ from blockyard.deploy.redis_server import start_private_redis
 from blockyard.proto.fingerprint import tokenizer_fingerprint
 from blockyard.proto.text import load_tokenizer
 
+from bench.plots import draw
 from bench.reporting import REPORTS
 from bench.router import flame, report
-from bench.router.figures import Results, Setting, figures_of
+from bench.router.figures import Results, Setting
 from bench.router.placement import PlacementTimes, placement_bench, tokenizing_times
-from bench.router.plot import draw
 from bench.router.processes import ROOT, Workers, cpu_clock, foreign_cores, running_workers
 from bench.router.systems import System, engine_session, http_worker, our_router, sglang_router
 from bench.router.trials import many_streams, one_stream
@@ -231,7 +231,7 @@ async def run(arguments: argparse.Namespace) -> None:
         many_streams=plan.streams[-1],
     )
     path = report.write(results, setting, arguments.output)
-    draw(figures_of(results, setting), path.with_suffix(".png"))
+    draw(path)
     print(path.read_text(encoding="utf-8"))
 
 

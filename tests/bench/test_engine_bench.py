@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
+from blockyard.deploy.plot_style import save
 from blockyard.worker.model.config import load_config
 
 import bench.engine.__main__ as main
@@ -25,7 +25,7 @@ from bench.engine.figures import (
 )
 from bench.engine.limit import roofline_tokens_per_second
 from bench.engine.peers.protocol import Course, Request, drive
-from bench.engine.plot import colours_of, draw
+from bench.engine.plot import present
 from bench.engine.report import text_of, write
 from bench.engine.shapes import model_folder
 from bench.engine.systems import (
@@ -35,6 +35,7 @@ from bench.engine.systems import (
 )
 from bench.engine.workloads import WORKLOADS, requests_of
 from bench.kernels.timing import Machine
+from bench.plots import draw, figure_of
 from bench.profile.roofline import used_weights
 from bench.proof import RedTests, prove
 
@@ -272,16 +273,14 @@ def test_options_that_cannot_be_followed_are_refused_at_once(
     assert error in capsys.readouterr().err
 
 
-def test_each_system_of_a_picture_has_a_colour_of_its_own() -> None:
+def test_a_picture_names_ours_first_and_leaves_out_who_was_absent() -> None:
     ours, theirs = [f"ours {n}" for n in range(5)], [f"theirs {n}" for n in range(5)]
     absent = {"vllm": {"absent": "so"}, "ours, served": {"absent": "too"}}
     run = {
         "ours": [*ours, "ours, served"],
-        "systems": {name: {} for name in (*ours, *theirs)} | absent,
+        "systems": {name: {} for name in (*theirs, *ours)} | absent,
     }
-    colours = colours_of(run)
-    assert list(colours) == [*ours, *theirs]
-    assert len(set(colours.values())) == 10
+    assert present(run) == [*ours, *theirs]
 
 
 NOTHING = Results(
@@ -301,7 +300,7 @@ def test_a_picture_of_a_data_type_in_which_nothing_was_measured_is_empty(tmp_pat
         ours=NOTHING.ours,
     )
     figures = figures_of({"bfloat16": NOTHING, "float16": failed, "float32": results()}, SETTING)
-    assert draw(figures, tmp_path / "engine.png")
+    save(figure_of(figures), tmp_path / "engine.png")
     assert (tmp_path / "engine.png").stat().st_size > 10_000
 
 
@@ -313,9 +312,9 @@ def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_a
     monkeypatch.setattr(main, "run", lambda *_: NOTHING)
     printed: list[str] = []
 
-    def spy(figures: dict[str, Any], path: Path) -> bool:
+    def spy(report: Path) -> bool:
         printed.append(capsys.readouterr().out)
-        return draw(figures, path)
+        return draw(report)
 
     monkeypatch.setattr(main, "draw", spy)
     with pytest.raises(SystemExit, match="no figures of our own blockyard triton in float32"):

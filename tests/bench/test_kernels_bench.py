@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blockyard.deploy.plot_style import save
 from blockyard.kernels.attention_plan import plan_attention
 from blockyard.kernels.torch_backend import TorchBackend
 
@@ -20,9 +21,9 @@ from bench.kernels.__main__ import PROOFS, make_bench, measure, row_of
 from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE, each_by_itself
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import FULL, Sizes, cases
-from bench.kernels.plot import draw
 from bench.kernels.report import CASCADE_SHAPE, PREFILL_SHAPE, floors_of, text_of
 from bench.kernels.timing import Clock, Machine
+from bench.plots import figure_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -373,7 +374,7 @@ def test_a_picture_shows_kernels_that_compute_and_such_as_only_copy(tmp_path: Pa
     assert {bool(row["flops"]) for row in measured} == {True, False}
     rates = {"copy_gb_per_second": 1.0, "matmul_tflops_per_second": 1.0}
     figures = {"backend": "torch", "dtype": "float32", "device_name": "a device", "machine": rates}
-    assert draw({**figures, "rows": measured}, tmp_path / "kernels.png")
+    save(figure_of({**figures, "rows": measured}), tmp_path / "kernels.png")
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
