@@ -5,15 +5,18 @@ of the fault matrix says what it measured."""
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 
-# A machine crowded with processes may stop for a second in the middle of an example.
-settings.register_profile("crowded", deadline=None)
-settings.load_profile("crowded")
+if find_spec("hypothesis"):  # A bare machine with a GPU runs the kernels' tests without it.
+    from hypothesis import settings
+
+    # A machine crowded with processes may stop for a second in the middle of an example.
+    settings.register_profile("crowded", deadline=None)
+    settings.load_profile("crowded")
 # Dozens of processes share the cores here, workers that compute among them: one that spins keeps another from its work.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if not torch.cuda.is_available():
