@@ -54,8 +54,8 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
     refuse_if_up(options.cluster)
     options, moved_ports = preflight.ports_moved(options)
     preflight.check(options)
-    for warning in (*moved_ports, *filter(None, (options.exposure,))):
-        report(Progress(stage="looking at ports", warning=warning))
+    for warning in (*moved_ports, *filter(None, (options.exposure, preflight.crowding(options)))):
+        report(Progress(stage="looking at this machine", warning=warning))
     with redis_given.claimed(options) as keep_claim:
         for warning in redis_given.check(options):
             report(Progress(stage="looking at Redis", warning=warning))

@@ -90,6 +90,20 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
     )
 
 
+def crowding(options: "UpOptions") -> str | None:
+    """Return a warning where workers of this machine get less than one CPU each and nobody asked for that."""
+    if options.address is not None or options.cpus_per_worker is not None:
+        return None
+    (cpus,), num_gpus = local_hardware(options)
+    shape = shape_of(options, (cpus,), num_gpus)
+    if shape.num_cpus >= 1:
+        return None
+    return (
+        f"{shape.num_workers} workers share {cpus:g} CPUs, {shape.num_cpus:.2g} of one each: {int(cpus)} workers "
+        "would have one each (--workers, --cpus-per-worker)"
+    )
+
+
 def check_reachable(other_hosts: int, *, has_private_redis: bool) -> None:
     """Raises ClusterStartError where workers would be on machines that cannot reach the index."""
     if has_private_redis and other_hosts:

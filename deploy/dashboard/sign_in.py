@@ -6,6 +6,7 @@ paths that need no token. Loaded by the dashboard's starter, so it imports next 
 """
 
 import hmac
+import sys
 from base64 import urlsafe_b64encode
 from collections.abc import Awaitable, Callable
 from functools import wraps
@@ -32,6 +33,11 @@ HEADERS = {
         "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     ),
 }
+LINK = (
+    '<a href="blockyard" id="blockyard-link" style="position:fixed;right:16px;bottom:16px;z-index:10;padding:6px 12px;'
+    'border-radius:16px;background:#1a6fb5;color:#fff;font:14px sans-serif;text-decoration:none">Blockyard</a>'
+)
+"""Stands in a corner of Ray's page, which has no place for links of others."""
 Handler = Callable[[Any], Awaitable[Any]]
 
 
@@ -58,7 +64,28 @@ def install() -> None:
     """Make the dashboard that this process will run accept the key. Call it before Ray's server is imported."""
     from ray._private.authentication import http_token_authentication as rays
 
-    rays.get_token_auth_middleware = with_sign_in(rays.get_token_auth_middleware, _key_of_this_head)
+    rays.get_token_auth_middleware = with_sign_in(
+        rays.get_token_auth_middleware, _key_of_this_head, _rays_page_with_link()
+    )
+
+
+def _rays_page_with_link() -> bytes | None:
+    """Return Ray's page with the link, or None and a line on stderr where the page is not as we know it."""
+    from ray import dashboard
+
+    try:
+        page = Path(dashboard.__path__[0]) / "client" / "build" / "index.html"
+        return with_link(page.read_text(encoding="utf-8")).encode()
+    except (OSError, ValueError) as error:
+        print(f"blockyard: Ray's page gets no link to /blockyard: {error!r}", file=sys.stderr)
+        return None
+
+
+def with_link(page: str) -> str:
+    """Add a link to the live page. Raises ValueError for a page that is not as Ray's is."""
+    if page.count("</body>") != 1 or '<div id="root">' not in page:
+        raise ValueError("it is not as it was")
+    return page.replace("</body>", f"{LINK}</body>")
 
 
 def _key_of_this_head() -> str | None:
@@ -76,8 +103,10 @@ def _key_of_this_head() -> str | None:
 def with_sign_in(
     get_middleware: Callable[..., Callable[[Any, Handler], Awaitable[Any]]],
     read_key: Callable[[], str | None],
+    rays_page: bytes | None = None,
 ) -> Callable[..., Any]:
-    """Wrap Ray's maker of the token check, so that the page's sign-in comes before the check."""
+    """Wrap Ray's maker of the token check. The page's sign-in comes before the check, and `rays_page` takes the place
+    of Ray's own index."""
 
     @wraps(get_middleware)
     def get_with_sign_in(aiohttp_module: Any, *arguments: Any, **options: Any) -> Any:
@@ -112,6 +141,10 @@ def with_sign_in(
             if is_page and is_get and is_key(request.cookies.get(COOKIE, ""), key):
                 return await handler(request)
             response = await rays_check(request, handler)
+            if path == "/" and is_get and response.status == 200 and rays_page is not None:
+                index = web.Response(body=rays_page, content_type="text/html", charset="utf-8")
+                index.headers["Cache-Control"] = "no-store"
+                return index
             if path == PAGE_PATH and is_get and response.status in REFUSED:
                 return file(SIGN_IN_FILE, "text/html", response.status)
             return response

@@ -111,6 +111,11 @@ async def test_without_grafana_rays_own_tab_shows_the_page_in_the_theme_that_is_
             f"{framed('Cluster Utilization')}?.querySelector('.tile b')?.textContent === '2 of 2'"
         )
         assert "has none" in await browser.until(f"{framed('Node Count')}?.body.innerText")
+        link = "document.querySelector('#blockyard-link')"
+        assert await browser.evaluate(f"[{link}.pathname, {link}.getBoundingClientRect().width > 0]") == [
+            "/blockyard",
+            True,
+        ]
         await keep_picture(browser, "overview")
         await browser.evaluate("localStorage.setItem('themeMode', 'dark')")
         await browser.open(f"{url}/?#/metrics")

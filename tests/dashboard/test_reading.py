@@ -17,6 +17,7 @@ from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
 from blockyard.deploy.dashboard.picture import MAX_CELLS, cells, drawn, of_nothing
 from blockyard.deploy.dashboard.questions import HEADER, MAX_REQUESTS, prompt_arguments, requests_dict
 from blockyard.deploy.dashboard.reach import CannotReach, client_of
+from blockyard.deploy.dashboard.sign_in import with_link
 from blockyard.deploy.dashboard.start_hook import led_through, start_hook
 from blockyard.proto.v1 import cluster_pb2
 from hypothesis import given
@@ -260,6 +261,14 @@ def test_a_base_class_that_asks_for_more_or_gives_less_than_it_did_is_refused() 
         check_base(type("More", (Base,), {"__abstractmethods__": frozenset({"close"})}))
     with pytest.raises(ImportError, match=r"lacks \['gcs_client', 'run'\]"):
         check_base(object)
+
+
+def test_a_page_of_rays_that_is_not_as_it_was_gets_no_link() -> None:
+    page = '<html><body><div id="root"></div></body></html>'
+    assert with_link(page).count('<a href="blockyard"') == 1
+    for other in ("", page + page, page.replace("root", "app")):
+        with pytest.raises(ValueError, match="not as it was"):
+            with_link(other)
 
 
 def test_what_rays_dashboard_loads_of_us_is_next_to_nothing() -> None:

@@ -5,13 +5,14 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.preflight import check_reachable
+from blockyard.deploy.preflight import check_reachable, crowding
 from blockyard.deploy.processes import identify
 from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
@@ -225,3 +226,15 @@ def test_workers_that_the_machine_has_no_memory_for_are_refused() -> None:
     )
     assert refused.exit_code == 1
     assert "1 worker would need 90.0 TiB, and this machine has" in " ".join(refused.output.split())
+
+
+def test_who_asks_for_more_workers_than_cpus_is_told_how_many_would_have_one() -> None:
+    engine = EngineConfig(model=str(CHECKPOINT), device="cpu")
+    crowded = UpOptions(engine=engine, num_workers=4 * CPUS)
+    told = crowding(crowded)
+    assert told is not None
+    assert (
+        f"{4 * CPUS} workers share {CPUS} CPUs, 0.25 of one each: {CPUS} workers would have one each" in told
+    )
+    assert crowding(replace(crowded, num_workers=CPUS)) is None
+    assert crowding(replace(crowded, cpus_per_worker=0.25)) is None
