@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from blockyard.deploy.dashboard import picture
 from blockyard.deploy.dashboard.announcement import Announcement
 from blockyard.deploy.dashboard.history import History
+from blockyard.deploy.dashboard.last_seen import LastSeen
 from blockyard.deploy.dashboard.reach import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, UnavailableError
@@ -47,6 +48,7 @@ class ClusterWatch:
         self._clients: dict[str, AsyncClient] = {}
         self._answered: str | None = None
         self._picture: dict[str, Any] | None = None
+        self._last_seen = LastSeen()
         self._drawn_at = float("-inf")
         self._drawing_seconds = 0.0
         self._drawing: asyncio.Task[None] | None = None
@@ -151,7 +153,8 @@ class ClusterWatch:
 
     async def _draw(self) -> None:
         try:
-            self._picture = await self._seen()
+            seen = await self._seen()
+            self._picture = seen | {"workers": self._last_seen.completed(seen["workers"], time.time())}
         except Exception:
             logger.exception("the picture of cluster %s cannot be drawn", self.announcement.cluster)
             self._picture = picture.of_nothing(self.announcement, trouble=NO_PICTURE)

@@ -41,7 +41,7 @@ async def test_a_frozen_worker_shows_as_dead_and_the_other_one_as_before(
 
 
 async def test_a_dead_worker_shows_as_dead_within_seconds_and_its_next_life_as_a_new_one(
-    page: Browser, cluster: Processes
+    page: Browser, cluster: Processes, stage: Stage
 ) -> None:
     worker = cluster.workers["worker-1"]
     before = (await shown(page, "worker-1"))["incarnation"]
@@ -55,6 +55,12 @@ async def test_a_dead_worker_shows_as_dead_within_seconds_and_its_next_life_as_a
     figure = "getComputedStyle(document.querySelector('[data-worker=worker-1] [data-field=running]'))"
     assert float(await page.evaluate(f"{figure}.opacity")) < 0.5
     await keep_picture(page, "dead")
+    total = (await shown(page, "worker-1"))["total"]
+    await page.open(stage.url)
+    await page.until(
+        f"document.querySelector('[data-worker=worker-1] [data-field=total]')?.textContent === '{total}'"
+    )
+    assert (await shown(page, "worker-1"))["reason"].startswith("dead since ")
     cluster.start(worker)
     await page.until("document.querySelector('[data-worker=worker-1] .state').textContent === 'ready'")
     assert (await shown(page, "worker-1"))["incarnation"] != before

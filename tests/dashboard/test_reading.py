@@ -13,6 +13,7 @@ from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement
 from blockyard.deploy.dashboard.cluster_watch import ClusterWatch
 from blockyard.deploy.dashboard.head_module import check_base
 from blockyard.deploy.dashboard.history import MAX_POINTS, WINDOW_SECONDS, History, quantile
+from blockyard.deploy.dashboard.last_seen import LastSeen
 from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
 from blockyard.deploy.dashboard.picture import MAX_CELLS, cells, drawn, of_nothing
 from blockyard.deploy.dashboard.questions import HEADER, MAX_REQUESTS, prompt_arguments, requests_dict
@@ -182,6 +183,25 @@ def test_a_worker_is_shown_by_the_worse_of_what_supervisor_and_router_say(
     workers = [cluster_pb2.Worker(worker_id="worker-0", state=seen)] if seen is not None else []
     picture = drawn(replace(ANNOUNCEMENT, places=(place,)), cluster_pb2.ClusterInfo(), workers, {})
     assert [(card["name"], card["state"]) for card in picture["workers"]] == [("worker-0", state)]
+
+
+def test_a_worker_that_is_away_keeps_its_last_pool_and_since_when() -> None:
+    seen = LastSeen()
+
+    def card_at(now: float, state: str, pool: dict[str, Any] | None) -> dict[str, Any]:
+        (card,) = seen.completed([{"name": "w", "state": state, "pool": pool}], now)
+        return card
+
+    assert card_at(10.0, "ready", {"total": 7})["last_pool"] is None
+    for now in (11.0, 60.0):
+        card = card_at(now, "dead", None)
+        assert (card["last_pool"], card["since"], card["since_is_exact"]) == ({"total": 7}, 11.0, True)
+    # Nobody looked for a while: it came back and died again, or was dead all the time.
+    assert card_at(61.0, "ready", {"total": 8})["last_pool"] is None
+    card = card_at(500.0, "dead", None)
+    assert (card["last_pool"], card["since"], card["since_is_exact"]) == ({"total": 8}, 500.0, False)
+    seen.completed([], 501.0)
+    assert card_at(502.0, "dead", None)["last_pool"] is None
 
 
 def test_a_worker_that_no_supervisor_names_is_shown_too() -> None:

@@ -62,20 +62,25 @@ function makeCard(name) {
   return { element, fields, map, pool, host, hostFill };
 }
 
+function since(worker) {
+  if (!AWAY.has(worker.state) || !worker.since) return "";
+  return `${worker.state} since ${new Date(1000 * worker.since).toLocaleTimeString()}${worker.since_is_exact ? "" : " or before"}`;
+}
+
 function showCard(card, worker) {
   const { fields } = card;
   setText(fields.state, worker.state);
   fields.state.className = `state ${worker.state}`;
   const silence = worker.pool || AWAY.has(worker.state) ? "" : "it does not tell its pool in time";
+  if (worker.pool ?? worker.last_pool) showPool(card, worker.pool ?? worker.last_pool);
   const past = worker.pool || card.pool.hidden ? "" : "the numbers below are the last that it told";
-  setText(fields.reason, [worker.reason || silence, past].filter(Boolean).join("; "));
+  setText(fields.reason, [since(worker), worker.reason || silence, past].filter(Boolean).join("; "));
   fields.reason.hidden = !fields.reason.textContent;
   setText(fields.device, worker.device);
   setText(fields.address, worker.address || "no address yet");
   setText(fields.incarnation, worker.incarnation || "-");
   setText(fields.starts, worker.starts > 1 ? ` · started ${worker.starts} times` : "");
   card.element.classList.toggle("away", !worker.pool);
-  if (worker.pool) showPool(card, worker.pool);
 }
 
 function showPool(card, pool) {
