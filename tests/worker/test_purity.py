@@ -3,9 +3,16 @@
 import subprocess
 import sys
 
+RECORD = """
+import torch
+from blockyard.kernels.cpu_recording import Allocations, Arena
+with Allocations(Arena()):
+    torch.empty(3)
+"""
 
-def loaded_by(modules: str, names: set[str]) -> str:
-    code = f"import sys\nimport {modules}\nprint(sorted({names!r} & sys.modules.keys()))\n"
+
+def loaded_by(modules: str, names: set[str], then: str = "") -> str:
+    code = f"import sys\nimport {modules}\n{then}\nprint(sorted({names!r} & sys.modules.keys()))\n"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -16,6 +23,6 @@ def test_the_scheduler_and_all_it_decides_by_load_no_tensors_and_no_services() -
     assert loaded_by("blockyard.worker.scheduler", names) == "[]"
 
 
-def test_the_engine_runs_where_only_torch_is() -> None:
-    names = {"grpc", "ray", "redis", "llguidance"}
-    assert loaded_by("blockyard.worker.engine_thread, blockyard.worker.llm", names) == "[]"
+def test_the_engine_runs_where_only_torch_is_and_records_its_steps_without_torchs_compiler() -> None:
+    names = {"grpc", "ray", "redis", "llguidance", "torch._dynamo"}
+    assert loaded_by("blockyard.worker.engine_thread, blockyard.worker.llm", names, RECORD) == "[]"
