@@ -10,14 +10,16 @@ two threads between caller and process, which cost a request more than tokenisin
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import resource
+import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,16 @@ from blockyard.router.tokenizer_wire import (
     answer_frame,
     parse_answer,
     parse_question,
+    parse_start,
     question_frame,
     read_frame,
+    start_frame,
 )
 
 MAX_EXTRA_BYTES = 2 * 2**30
 """Of address space, beyond what is there once the tokenizer is loaded."""
+
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
 __all__ = ["Prepared", "ProcessDied", "TokenizerProcess", "TokenizingError"]
 
@@ -52,16 +58,21 @@ class TokenizerProcess:
 
     def __init__(self, path: str, chat_template: str | None = None) -> None:
         self._socket, theirs = socket.socketpair()
-        # Spawned: a fork of a process that runs gRPC threads may never come up.
-        spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(target=_serve, args=(path, chat_template, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
+        # Python's multiprocessing would run the program of this process there too, which in an actor loads Ray.
+        found_at = os.pathsep.join(map(os.path.abspath, sys.path))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), path],
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": found_at},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        with suppress(BrokenPipeError):  # it has died; `connect` tells
+            self._socket.sendall(start_frame(chat_template))
         self._wire: _Wire | None = None
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
         return self._process.pid
 
     async def connect(self) -> asyncio.Future[Any]:
@@ -79,6 +90,9 @@ class TokenizerProcess:
     def end(self) -> None:
         """Ends it whatever it is doing; calls in it end with ProcessDied."""
         self._process.kill()
+        threading.Thread(
+            target=self.join, daemon=True
+        ).start()  # whoever replaces it does not wait for its end
         if self._wire is not None:
             self._wire.close()
         else:
@@ -86,7 +100,7 @@ class TokenizerProcess:
 
     def join(self) -> None:
         """Waits for its end."""
-        self._process.join()
+        self._process.wait()
 
 
 class _Wire(asyncio.Protocol):
@@ -135,15 +149,16 @@ def _settle(future: asyncio.Future[Any], answer: object) -> None:
         future.set_result(answer)
 
 
-def _serve(path: str, chat_template: str | None, connection: socket.socket) -> None:
+def _serve(connection: socket.socket, path: str) -> None:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     # transformers imports torch where it can; it takes 2 s and 200 MB, and no tokenizer needs it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     with connection, connection.makefile("rb") as questions:
+        started = read_frame(questions)
+        assert started is not None
+        chat_template = parse_start(started)
         try:
             encoder = PromptEncoder(load_tokenizer(path, chat_template))
         except Exception as error:
@@ -162,11 +177,11 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(connection: socket.socket) -> None:
     """A long computation would not notice that the socket is closed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    hang_up = select.poll()
+    hang_up.register(connection, 0)
+    hang_up.poll()
     os._exit(1)
 
 
@@ -184,3 +199,7 @@ def _answer(encoder: PromptEncoder, question: Question) -> Answer:
     root = question.root
     names = [] if root is None else [root, *chain(root, packed, question.block_size)]
     return Prepared(token_ids=packed, num_tokens=len(token_ids), block_names=b"".join(names))
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -93,6 +93,16 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
     return stream.read(_LENGTH.unpack(length)[0]) if len(length) == _LENGTH.size else None
 
 
+def start_frame(chat_template: str | None) -> bytes:
+    """What comes before the questions: a template in place of the tokenizer's own."""
+    return _frame({"chat_template": chat_template}, b"")
+
+
+def parse_start(content: bytes) -> str | None:
+    chat_template: str | None = _parts(content)[0]["chat_template"]
+    return chat_template
+
+
 def question_frame(question: Question) -> bytes:
     head: dict[str, Any] = {"block_size": question.block_size, "has_root": question.root is not None}
     head |= {"max_tokens": question.max_tokens, "keep_last": question.keep_last}

@@ -544,6 +544,7 @@ async def test_an_answer_of_megabytes_comes_whole_and_in_order(service: Tokenize
 
 ORPHANING_PROGRAM = """
 import asyncio, os, signal, sys
+print("begun", flush=True)
 from blockyard.router.tokenizing import TokenizerService
 
 async def main():
@@ -556,15 +557,17 @@ if __name__ == "__main__":
 """
 
 
-def test_a_killed_router_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_a_killed_router_leaves_no_process_behind_and_none_of_them_ran_its_program(tmp_path: Path) -> None:
     program = tmp_path / "router.py"
     program.write_text(ORPHANING_PROGRAM)
     shown = subprocess.run([sys.executable, program, DEMO_CHECKPOINT], stdout=subprocess.PIPE, text=True)
     assert shown.returncode == -signal.SIGKILL
+    begun, pid = shown.stdout.splitlines()
+    assert begun == "begun"
     deadline = time.monotonic() + 10
-    while process_lives(int(shown.stdout)) and time.monotonic() < deadline:
+    while process_lives(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not process_lives(int(shown.stdout))
+    assert not process_lives(int(pid))
 
 
 def process_lives(pid: int) -> bool:
