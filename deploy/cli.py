@@ -7,6 +7,8 @@ torch. A machine that only calls clusters installs `blockyard` alone: there, com
 install.
 """
 
+from collections import UserDict
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -69,12 +71,6 @@ def _told(error: BlockyardError) -> str:
     return f"{error}{hint}"
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="blockyard")
-def main() -> None:
-    """A distributed LLM serving cluster: gRPC routers, workers on Ray, one prefix index in Redis."""
-
-
 def _absent(name: str) -> click.Command:
     """Stands in for a command whose packages are not installed."""
 
@@ -92,6 +88,24 @@ def _is_ours(error: ModuleNotFoundError) -> bool:
     return (error.name or "").partition(".")[0] == "blockyard"
 
 
+class _Loaded(UserDict[str, click.Command]):
+    """Each command is imported when it is asked for: all of them take twice as long as most of them alone."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self.data:
+            self.data[name] = _command(name, COMMANDS[name])
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
 def _command(name: str, place: str) -> click.Command:
     module, _, attribute = place.rpartition(".")
     try:
@@ -103,8 +117,10 @@ def _command(name: str, place: str) -> click.Command:
     return command
 
 
-for _name, _place in COMMANDS.items():
-    main.add_command(_command(_name, _place))
+@click.group(cls=_Commands, commands=_Loaded(), context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="blockyard")
+def main() -> None:
+    """A distributed LLM serving cluster: gRPC routers, workers on Ray, one prefix index in Redis."""
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def check_environment(known: Iterable[Setting], environment: Mapping[str, str]) 
 
 
 def _read_for(context: click.Context, option: click.Parameter, path: Path | None) -> None:
+    if path is None and not _others_settings(context.command, os.environ):
+        return
     known = known_settings(context.find_root().command)
     check_environment(known.values(), os.environ)
     if path is None:
@@ -95,6 +97,12 @@ def _read_for(context: click.Context, option: click.Parameter, path: Path | None
         for setting in settings_of(context.command)
         if setting.place in values and setting.name is not None
     }
+
+
+def _others_settings(command: click.Command, environment: Mapping[str, str]) -> set[str]:
+    """Variables that set another command's options, or none: to tell which of them, all commands are imported."""
+    own = {variable for setting in settings_of(command) for variable in setting.variables}
+    return {variable for variable in environment if variable.startswith(VARIABLE_PREFIX)} - own
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -25,10 +25,24 @@ def test_up_and_the_supervisor_load_no_torch_and_no_tokenizer() -> None:
     code = (
         "import sys\n"
         "import blockyard.deploy.cli, blockyard.deploy.supervisor\n"
+        "blockyard.deploy.cli.main.commands['up']\n"
         "print(sorted({'torch', 'transformers', 'llguidance'} & sys.modules.keys()))\n"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
+
+
+def test_a_command_loads_no_other_ones() -> None:
+    code = (
+        "import sys\n"
+        "from blockyard.deploy.cli import main\n"
+        "try:\n"
+        "    main(['workers', '--cluster', 'nobodys'])\n"
+        "finally:\n"
+        "    print(*sorted({'redis', 'blockyard.deploy.commands.lifecycle'} & sys.modules.keys()))\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout.strip()) == (1, ""), told.stderr
 
 
 def test_a_client_and_the_commands_that_call_a_cluster_need_the_base_packages_alone() -> None:
