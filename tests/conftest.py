@@ -40,12 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_repeated_values(cases: Sequence[pytest.Function]) -> None:
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str | int]] = set()
     for case in cases:
-        values = {(name, repr(value)) for name, value in case.callspec.params.items()}
+        values = {(name, _same(value)) for name, value in case.callspec.params.items()}
         if values <= seen:
             case.add_marker(pytest.mark.slow)
         seen |= values
+
+
+def _same(value: object) -> str | int:
+    """Equal for equal plain values, and for the same object otherwise: to write some of them down takes 60 MB."""
+    is_plain = value is None or isinstance(value, str | bytes | int | float)
+    return repr(value) if is_plain else id(value)
 
 
 @pytest.fixture
