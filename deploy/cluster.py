@@ -254,6 +254,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         )
         spec = spec_of(cluster, options, shape)
         with _router_ports(spec.router) as router:
+            report(Progress(stage="starting the supervisor"))
             on_ray.create_supervisor(replace(spec, router=router))
             cluster = _saved(replace(cluster, is_supervised=True))
             serving = wait_until_all_serve(report)

@@ -109,7 +109,8 @@ def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTER
             report(Progress(stage=stage))
         else:
             done_bytes = min(_size(files) - before_bytes, files.missing_bytes)
-            report(Progress(stage=stage, done=done_bytes, total=files.missing_bytes))
+            detail = f"{format_bytes(done_bytes)} of {format_bytes(files.missing_bytes)}"
+            report(Progress(stage=stage, done=done_bytes, total=files.missing_bytes, detail=detail))
         time.sleep(LOOK_SECONDS)
     downloaded.result()
 

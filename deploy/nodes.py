@@ -53,19 +53,20 @@ class NodeFacts:
     """The other nodes that take no connection from this one."""
 
 
-def living_nodes() -> list[RayNode]:
-    """Ordered by name. Only inside on_ray.driver; asks no node anything."""
-    import ray
+def living_nodes(service: Any, seconds: float) -> list[RayNode]:
+    """Ordered by name. `service` is ray_head.control_service's; asks no node anything. Raises RayError."""
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
-    living = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-    names = told_apart({node_id: node["NodeManagerAddress"] for node_id, node in living.items()})
+    known = service.get_all_node_info(timeout=seconds).items()
+    living = {node_id.hex(): info for node_id, info in known if info.state == GcsNodeInfo.ALIVE}
+    names = told_apart({node_id: info.node_manager_address for node_id, info in living.items()})
     nodes = (
         RayNode(
             node_id=node_id,
             name=names[node_id],
-            metrics_address=f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}",
+            metrics_address=f"{info.node_manager_address}:{info.metrics_export_port}",
         )
-        for node_id, node in living.items()
+        for node_id, info in living.items()
     )
     return sorted(nodes, key=lambda node: node.name)
 

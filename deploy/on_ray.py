@@ -1,4 +1,4 @@
-"""What a command does as a Ray driver: make the cluster's supervisor, ask it, end it.
+"""What a command does as a Ray driver: make the cluster's supervisor, ask it, end it. A look needs no driver.
 
 Owns the names by which actors are found: each cluster has a namespace of its own. Imports ray only inside
 `driver`'s reach, because Ray reads its credentials once, at import.
@@ -68,23 +68,10 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
     """Inside, this process is a Ray driver in the cluster's namespace; yields Ray's address_info. The functions below
     work only there. Actors made there have the package from `wheel`, if given, and so have those that they make. Raises
     ValueError for a cluster whose Ray has not been started."""
-    if cluster.ray_address is None:
-        raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started")
-    try:
-        if cluster.head is not None:
-            ray_head.check_alive(cluster.head.session)
-            if ray_head.is_supervisor_stopped(cluster.head.session):
-                raise RuntimeError(f"the supervisor is stopped and does not answer: {_IN_A_MINUTE}")
+    with _connecting(cluster) as address:
         info = ray_head.connect(
-            cluster.ray_address,
-            namespace=namespace(cluster.cluster),
-            token_path=cluster.ray_token_path,
-            wheel=wheel,
+            address, namespace=namespace(cluster.cluster), token_path=cluster.ray_token_path, wheel=wheel
         )
-    except ray_head.RayConnectError as error:
-        if not cluster.routers or isinstance(error, ray_head.RayletDiedError):
-            raise
-        raise ray_head.RayConnectError(f"{error}; {_WITHOUT_HEAD}") from error
     import ray
 
     with _rays_words_on_stderr():
@@ -92,6 +79,24 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
             yield info
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _connecting(cluster: ClusterState) -> Iterator[str]:
+    """Yields Ray's address, unless a head that was started here is known not to answer. Raises as `driver` does, and
+    says what goes on without a head."""
+    if cluster.ray_address is None:
+        raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started")
+    try:
+        if cluster.head is not None:
+            ray_head.check_alive(cluster.head.session)
+            if ray_head.is_supervisor_stopped(cluster.head.session):
+                raise RuntimeError(f"the supervisor is stopped and does not answer: {_IN_A_MINUTE}")
+        yield cluster.ray_address
+    except ray_head.RayConnectError as error:
+        if not cluster.routers or isinstance(error, ray_head.RayletDiedError):
+            raise
+        raise ray_head.RayConnectError(f"{error}; {_WITHOUT_HEAD}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +108,37 @@ class Seen:
 
 
 def looking(cluster: ClusterState, budget: Budget, supervisor_seconds: float) -> Child:
-    """A look by a child, whose answer is Seen, as `driver` and `supervisor_report` raise."""
+    """A look by a child, whose answer is Seen. It is no driver. Raises as `driver` and `supervisor_report` do."""
 
     def look(send: Callable[[Any], None]) -> None:
-        from blockyard.deploy.nodes import living_nodes
-
-        with driver(cluster):
-            report = supervisor_report(budget.step_seconds(supervisor_seconds))
-            send(Seen(report=report, living=living_nodes()))
+        with _connecting(cluster) as address:
+            service = ray_head.control_service(address, token_path=cluster.ray_token_path)
+        if not cluster.is_supervised:
+            raise ValueError(f"cluster {cluster.cluster!r} is still starting: it has no supervisor yet")
+        send(_seen(service, cluster.cluster, budget.step_seconds(supervisor_seconds)))
 
     return Child(look)
+
+
+def _seen(service: Any, cluster: str, seconds: float) -> Seen:
+    from blockyard.deploy import reports
+    from blockyard.deploy.dashboard.announcement import key_of
+    from blockyard.deploy.nodes import living_nodes
+    from ray.exceptions import RayError
+
+    def read() -> bytes | None:
+        stored: bytes | None = service.internal_kv_get(
+            key_of(cluster), namespace=reports.NAMESPACE, timeout=seconds
+        )
+        return stored
+
+    try:
+        report = reports.next_report(read, seconds)
+        return Seen(report=report, living=living_nodes(service, seconds))
+    except reports.SilentSupervisorError as error:
+        raise RuntimeError(f"{error}: {_IN_A_MINUTE}") from None
+    except RayError as error:
+        raise RuntimeError(f"Ray's control service does not answer ({type(error).__name__})") from None
 
 
 def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> None:

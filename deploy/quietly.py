@@ -25,7 +25,7 @@ PIPS_LIST = "Installing collected packages: "
 
 def run(log_path: Path, command: list[str], *, tell_seconds: float = TELL_SECONDS) -> int:
     """Its exit code; 130 where Ctrl-C ended it."""
-    began = time.monotonic()
+    began, since = time.monotonic(), time.time()
     with (
         log_path.open("wb") as log,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT) as process,
@@ -36,7 +36,8 @@ def run(log_path: Path, command: list[str], *, tell_seconds: float = TELL_SECOND
                     code = process.wait(tell_seconds)
                     break
                 except subprocess.TimeoutExpired:
-                    print(f"[{time.monotonic() - began:4.0f} s] {what_it_does(log_path)}", flush=True)
+                    words = what_it_does(log_path, num_installed(command, since))
+                    print(f"[{time.monotonic() - began:4.0f} s] {words}", flush=True)
         except KeyboardInterrupt:
             # It was sent to the whole group: pip ends by itself.
             process.wait()
@@ -47,15 +48,23 @@ def run(log_path: Path, command: list[str], *, tell_seconds: float = TELL_SECOND
     return code
 
 
-def what_it_does(log_path: Path) -> str:
-    """Short enough for a line of a terminal."""
+def num_installed(command: list[str], since: float) -> int:
+    """Counts the packages that came since then, by the clock of files, to such a pip's environment. It says nothing of
+    them itself until all are there."""
+    environment = Path(command[0]).parent.parent
+    found = environment.glob("lib/python*/site-packages/*.dist-info")
+    return sum(folder.stat().st_mtime >= since for folder in found if folder.exists())
+
+
+def what_it_does(log_path: Path, num_done: int = 0) -> str:
+    """Short enough for a line of a terminal. Of what is being installed `num_done` are there."""
     said = [line.strip() for line in lines_of(log_path)]
     told = [line for line in said if line and not line.startswith(PIPS_ASIDES)]
     if not told:
         return "..."
     if told[-1].startswith(PIPS_LIST):
         names = told[-1].removeprefix(PIPS_LIST)
-        return _shortened(f"Installing {len(names.split(', '))} packages: {names}")
+        return _shortened(f"Installing packages, {num_done} of {len(names.split(', '))} are there: {names}")
     return _shortened(told[-1])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockyard.deploy import on_ray
+from blockyard.kernels import cpu_extension
 
 SERVE_SECONDS = 600.0
 """Loading a large model from a slow disk takes minutes."""
@@ -29,6 +30,8 @@ class Progress:
     done: int = 0
     total: int | None = None
     """None: it cannot be counted."""
+    detail: str = ""
+    """How far it is, in words."""
     warning: str = ""
     """What the operator should know, and what keeps nothing from going on."""
 
@@ -53,8 +56,7 @@ def wait_until_all_serve(report: Report) -> Serving:
         is_downloading = any(place.phase == "downloading" for place in everyone)
         if is_downloading:
             deadline = time.monotonic() + SERVE_SECONDS
-        stage = "downloading the model" if is_downloading else "loading the model"
-        report(Progress(stage=stage, done=len(serving), total=len(everyone)))
+        report(_loading(is_downloading, len(serving), len(everyone)))
         if len(serving) == len(everyone):
             routers = [place for place in everyone if place.kind == "router"]
             gateways = (place.http_address for place in routers if place.http_address)
@@ -71,6 +73,15 @@ def wait_until_all_serve(report: Report) -> Serving:
     raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
 
 
+def _loading(is_downloading: bool, num_serving: int, total: int) -> Progress:
+    stage = "loading the model"
+    if is_downloading:
+        stage = "downloading the model"
+    elif cpu_extension.is_being_built():
+        stage = "compiling kernels (first start on this machine)"
+    return Progress(stage=stage, done=num_serving, total=total, detail=f"{num_serving} of {total} serve")
+
+
 def wait_until_connected(num_workers: int, report: Report) -> None:
     """Until every router has a session with every worker, by their own word: behind one port no client can choose
     which of them answers."""
@@ -80,7 +91,9 @@ def wait_until_connected(num_workers: int, report: Report) -> None:
         least = min(routers, key=lambda place: place.num_ready_workers)
         if least.num_ready_workers >= num_workers:
             return
-        report(Progress(stage="joining routers and workers", done=least.num_ready_workers, total=num_workers))
+        done = least.num_ready_workers
+        detail = f"{done} of {num_workers} workers"
+        report(Progress(stage="joining routers and workers", done=done, total=num_workers, detail=detail))
         if time.monotonic() > deadline:
             raise ClusterStartError(
                 f"{least.name} at {least.address} reaches {least.num_ready_workers} of {num_workers} workers"

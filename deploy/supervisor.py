@@ -30,7 +30,8 @@ from blockyard.deploy.actors import (
     living_names,
     reason,
 )
-from blockyard.deploy.dashboard.announcing import announcement_of, keep_announced, withdraw
+from blockyard.deploy.dashboard.announcement import key_of
+from blockyard.deploy.dashboard.announcing import announcement_of, keep_announced, put, withdraw
 from blockyard.deploy.joining import Joining
 from blockyard.deploy.liveness import STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.places import (
@@ -46,6 +47,7 @@ from blockyard.deploy.places import (
     taken_out_of,
     worker_name,
 )
+from blockyard.deploy.reports import NAMESPACE, keep_reported
 from blockyard.deploy.wish import RayWishStore, Wish, WishStore
 from blockyard.proto.code_version import code_version
 from blockyard.proto.logs import configure_logging
@@ -88,6 +90,9 @@ class Supervisor:
         return f"supervisor({self._spec.num_workers} workers, {self._spec.num_routers} routers)"
 
     async def report(self) -> SupervisorReport:
+        return self._report()
+
+    def _report(self) -> SupervisorReport:
         return SupervisorReport(
             pid=os.getpid(),
             code=self._code,
@@ -100,7 +105,8 @@ class Supervisor:
         """Routers finish their streams, workers say goodbye, all end. The caller ends the supervisor."""
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        await all_of(withdraw(self._spec.router.cluster), self._store.forget())
+        name = self._spec.router.cluster
+        await all_of(withdraw(name), withdraw(name, NAMESPACE), self._store.forget())
         routers, workers = self._actors_of("router"), self._actors_of("worker")
         await all_of(
             *(answer(actor.stop.remote(grace_seconds), grace_seconds + CALL_SECONDS) for actor in routers)
@@ -231,12 +237,17 @@ class Supervisor:
             self._loops.create_task(self._watch_all())
             self._loops.create_task(self._finish_scaling())
             self._loops.create_task(self._announce())
+            self._loops.create_task(self._store_reports())
             for place in self._places:
                 if not place.is_leaving:
                     self._keepers[place.name] = self._loops.create_task(self._keep(place))
 
     async def _announce(self) -> None:
         await keep_announced(lambda: announcement_of(self._spec.router, self._places))
+
+    async def _store_reports(self) -> None:
+        key = key_of(self._spec.router.cluster)
+        await keep_reported(self._report, lambda text: put(key, text, NAMESPACE))
 
     async def _keep(self, place: Place) -> None:
         if place.phase == "stopped":

@@ -66,6 +66,15 @@ def prospect() -> str:
         return f"built by {_found_compiler()[0]} at the first start"
 
 
+def is_being_built() -> bool:
+    """Whether a process of this user builds the library on this machine now. Builds and writes nothing."""
+    try:
+        with (cache_folder() / build_name() / "lock").open() as file:
+            return not _try_lock(file)
+    except (OSError, RuntimeError, ValueError):
+        return False  # Nobody has begun, or nobody can.
+
+
 @contextmanager
 def _whatever_is_wrong_is_told() -> Iterator[None]:
     try:

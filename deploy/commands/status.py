@@ -19,7 +19,7 @@ from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
 
 LOOK_SECONDS = 3.0
-"""Limits how long the supervisor and the routers, asked at once, may take."""
+"""Limits how long the routers, asked at the same time as the supervisor, may take."""
 
 
 @click.command()
@@ -35,7 +35,7 @@ def status(cluster: str, output: str) -> None:
     with wrong_values_are_usage():
         connection = client_connection()
     # The child first: a fork copies no threads.
-    child = on_ray.looking(remembered, budget, LOOK_SECONDS)
+    child = on_ray.looking(remembered, budget, on_ray.HELLO_SECONDS)
     with ThreadPoolExecutor(1) as routers:
         asked = routers.submit(_cluster_info, remembered, budget.step_seconds(LOOK_SECONDS), connection)
         seen, silence = None, None

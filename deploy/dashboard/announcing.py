@@ -60,22 +60,23 @@ async def keep_announced(describe: Callable[[], Announcement]) -> None:
         announcement = describe()
         now, looks = encode(announcement), looks + 1
         if now != told or looks % REPEAT_LOOKS == 0:
-            told = now if await _put(key_of(announcement.cluster), now) else b""
+            told = now if await put(key_of(announcement.cluster), now) else b""
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def withdraw(cluster: str) -> None:
+async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:
     with contextlib.suppress(RayError, OSError, TimeoutError):
         async with asyncio.timeout(KV_SECONDS):
-            await _store().async_internal_kv_del(key_of(cluster), False, namespace=KV_NAMESPACE)
+            await _store().async_internal_kv_del(key_of(cluster), False, namespace=namespace)
 
 
-async def _put(key: bytes, value: bytes) -> bool:
+async def put(key: bytes, value: bytes, namespace: bytes = KV_NAMESPACE) -> bool:
+    """False where the store does not take it in time."""
     try:
         async with asyncio.timeout(KV_SECONDS):
-            await _store().async_internal_kv_put(key, value, True, namespace=KV_NAMESPACE)
+            await _store().async_internal_kv_put(key, value, True, namespace=namespace)
     except (RayError, OSError, TimeoutError) as error:
-        logger.debug("the live page was not told: %s", type(error).__name__)
+        logger.debug("%s was not told: %s", namespace.decode(), type(error).__name__)
         return False
     return True
 

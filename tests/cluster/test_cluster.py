@@ -148,6 +148,35 @@ def test_commands_show_the_cluster_and_no_secret(cluster: Cluster) -> None:
     assert str(cluster.state.redis_url) not in said
 
 
+def test_looking_leaves_no_job_in_rays_list(cluster: Cluster) -> None:
+    looks = [
+        *(
+            ("status",),
+            ("workers",),
+            ("blocks",),
+            ("index",),
+            ("logs", "-n", "1"),
+            ("explain", "def main():"),
+        ),
+        *(("top", "--once", "--interval", "0.1"), ("open", "--no-browser")),
+    ]
+    before = _jobs(cluster)
+    for arguments in looks:
+        assert cluster.command.run(*arguments).returncode == 0
+    assert len(before) >= 1, "`up` is a driver"
+    assert _jobs(cluster) == before
+
+
+def _jobs(cluster: Cluster) -> list[str]:
+    """As the Jobs tab of Ray's dashboard lists them."""
+    token = Path(str(cluster.state.ray_token_path)).read_text(encoding="ascii").strip()
+    asked = urllib.request.Request(
+        f"{cluster.state.dashboard_url}/api/jobs/", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(asked, timeout=10) as answer:
+        return sorted(job["job_id"] for job in json.load(answer))
+
+
 def test_generate_and_chat_print_what_the_client_gets(cluster: Cluster) -> None:
     sampling = ("--temperature", "0", "--max-tokens", "12")
     with cluster.client() as client:

@@ -131,6 +131,9 @@ class WithoutActors(Supervisor):
     async def _announce(self) -> None:
         """Nobody looks."""
 
+    async def _store_reports(self) -> None:
+        """Nobody looks."""
+
     async def leave(self) -> None:
         """Its death: actors live on."""
         self._keeping.cancel()

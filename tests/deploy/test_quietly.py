@@ -1,5 +1,6 @@
 """An installation in few lines: never silent for long, and with its words where it fails."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,8 @@ def test_while_pip_installs_it_is_not_told_what_pip_has_removed(tmp_path: Path) 
           Successfully uninstalled setuptools-66.1.1
     """
     (tmp_path / "log").write_text(said)
-    told = quietly.what_it_does(tmp_path / "log")
-    assert told.startswith("Installing 30 packages: package-0, package-1, ")
+    told = quietly.what_it_does(tmp_path / "log", 7)
+    assert told.startswith("Installing packages, 7 of 30 are there: package-0, package-1, ")
     assert told.endswith(" ...")
     shown = told.removesuffix(" ...").rstrip(",").partition(": ")[2].split(", ")
     assert shown == names[: len(shown)], "whole names"
@@ -72,3 +73,13 @@ def test_while_pip_installs_it_is_not_told_what_pip_has_removed(tmp_path: Path) 
 def test_a_name_is_never_cut_in_its_middle(tmp_path: Path, said: str, told: str) -> None:
     (tmp_path / "log").write_text(said)
     assert quietly.what_it_does(tmp_path / "log") == told
+
+
+def test_packages_that_came_since_the_start_are_counted(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name, at in (("old", 100.0), ("new", 300.0), ("newer", 400.0)):
+        (packages / f"{name}-1.dist-info").mkdir(parents=True)
+        os.utime(packages / f"{name}-1.dist-info", (at, at))
+    (packages / "new").mkdir()
+    assert quietly.num_installed([str(tmp_path / "bin" / "pip"), "install"], 200.0) == 2
+    assert quietly.num_installed(["pip"], 200.0) == 0

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from blockyard.deploy.dashboard.announcement import KV_NAMESPACE
 from blockyard.deploy.places import FIRST_BACKOFF_SECONDS, Place, SupervisorReport, places_of
+from blockyard.deploy.reports import NAMESPACE
 from blockyard.deploy.scaling import Scaled, check_room, scaled_of, workers_of
 from blockyard.deploy.wish import Wish, decoded, encoded
 
@@ -152,10 +154,10 @@ async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died(
 
 
 async def test_the_end_of_a_cluster_forgets_what_was_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    withdrawn: list[str] = []
+    withdrawn: list[tuple[str, bytes]] = []
 
-    async def withdraw(cluster: str) -> None:
-        withdrawn.append(cluster)
+    async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:
+        withdrawn.append((cluster, namespace))
 
     monkeypatch.setattr("blockyard.deploy.supervisor.withdraw", withdraw)
     supervisor = Lives()
@@ -164,7 +166,7 @@ async def test_the_end_of_a_cluster_forgets_what_was_asked_of_it(monkeypatch: py
     supervisor._actors.pop("router-0")
     await supervisor.shut_down(0.0)
     assert supervisor.left.load() is None
-    assert withdrawn == ["default"]
+    assert withdrawn == [("default", KV_NAMESPACE), ("default", NAMESPACE)]
 
 
 def test_a_wish_comes_back_as_it_was_stored() -> None:

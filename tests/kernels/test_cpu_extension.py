@@ -118,6 +118,17 @@ def test_workers_that_start_together_build_once(use_compiler: UseCompiler, cache
     assert sorted(path.name for path in cache.glob("*/*")) == ["kernels.sha256", "kernels.so", "lock"]
 
 
+def test_a_build_shows_from_outside_while_it_lasts(use_compiler: UseCompiler, tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+    use_compiler(f"until [ -e {go_on} ]; do sleep 0.05; done")
+    assert not cpu_extension.is_being_built()
+    worker = subprocess.Popen([sys.executable, "-c", LOAD])
+    until(cpu_extension.is_being_built)
+    go_on.touch()
+    assert worker.wait(SECONDS) == 0
+    assert not cpu_extension.is_being_built()
+
+
 def test_a_killed_build_leaves_nothing_that_is_loaded_and_the_next_one_clears_up(
     use_compiler: UseCompiler, cache: Path
 ) -> None:
