@@ -8,11 +8,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from blockyard.deploy.dashboard import picture
+from blockyard.deploy.dashboard import picture, prefix_tree
 from blockyard.deploy.dashboard.announcement import Announcement
 from blockyard.deploy.dashboard.history import History
 from blockyard.deploy.dashboard.last_seen import LastSeen
@@ -31,6 +31,11 @@ FRESH_SECONDS = 0.8
 """A younger picture is shown again."""
 PATIENCE_SECONDS = 2.0
 """Nobody waits longer for a picture while there is an older one."""
+FRESH_TREE_SECONDS = 5.0
+"""A younger tree of prefixes is shown again: it takes every block of every pool."""
+READ_SECONDS = 6.0
+READ_AT_ONCE = 8
+"""Workers whose blocks are read at once."""
 BUSY_SHARE = 0.25
 """Drawing large pools takes no more of the dashboard's node than this share of a core."""
 NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_BlockyardHead.log says why"
@@ -38,6 +43,35 @@ NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_Blockya
 
 Requests = Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]
 """Requests by the address of their router; None for a router that does not answer."""
+
+
+class _Shared(Generic[Answer]):
+    """One answer for all who ask at once. It is made anew after `fresh_seconds`, later where making it takes long."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, Answer]], fresh_seconds: float) -> None:
+        self._make, self._fresh_seconds = make, fresh_seconds
+        self._making: asyncio.Task[Answer] | None = None
+        self._made_at, self._took_seconds = float("-inf"), 0.0
+
+    async def get(self) -> Answer:
+        is_stale = time.monotonic() - self._made_at > max(
+            self._fresh_seconds, self._took_seconds / BUSY_SHARE
+        )
+        if self._making is None or (self._making.done() and is_stale):
+            self._making = asyncio.create_task(self._timed())
+        return await asyncio.shield(self._making)
+
+    async def _timed(self) -> Answer:
+        began = time.monotonic()
+        try:
+            return await self._make()
+        finally:
+            self._made_at = time.monotonic()
+            self._took_seconds = self._made_at - began
+
+    def cancel(self) -> None:
+        if self._making is not None:
+            self._making.cancel()
 
 
 class ClusterWatch:
@@ -52,14 +86,15 @@ class ClusterWatch:
         self._drawn_at = float("-inf")
         self._drawing_seconds = 0.0
         self._drawing: asyncio.Task[None] | None = None
-        self._listing: asyncio.Task[Requests] | None = None
-        self._listed_at = float("-inf")
+        self._requests = _Shared(self._list_requests, FRESH_SECONDS)
+        self._prefixes = _Shared(self._build_prefixes, FRESH_TREE_SECONDS)
         self.history = History()
 
     async def close(self) -> None:
-        for task in (self._drawing, self._listing):
-            if task is not None:
-                task.cancel()
+        if self._drawing is not None:
+            self._drawing.cancel()
+        self._requests.cancel()
+        self._prefixes.cancel()
         await self._forget(*self._clients)
 
     async def heard(self, announcement: Announcement) -> None:
@@ -74,11 +109,13 @@ class ClusterWatch:
 
     # Asking
 
-    async def ask(self, question: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
-        """Of the first router that answers. Raises CannotReach, BlockyardError."""
+    async def ask(
+        self, question: Callable[[AsyncClient], Awaitable[Answer]], *, seconds: float = ALL_SECONDS
+    ) -> Answer:
+        """Ask routers in turn until one answers. Raises CannotReach, BlockyardError."""
         failure: BlockyardError | None = None
         try:
-            async with asyncio.timeout(ALL_SECONDS):
+            async with asyncio.timeout(seconds):
                 for address in ordered(self.announcement.routers, self._answered):
                     try:
                         answer = await question(self._client(address))
@@ -107,15 +144,32 @@ class ClusterWatch:
 
     async def requests(self) -> Requests:
         """List every router's requests. All browsers share one list, which is made at most once a second."""
-        is_stale = time.monotonic() - self._listed_at > FRESH_SECONDS
-        if self._listing is None or (self._listing.done() and is_stale):
-            self._listing = asyncio.create_task(self._list())
-        return await asyncio.shield(self._listing)
+        return await self._requests.get()
 
-    async def _list(self) -> Requests:
-        listed = await self.ask_each(lambda client: client.list_requests())
-        self._listed_at = time.monotonic()
-        return listed
+    async def prefixes(self) -> dict[str, Any]:
+        """Return the tree of cached prefixes. All browsers share it. It is made anew at most every few seconds."""
+        return await self._prefixes.get()
+
+    async def _list_requests(self) -> Requests:
+        return await self.ask_each(lambda client: client.list_requests())
+
+    async def _build_prefixes(self) -> dict[str, Any]:
+        workers = await self.ask(lambda client: client.list_workers())
+        answering = [worker.worker_id for worker in workers if worker.state in picture.ANSWERING]
+        reading = asyncio.Semaphore(READ_AT_ONCE)
+
+        async def blocks_of(worker: str) -> list[cluster_pb2.Block] | None:
+            try:
+                async with asyncio.timeout(READ_SECONDS), reading:
+                    return await self.ask(
+                        lambda client: client.list_blocks(worker, limit=prefix_tree.MAX_BLOCKS),
+                        seconds=READ_SECONDS,
+                    )
+            except (BlockyardError, CannotReach, TimeoutError):
+                return None
+
+        found = await asyncio.gather(*map(blocks_of, answering))
+        return await asyncio.to_thread(prefix_tree.prefix_tree, dict(zip(answering, found, strict=True)))
 
     async def look(self) -> None:
         """Adds a point to the history; none while no router answers."""

@@ -42,6 +42,7 @@ FILES = {
     "ask.js": "text/javascript",
     "charts.js": "text/javascript",
     "requests.js": "text/javascript",
+    "prefixes.js": "text/javascript",
     "dom.js": "text/javascript",
 }
 MAX_BLOCKS = 512
@@ -77,6 +78,7 @@ class LivePage:
             "api/prefix": self._prefix,
             "api/placement": self._placement,
             "api/requests": self._requests,
+            "api/prefixes": self._prefixes,
         }
 
     async def close(self) -> None:
@@ -181,6 +183,9 @@ class LivePage:
 
     async def _requests(self, watch: ClusterWatch, _query: Query, _headers: Query) -> dict[str, Any]:
         return requests_dict(await watch.requests())
+
+    async def _prefixes(self, watch: ClusterWatch, _query: Query, _headers: Query) -> dict[str, Any]:
+        return await watch.prefixes()
 
     async def _sequences(self, watch: ClusterWatch, query: Query, _: Query) -> dict[str, Any]:
         worker = _worker(query)

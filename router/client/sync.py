@@ -148,16 +148,17 @@ class Client:
     def block_pool(self, worker_id: str) -> cluster_pb2.BlockPool:
         return self._unary(requests.block_pool(worker_id))
 
-    def list_blocks(self, worker_id: str) -> list[cluster_pb2.Block]:
-        """Every block of a worker, page by page: blocks may change between two pages."""
+    def list_blocks(self, worker_id: str, *, limit: int | None = None) -> list[cluster_pb2.Block]:
+        """List the blocks of a worker, the first `limit` or all. Pages are read one by one, and blocks may change
+        between two of them."""
         blocks: list[cluster_pb2.Block] = []
         page_token = ""
         while True:
             page = self._unary(requests.list_blocks(worker_id, page_token))
             blocks += page.blocks
             page_token = page.next_page_token
-            if not page_token:
-                return blocks
+            if not page_token or (limit is not None and len(blocks) >= limit):
+                return blocks[:limit]
 
     def find_blocks(
         self, worker_id: str, *, block_ids: Sequence[int] = (), names: Sequence[bytes] = ()

@@ -209,6 +209,31 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
     assert "is no token id" in await page.text("#answer .trouble")
 
 
+async def test_the_tree_of_prefixes_shows_what_is_shared_and_where_it_lies(
+    page: Browser, cluster: Processes
+) -> None:
+    async with client_of(cluster) as client:
+        whole = await client.generate(
+            f"{SYSTEM_PROMPT} First question, long enough for a block.", max_tokens=2
+        )
+        await client.generate(
+            f"{SYSTEM_PROMPT} Another one, which is as long as the first was.", max_tokens=2
+        )
+        blocks = await client.list_blocks(whole.finish.worker_id)
+        assert len(await client.list_blocks(whole.finish.worker_id, limit=3)) == 3
+    await page.click("#prefixes summary")
+    await page.until("document.querySelectorAll('#prefixes [data-level=\"1\"]').length >= 2")
+    named = {block.name.hex() for block in blocks if block.name}
+    shown = await page.evaluate(
+        "[...document.querySelectorAll('#prefixes [data-prefix]')].map((e) => e.dataset.prefix)"
+    )
+    assert named & set(shown)
+    assert "named blocks, " in await page.text("#prefixes-told")
+    await keep_picture(page, "prefixes")
+    await page.click("#prefixes [data-level='0'] button")
+    assert await page.text("#details [data-field=name]") in shown
+
+
 async def test_all_of_it_works_by_keys_and_says_itself_to_a_screen_reader(
     page: Browser, cluster: Processes
 ) -> None:

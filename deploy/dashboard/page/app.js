@@ -5,6 +5,7 @@ import { Charts } from "./charts.js";
 import { Details } from "./details.js";
 import { ask, bytes, count, el, percent, setText } from "./dom.js";
 import { PoolMap } from "./map.js";
+import { showPrefixes } from "./prefixes.js";
 import { showRequests } from "./requests.js";
 
 const TICK_MS = 1000;
@@ -25,6 +26,7 @@ function mark(worker, blocks) {
 
 const details = new Details(parameters, mark);
 const charts = new Charts(byId("charts"));
+const prefixes = () => showPrefixes(parameters(), (worker, which) => details.block(worker, which));
 
 // Cards
 
@@ -180,7 +182,7 @@ async function look() {
       showCards(picture.workers);
       lastPicture = performance.now() - 1000 * Math.min(picture.age_seconds, 3600);
     } else showCards([]);
-    await Promise.all([details.refresh(), picture && showRequests(parameters())]);
+    await Promise.all([details.refresh(), picture && showRequests(parameters()), picture && prefixes()]);
   } catch (error) {
     complain(error.message);
   }
@@ -200,6 +202,7 @@ byId("pause").addEventListener("click", () => {
   showPulse(0);
 });
 byId("requests").addEventListener("toggle", () => showRequests(parameters()));
+byId("prefixes").addEventListener("toggle", prefixes);
 byId("cluster").addEventListener("change", () => {
   details.close();
   showCards([]);

@@ -1,0 +1,38 @@
+// The tree of cached prefixes over all workers. Asked for only while it is unfolded.
+
+import { ask, count, el, seconds, setText } from "./dom.js";
+
+const COLUMNS = ["prefix", "blocks", "after it", "workers", "sequences now", "newest block"];
+const byId = (id) => document.getElementById(id);
+let asking = false;
+
+function row(run, open) {
+  const [worker] = run.workers;
+  const name = el("button", { type: "button", className: "link mono", title: `the first block of this run on ${worker}`,
+    onclick: () => open(worker, { name: run.name }) }, run.name.slice(0, 8));
+  const place = el("span", {}, run.level ? "└ " : "", name);
+  place.style.paddingLeft = `${16 * Math.min(run.level, 12)}px`;
+  const from = run.first_block ? ` from block ${count(run.first_block)} on` : "";
+  const cells = [place, `${count(run.blocks)}${from}`, count(run.blocks_below), run.workers.join(", "), count(run.sequences),
+    `${seconds(run.age_seconds)} ago`];
+  return el("tr", { "data-prefix": run.name, "data-level": run.level },
+    ...cells.map((cell, column) => el("td", { "data-column": COLUMNS[column] }, cell)));
+}
+
+export async function showPrefixes(parameters, open) {
+  if (!byId("prefixes").open || asking) return;
+  asking = true;
+  let told;
+  try {
+    const { runs, blocks, prefixes, hidden, silent } = await ask("prefixes", parameters);
+    const more = hidden ? `${count(hidden)} colder branches are not shown` : "";
+    told = [`${count(blocks)} named blocks, ${count(prefixes)} ${prefixes === 1 ? "root" : "roots"}`, more, silent.length && `no answer of ${silent.join(", ")}`]
+      .filter(Boolean).join(" · ");
+    const head = el("tr", {}, ...COLUMNS.map((name) => el("th", { scope: "col" }, name)));
+    byId("prefixes-table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...runs.map((run) => row(run, open))));
+  } catch (error) {
+    told = error.message;
+  }
+  asking = false;
+  setText(byId("prefixes-told"), told);
+}
