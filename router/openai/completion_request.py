@@ -80,6 +80,7 @@ _PROMPT = Kind(
 FIELDS: Fields = {
     "prompt": _PROMPT,
     **SHARED,
+    "max_tokens": integer(UINT32).said(f"Tokens to generate at most. Default {DEFAULT_MAX_TOKENS}."),
     "logprobs": integer(UINT32),
     **STREAM_FIELDS,
     **UNSUPPORTED,

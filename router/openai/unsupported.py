@@ -7,7 +7,7 @@ client's.
 
 from typing import Any
 
-from blockyard.router.errors import FieldViolation, Unsupported
+from blockyard.router.errors import Unsupported
 from blockyard.router.openai.fields import Body, Fields, Kind, boolean, mapping, text
 
 HINTS: Fields = {
@@ -66,5 +66,4 @@ def ignored_hints(body: Body) -> tuple[str, ...]:
 
 
 def unsupported(name: str) -> Unsupported:
-    violation = FieldViolation(field=name, description="is not supported")
-    return Unsupported(f"{name}: is not supported", violations=(violation,))
+    return Unsupported.of(name, "is not supported")
