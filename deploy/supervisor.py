@@ -310,6 +310,7 @@ class Supervisor:
     def _has_started(self, place: Place, started: StartedWorker | StartedRouter) -> None:
         place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
         place.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
+        place.dtype = started.dtype if isinstance(started, StartedWorker) else ""
         place.http_address = "" if isinstance(started, StartedWorker) else started.http_address
         place.code = started.code
         check_code(place, self._spec.code)
