@@ -24,6 +24,7 @@ for _ in range(200):
     ("fields", "param", "code"),
     [
         ({"tools": [{"type": "function"}]}, "tools", "unsupported"),
+        ({"echo": True}, "echo", "unsupported"),
         ({"functions": [{}]}, "functions", "unsupported"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported"),
         ({"modalities": ["audio"]}, "modalities", "unsupported"),
@@ -117,7 +118,11 @@ async def test_a_bad_field_is_answered_400_by_its_name(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "echo": 1}, "echo"),
+        ({"prompt": "x", "echo": True, "logprobs": 1, "n": 2}, "n"),
+        ({"prompt": "x", "echo": True, "logprobs": 25}, "logprobs"),
+        ({"prompt": "x", "echo": True, "logprobs": 1, "beam_width": 2}, "logprobs"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
         ({}, "prompt"),
