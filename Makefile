@@ -17,6 +17,7 @@ CLUSTER_JOBS ?= 0
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+CLIENTS := guidellm==0.8.1 langchain-openai==1.7.4 litellm==1.110.2 'lm-eval[api]==0.4.13' 'transformers>=5.17'
 QUICK := not slow and not slow_fault
 # Without them each process of the tests compiles every source anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,7 +32,7 @@ define run_tests
 	exit $$failed
 endef
 
-.PHONY: demo test test-all faults soak fuzz check site format proto lock sbom install clean gpu-check gpu-bench \
+.PHONY: demo test test-all test-clients faults soak fuzz check site format proto lock sbom install clean gpu-check gpu-bench \
 	gpu-bench-kernels gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
 
@@ -44,6 +45,12 @@ test: install
 # The same and what takes long: more seeds, more of each fault, mutants of the simulation.
 test-all: install
 	$(call run_tests,slow or not slow)
+
+# Real clients of OpenAI's API, in a virtual environment of their own: 2 GB.
+test-clients: install
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip --disable-pip-version-check install --quiet --progress-bar off $(CLIENTS)
+	BLOCKYARD_CLIENTS=$(CURDIR)/.venv-clients/bin/python $(PYTEST) tests/openai/test_clients.py -m slow
 
 # Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.
 faults: install
@@ -148,4 +155,4 @@ $(STAMP): pyproject.toml requirements.lock
 	@mkdir -p .typing && ln -sfn .. .typing/blockyard
 
 clean:
-	rm -rf .venv .venv-ray-* .typing build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-ray-* .venv-clients .typing build *.egg-info .pytest_cache .mypy_cache .ruff_cache

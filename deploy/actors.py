@@ -7,23 +7,31 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
+from blockyard.deploy.deaths import DeathWatch
 from blockyard.deploy.liveness import HungError
 from blockyard.deploy.places import SUPERVISOR_NAME, ClusterSpec, OtherCodeError, Place, router_config
 from blockyard.deploy.processes import command_of
 from blockyard.router.actor import RouterActor
 from blockyard.worker.actor import WorkerActor
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 START_SECONDS = 600.0
 CALL_SECONDS = 5.0
 ACTOR_TITLES = ("ray::WorkerActor", "ray::RouterActor")
 """These are Ray's names for their processes."""
+KILLED_FOR_MEMORY = "Ray killed its process: its node was short of memory"
+_RAYS_WORDS = {
+    "node has died": "its node died",
+    "NODE_OUT_OF_MEMORY": KILLED_FOR_MEMORY,
+    "killed by `ray.kill`": "its process was ended by Ray",
+}
+"""By a part of what Ray says of an actor that has died."""
 Reply = TypeVar("Reply")
 
 
@@ -60,9 +68,14 @@ def end_process(node_id: str, pid: int) -> None:
     ray.remote(_sigkill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
 
 
+def is_actor(pid: int) -> bool:
+    """Whether a worker or router runs there: on another machine the number is another program's."""
+    return "".join(command_of(pid)[:1]).startswith(ACTOR_TITLES)
+
+
 def _sigkill(pid: int) -> None:
     """Unless it has gone, and its number is another program's."""
-    if "".join(command_of(pid)[:1]).startswith(ACTOR_TITLES):
+    if is_actor(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -77,14 +90,34 @@ async def all_of(*calls: Awaitable[object]) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
 
 
+class DiedError(RuntimeError):
+    """An actor's process has ended by itself, or its node has; the text says how."""
+
+
+@contextlib.asynccontextmanager
+async def death_told() -> AsyncIterator[DeathWatch]:
+    """Inside, the death of an actor is a DiedError, from what Ray says and what the kernel says of the process that is
+    watched."""
+    with contextlib.closing(DeathWatch()) as death:
+        try:
+            yield death
+        except OutOfMemoryError:
+            raise DiedError(KILLED_FOR_MEMORY) from None
+        except RayActorError as error:
+            raise DiedError(told_by_ray(str(error)) or await death.told() or "its process died") from None
+
+
+def told_by_ray(words: str) -> str:
+    """What Ray says of an actor's death, beyond a lost connection; empty for nothing."""
+    return next((told for part, told in _RAYS_WORDS.items() if part in words), "")
+
+
 def reason(error: Exception) -> str:
     match error:
-        case OtherCodeError() | HungError():
+        case OtherCodeError() | HungError() | DiedError():
             return str(error)
         case RayTaskError():
             return f"{type(error.cause).__name__}: {error.cause}"
-        case RayActorError():
-            return "its process died"
         case TimeoutError():
             return f"did not start within {START_SECONDS:.0f} s"
         case _:

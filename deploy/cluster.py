@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from blockyard.deploy import hub, nodes, on_ray, preflight, ray_head, redis_give
 from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.dashboard.page_token import draw_page_token
 from blockyard.deploy.interruption import raise_if_asked, undisturbed
+from blockyard.deploy.nodes import NodeFacts
 from blockyard.deploy.processes import end_session, identify, is_alive, owns_session, session_members
 from blockyard.deploy.redis_server import RedisProcess, private_server_told, redis_user, start_private_redis
 from blockyard.deploy.serving import (
@@ -42,6 +43,7 @@ LOOPBACK_AMONG_HOSTS = (
     "this Ray cluster has several machines, and each router serves programs of its own machine alone: --host opens it "
     "to others"
 )
+UNLIKE_CPUS = "only some nodes' CPUs have bfloat16 instructions: all workers compute in float32 (see --dtype)"
 MAX_TEMP_LENGTH = 25
 """A unix socket's path has 107 characters at most; Ray's part and ours take about 80."""
 
@@ -231,9 +233,12 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
     ):
         on_ray.refuse_if_taken(cluster.cluster)
         state.save(cluster)
-        if options.address is not None and wheel is None:
-            report(Progress(stage="comparing the nodes' code"))
-            nodes.check_code(nodes.ask_nodes())
+        asked: list[NodeFacts] = []
+        if options.address is not None:
+            report(Progress(stage="comparing the nodes"))
+            asked = nodes.ask_nodes()
+            if wheel is None:
+                nodes.check_code(asked)
         hardware = on_ray.hardware()
         other_hosts = preflight.other_hosts()
         preflight.check_reachable(other_hosts, has_private_redis=options.given_redis_url is None)
@@ -241,6 +246,8 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
             report(Progress(stage="looking at nodes", warning=LOOPBACK_AMONG_HOSTS))
         shape = shape_of(options, hardware.node_cpus, hardware.num_gpus)
         if options.address is not None:
+            if not shape.num_gpus:
+                options = with_one_dtype(options, asked, report)
             cluster = _start_redis(cluster, options, report)
         dashboard = info.get("webui_url")
         cluster = _saved(
@@ -258,9 +265,19 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
             on_ray.create_supervisor(replace(spec, router=router))
             cluster = _saved(replace(cluster, is_supervised=True))
             serving = wait_until_all_serve(report)
-        cluster = _saved(replace(cluster, routers=serving.routers, gateways=serving.gateways))
+        cluster = _saved(
+            replace(cluster, routers=serving.routers, gateways=serving.gateways, dtypes=serving.dtypes)
+        )
         wait_until_connected(shape.num_workers, report)
     return cluster
+
+
+def with_one_dtype(options: UpOptions, asked: Sequence[NodeFacts], report: Report) -> UpOptions:
+    """The options, with float32 where workers on these CPUs would choose types that cannot serve together."""
+    if options.engine.dtype != "auto" or not nodes.differ_in_bfloat16(asked):
+        return options
+    report(Progress(stage="comparing the nodes", warning=UNLIKE_CPUS))
+    return replace(options, engine=replace(options.engine, dtype="float32"))
 
 
 @contextlib.contextmanager

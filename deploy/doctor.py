@@ -22,6 +22,7 @@ from blockyard.deploy.redis_server import (
     private_server_told,
 )
 from blockyard.deploy.redis_versions import OLDEST, version_of_program
+from blockyard.worker.data_type import choose_dtype, cpu_has_bfloat16
 
 PACKAGES = ("torch", "triton", "transformers", "ray", "grpcio", "protobuf", "redis", "numpy")
 OPTIONAL_PACKAGES = frozenset({"triton"})
@@ -37,6 +38,7 @@ def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
     yield _python()
     yield from (_package(name) for name in PACKAGES)
     yield _backend()
+    yield _data_type()
     yield _memory()
     yield _temporary_directory()
     yield _state_directory()
@@ -98,6 +100,13 @@ def _cpu_backend(num_threads: int) -> Finding:
         detail = f"torch ({where}), slower than the C++ kernels would be: {error}"
         return Finding(verdict="warn", subject="backend", detail=detail)
     return Finding(verdict="ok", subject="backend", detail=detail)
+
+
+def _data_type() -> Finding:
+    """What a worker on this CPU computes a checkpoint of today's usual type in."""
+    chosen = choose_dtype("auto", "bfloat16", on_cpu=True, has_bfloat16=cpu_has_bfloat16())
+    detail = f"--dtype auto computes a bfloat16 checkpoint on this CPU in {chosen}"
+    return Finding(verdict="ok", subject="data type", detail=detail)
 
 
 def _memory() -> Finding:

@@ -38,9 +38,11 @@ class Plan:
     """None where the workers do not fit; the findings say why."""
     nodes: tuple[Node, ...]
     num_gpus: float
+    dtype: str | None
+    """What workers would compute in, and why; None where their node decides."""
     block_size: int
     blocks_of_worker: int | None
-    """Of each worker's pool; None where a GPU's memory decides."""
+    """Of each worker's pool; None where the worker's node decides: a GPU's memory, a CPU's instructions."""
     routers: tuple[str, ...]
     redis: str
     findings: tuple[Finding, ...]
@@ -63,6 +65,7 @@ def examine(options: UpOptions) -> Plan:
         findings.append(Finding(verdict="warn", subject="router port", detail=warning))
     node_cpus, num_gpus, other_hosts = _hardware(options, findings)
     shape = _shape(options, node_cpus, num_gpus, findings)
+    has_gpu = _would_have_gpu(options, num_gpus)
     has_private_redis = options.given_redis_url is None
     try:
         preflight.check_reachable(other_hosts, has_private_redis=has_private_redis)
@@ -74,8 +77,9 @@ def examine(options: UpOptions) -> Plan:
         shape=shape,
         nodes=tuple(_filled(node_cpus, shape)),
         num_gpus=num_gpus,
+        dtype=_dtype(options, has_gpu=has_gpu),
         block_size=options.engine.block_size,
-        blocks_of_worker=_blocks(options, has_gpu=_would_have_gpu(options, num_gpus)),
+        blocks_of_worker=_blocks(options, has_gpu=has_gpu),
         routers=tuple(_addresses(options)),
         redis=_redis(options, has_private_redis),
         findings=tuple(findings),
@@ -116,8 +120,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     for number, node in enumerate(plan.nodes):
         workers = f", {node.workers} workers" if plan.shape is not None else ""
         yield f"node {number}     {node.cpus:g} CPUs{workers}"
+    dtype = plan.dtype or "what the worker's node decides; the worker logs it"
+    yield f"data type  {dtype}"
     if plan.blocks_of_worker is None:
-        yield "pool       what its GPU's memory leaves; the worker logs it"
+        decides = "the worker's node decides" if plan.dtype is None else "its GPU's memory leaves"
+        yield f"pool       what {decides}; the worker logs it"
     else:
         tokens = plan.blocks_of_worker * plan.block_size
         yield f"pool       {plan.blocks_of_worker:,} blocks of {plan.block_size}, {tokens:,} tokens on each worker"
@@ -188,6 +195,14 @@ def _blocks(options: UpOptions, *, has_gpu: bool) -> int | None:
     except (ValueError, OSError):
         return None  # a finding says so
     return None if pool is None else pool.num_blocks
+
+
+def _dtype(options: UpOptions, *, has_gpu: bool) -> str | None:
+    try:
+        chosen = preflight.dtype_here(options, preflight.model_config(options.engine.model), has_gpu=has_gpu)
+    except (ValueError, OSError):
+        return None  # a finding says so
+    return None if chosen is None else str(chosen)
 
 
 def _addresses(options: UpOptions) -> Iterator[str]:

@@ -26,6 +26,7 @@ class NodeProbe:
             "python": ".".join(map(str, sys.version_info[:3])),
             "packages": {name: _installed(name) for name in packages},
             "code": _code(),
+            "has_bfloat16": _has_bfloat16(),
             "model": None if model is None else _model(model),
             "redis": None if redis_url is None else await asyncio.to_thread(_redis, redis_url),
         }
@@ -66,6 +67,16 @@ def _code() -> str | None:
         return code_version()
     except Exception:  # Whatever is wrong with that copy: it is not ours.
         return None
+
+
+def _has_bfloat16() -> bool:
+    """Whether a worker on this node's CPU computes in bfloat16 by itself."""
+    try:
+        from blockyard.worker.data_type import cpu_has_bfloat16
+
+        return cpu_has_bfloat16()
+    except Exception:
+        return False
 
 
 def _model(folder: str) -> str:

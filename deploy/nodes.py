@@ -46,6 +46,8 @@ class NodeFacts:
     packages: Mapping[str, str | None]
     code: str | None
     """None: no package of ours, or one that cannot say."""
+    has_bfloat16: bool
+    """Of its CPU."""
     model: str | None
     """What is wrong with the model's files; None if they were not asked for."""
     redis: str | None
@@ -147,8 +149,17 @@ def check_code(nodes: Sequence[NodeFacts]) -> None:
             )
 
 
+def differ_in_bfloat16(nodes: Sequence[NodeFacts]) -> bool:
+    """Tell whether workers on their CPUs would choose data types that do not go together."""
+    return len({node.has_bfloat16 for node in nodes}) > 1
+
+
 def findings(nodes: Sequence[NodeFacts], here: Mapping[str, str | None], python: str) -> Iterator[Finding]:
     """What doctor says of each node, compared with the packages and the Python of this machine."""
+    if differ_in_bfloat16(nodes):
+        without = ", ".join(node.address for node in nodes if not node.has_bfloat16)
+        told = f"no bfloat16 instructions on {without}: workers on CPUs all compute in float32 (see --dtype)"
+        yield Finding(verdict="warn", subject="data type", detail=told)
     for node in nodes:
         yield _versions(node, here, python)
         yield _code(node)

@@ -24,7 +24,8 @@ ENGINE_HELP = {
     "tokenizer": "Another folder or hub name, for the tokenizer and the chat template. Default: the model's.",
     "engine": "`simulated` keeps scheduler, pool and cache, and replaces the model by a clock.",
     "device": "`auto` takes a GPU where there is one.",
-    "dtype": "Of weights and KV cache. `auto`: what the model's config says.",
+    "dtype": "Of weights and KV cache. `auto`: what the model's config says, but float32 on a CPU without instructions "
+    "for that.",
     "kv_cache_dtype": "What keys and values are kept in: `auto` as --dtype; `int8` or `fp8` (e4m3), with a scale for "
     "each token and kv head, for nearly twice the tokens of 16 bits.",
     "load_format": "`random` makes weights from the config alone: for benchmarks.",

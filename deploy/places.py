@@ -63,6 +63,8 @@ class Place:
     incarnation: str = ""
     code: str = ""
     """The code version that it said it runs."""
+    dtype: str = ""
+    """Of a worker: the data type that it computes in, and why."""
     num_ready_workers: int = 0
     """Of a router: the workers that it had a session with when it was last told of them."""
     serving_since: float | None = None

@@ -19,6 +19,7 @@ from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
 from blockyard.deploy.shared_port import can_bind, next_free, reserved_port
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.data_type import ChosenDataType, dtype_of
 from blockyard.worker.kv_size import DTYPE_BYTES, KVSize, blocks_in_budget, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 from blockyard.worker.model.shards import check_shards, num_parameters
@@ -68,19 +69,29 @@ def model_config(model: str) -> ModelConfig:
     return load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
 
 
+def dtype_here(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> ChosenDataType | None:
+    """What workers compute in; None where the CPU of another machine decides. Raises ValueError."""
+    engine, on_cpu = options.engine, not has_gpu
+    possible = {dtype_of(engine, config, on_cpu=on_cpu, has_bfloat16=has).name for has in (True, False)}
+    if options.address is not None and len(possible) > 1:
+        return None
+    return dtype_of(engine, config, on_cpu=on_cpu)
+
+
 def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSize | None:
-    """Each worker's; None where only the worker knows what its GPU has left."""
+    """Each worker's; None where only the worker knows, of what its GPU has left or its CPU multiplies."""
     engine = options.engine
     if engine.kv_cache_memory is None and has_gpu:
         return None
-    usual = config.dtype if has_gpu and not engine.deterministic else "float32"
-    dtype = usual if engine.dtype == "auto" else engine.dtype
+    chosen = dtype_here(options, config, has_gpu=has_gpu)
+    if chosen is None:
+        return None
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=engine.block_size,
-        kv_dtype=stored_dtype(engine.kv_cache_dtype, dtype),
+        kv_dtype=stored_dtype(engine.kv_cache_dtype, chosen.name),
     )
     budget_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
     return KVSize(
@@ -169,8 +180,7 @@ def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
 
 def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool) -> int:
     """Compute the bytes of one worker's weights, without the copies that kernels make of some."""
-    usual = "float32" if on_cpu else config.dtype
-    return num_parameters(config) * DTYPE_BYTES[usual if engine.dtype == "auto" else engine.dtype]
+    return num_parameters(config) * DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
 
 
 def _check_workers(options: "UpOptions") -> None:

@@ -45,6 +45,8 @@ class Serving:
 
     routers: tuple[str, ...]
     gateways: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """The data types that workers compute in, each once, and why."""
 
 
 def wait_until_all_serve(report: Report) -> Serving:
@@ -63,6 +65,7 @@ def wait_until_all_serve(report: Report) -> Serving:
             return Serving(
                 routers=tuple(dict.fromkeys(place.address for place in routers)),
                 gateways=tuple(dict.fromkeys(gateways)),
+                dtypes=tuple(dict.fromkeys(place.dtype for place in everyone if place.dtype)),
             )
         for place in everyone:
             # The supervisor would go on trying; a command had better say at once what is wrong.

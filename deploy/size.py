@@ -4,6 +4,7 @@ sizes."""
 import re
 from dataclasses import dataclass
 
+from blockyard.worker.data_type import ChosenDataType, RequestedDataType, choose_dtype, cpu_has_bfloat16
 from blockyard.worker.kv_size import (
     DTYPE_BYTES,
     KVCacheDtype,
@@ -34,7 +35,7 @@ class ModelSize:
     """One model's KV cache in one budget."""
 
     model: str
-    dtype: str
+    dtype: ChosenDataType
     kv_dtype: str
     max_model_len: int
     weights_bytes: int
@@ -44,7 +45,8 @@ class ModelSize:
     def as_dict(self) -> dict[str, object]:
         return {
             "model": self.model,
-            "dtype": self.dtype,
+            "dtype": self.dtype.name,
+            "dtype_why": self.dtype.why,
             "kv_dtype": self.kv_dtype,
             "weights_bytes": self.weights_bytes,
             "block_size": self.kv.block_size,
@@ -69,21 +71,20 @@ def size_model(
     *,
     budget_bytes: int,
     block_size: int,
-    dtype: str,
+    dtype: RequestedDataType,
     kv_cache_dtype: KVCacheDtype,
     on_cpu: bool,
     max_model_len: int | None,
 ) -> ModelSize:
-    """With dtype "auto" a CPU caches float32, as it computes (worker/runner.py), unless `kv_cache_dtype` is another.
+    """`on_cpu`: of this machine's kind, for dtype "auto" asks what that multiplies.
 
     Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
-    usual = "float32" if on_cpu else config.dtype
-    chosen = usual if dtype == "auto" else dtype
+    chosen = choose_dtype(dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16())
     context = max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
-    kv_dtype = stored_dtype(kv_cache_dtype, chosen)
+    kv_dtype = stored_dtype(kv_cache_dtype, chosen.name)
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -99,6 +100,6 @@ def size_model(
         dtype=chosen,
         kv_dtype=kv_dtype,
         max_model_len=context,
-        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen],
+        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen.name],
         kv=kv,
     )

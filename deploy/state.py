@@ -65,6 +65,8 @@ class ClusterState:
     routers: tuple[str, ...] = ()
     gateways: tuple[str, ...] = ()
     """Where they serve OpenAI's API, host:port."""
+    dtypes: tuple[str, ...] = ()
+    """The data types that workers computed in at its start, and why."""
     host: str = LOOPBACK
     """Routers bind this address."""
     directory: str | None = None
@@ -156,6 +158,7 @@ def _from_document(document: dict[str, Any]) -> ClusterState:
     head, redis = document.pop("head"), document.pop("redis")
     document["routers"] = tuple(document["routers"])
     document["gateways"] = tuple(document.get("gateways", ()))
+    document["dtypes"] = tuple(document.get("dtypes", ()))
     document.setdefault("is_supervised", True)  # of a version that did not say
     if document.get("starter") is not None:
         document["starter"] = ProcessIdentity(**document["starter"])

@@ -26,7 +26,9 @@ from blockyard.deploy.actors import (
     adopt_or_create,
     all_of,
     answer,
+    death_told,
     end_process,
+    is_actor,
     living_names,
     reason,
 )
@@ -288,15 +290,17 @@ class Supervisor:
         return 1 if steady else place.num_failures_in_a_row + 1
 
     async def _run_once(self, place: Place) -> None:
-        """Adopts the actor of this name or makes it; raises RayError when it dies, HungError when it hangs."""
+        """Adopts the actor of this name or makes it; raises DiedError when it dies, HungError when it hangs."""
         place.pid, place.node_id = 0, ""
         actor = self._actors[place.name] = adopt_or_create(self._spec, place)
-        async with self._pulse(place, actor) as pulse:
+        async with self._pulse(place, actor) as pulse, death_told() as death:
             if place.name in self._found:
                 self._found.discard(place.name)
                 pulse.patience_seconds = STARTING_SECONDS
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
             place.node_id, place.pid = await pulse.unless_hung(whereabouts)
+            if place.node_id == ray.get_runtime_context().get_node_id() and is_actor(place.pid):
+                death.watch(place.pid)
             if place.kind == "worker":
                 if not Path(self._spec.worker.engine.model).is_absolute():
                     place.phase = "downloading"
@@ -321,6 +325,7 @@ class Supervisor:
     def _has_started(self, place: Place, started: StartedWorker | StartedRouter) -> None:
         place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
         place.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
+        place.dtype = started.dtype if isinstance(started, StartedWorker) else ""
         place.http_address = "" if isinstance(started, StartedWorker) else started.http_address
         place.code = started.code
         check_code(place, self._spec.code)

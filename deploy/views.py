@@ -90,6 +90,7 @@ def summary(cluster: ClusterState) -> RenderableType:
     name, command = _named(cluster), command_name()
     lines = [
         _first_line(cluster),
+        *(f"data type  {dtype}" for dtype in cluster.dtypes),
         *(f"router     {address}" for address in cluster.routers),
         *(f"OpenAI     {address} (the base URL ends in /v1)" for address in cluster.gateways),
         *dashboard_lines(cluster, signs_in=True),
@@ -108,6 +109,7 @@ def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
     urls = [f"{scheme}://{address}/v1" for address in cluster.gateways]
     lines = [
         _first_line(cluster),
+        *(f"data type  {dtype}" for dtype in cluster.dtypes),
         *(f"HTTP       {url}" for url in urls),
         *(f"gRPC       {address}" for address in cluster.routers),
         *(f"alias      {alias}" for alias in options.served_names[1:]),
@@ -152,6 +154,7 @@ def summary_dict(cluster: ClusterState) -> dict[str, object]:
         "num_workers",
         "routers",
         "gateways",
+        "dtypes",
         "dashboard_url",
         "ray_token_path",
         "metrics_port",
@@ -265,7 +268,8 @@ def size_view(sized: ModelSize) -> RenderableType:
 
     kv = sized.kv
     rows = [
-        ("weights", f"{format_bytes(sized.weights_bytes)} in {sized.dtype}, beside the KV cache"),
+        ("data type", str(sized.dtype)),
+        ("weights", f"{format_bytes(sized.weights_bytes)} in {sized.dtype.name}, beside the KV cache"),
         ("KV cache", f"{format_bytes(kv.total_bytes)} in {sized.kv_dtype}"),
         ("bytes a block", f"{kv.block_bytes:,}"),
         ("blocks", f"{kv.num_blocks:,} of {kv.block_size} tokens"),

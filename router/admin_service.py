@@ -139,7 +139,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         worker = self._parts.fleet.view.find(worker_id)
         link = self._parts.fleet.links.get(worker.address) if worker else None
         if link is None:
-            raise UnknownWorker("worker_id: no worker of this id is known")
+            raise UnknownWorker.of("worker_id", "no worker of this id is known")
         return link
 
     async def _checked_again(

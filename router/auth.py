@@ -160,7 +160,7 @@ def check_role(method: str, principal: Principal) -> None:
     """Raises Forbidden."""
     roles = METHOD_ROLES.get(method) or frozenset()
     if principal.role not in roles:
-        raise Forbidden(f"the role {principal.role} may not call this method")
+        raise Forbidden(f"the role {principal.role} may not make this call")
 
 
 def check_admin(field: str) -> None:

@@ -221,7 +221,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         worker = self._parts.fleet.view.find(worker_id)
         link = self._parts.fleet.links.get(worker.address) if worker else None
         if link is None:
-            raise UnknownWorker("worker_id: no worker of this id is known")
+            raise UnknownWorker.of("worker_id", "no worker of this id is known")
         return link
 
 

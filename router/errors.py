@@ -8,10 +8,10 @@
     ├── Unauthenticated             UNAUTHENTICATED       UNAUTHENTICATED
     ├── Forbidden                   PERMISSION_DENIED     PERMISSION_DENIED
     ├── NotFound
-    │   ├── UnknownModel            NOT_FOUND             MODEL_NOT_FOUND
-    │   ├── UnknownRequest          NOT_FOUND             REQUEST_NOT_FOUND
-    │   └── UnknownWorker           NOT_FOUND             WORKER_NOT_FOUND
-    ├── DuplicateRequest            ALREADY_EXISTS        REQUEST_ALREADY_RUNS
+    │   ├── UnknownModel            NOT_FOUND             MODEL_NOT_FOUND (+ field violation)
+    │   ├── UnknownRequest          NOT_FOUND             REQUEST_NOT_FOUND (+ field violation)
+    │   └── UnknownWorker           NOT_FOUND             WORKER_NOT_FOUND (+ field violation)
+    ├── DuplicateRequest            ALREADY_EXISTS        REQUEST_ALREADY_RUNS (+ field violation)
     ├── RequestTooLarge             FAILED_PRECONDITION   REQUEST_TOO_LARGE
     ├── LastWorker                  FAILED_PRECONDITION   LAST_WORKER
     ├── Overloaded                  RESOURCE_EXHAUSTED    OVERLOADED (+ retry delay)
@@ -34,7 +34,7 @@ Messages name fields, never their values: no text of a client may reach a log or
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +64,17 @@ class RouterError(Exception):
         self.retry_after_seconds = retry_after_seconds
         self.metadata = dict(metadata or {})
 
+    @classmethod
+    def of(cls, field: str, description: str) -> Self:
+        """The common case: one field is wrong."""
+        violation = FieldViolation(field=field, description=description)
+        return cls(f"{field}: {description}", violations=(violation,))
+
 
 class InvalidRequest(RouterError):
     """A field of the request is wrong; the violations say which, and what is allowed."""
 
     reason = "INVALID_REQUEST"
-
-    @classmethod
-    def of(cls, field: str, description: str) -> "InvalidRequest":
-        """The common case: one field is wrong."""
-        violation = FieldViolation(field=field, description=description)
-        return cls(f"{field}: {description}", violations=(violation,))
 
 
 class ContextLengthExceeded(InvalidRequest):

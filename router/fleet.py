@@ -58,7 +58,7 @@ class ModelIdentity:
     def difference(self, hello: session_pb2.Hello) -> str | None:
         """Why a worker cannot serve beside the first, in words; None if it can."""
         if hello.model_fingerprint != self.model_fingerprint:
-            return "another model than the first worker's"
+            return "another model or data type (--dtype) than the first worker's"
         if hello.block_size != self.block_size:
             return f"block size {hello.block_size}, the first worker's is {self.block_size}"
         stride_blocks = max(1, hello.index_stride_blocks)

@@ -117,7 +117,7 @@ async def tokenise(
     except PromptError as error:
         raise InvalidRequest.of("input", str(error)) from None
     except TokenizingTimeout:
-        raise DeadlinePassed("input: tokenising takes too long") from None
+        raise DeadlinePassed("tokenising the prompt takes too long") from None
     except TokenizingError:
         raise InternalError("the tokeniser failed") from None
     charge.correct(prepared.num_tokens)

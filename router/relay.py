@@ -305,7 +305,8 @@ class _Attempt:
                 )
             case session_pb2.REJECT_REASON_NO_CHOICE:
                 raise InvalidRequest.of(
-                    "sampling", "its lists of tokens and structured output leave no token to choose"
+                    "sampling.structured_output",
+                    "leaves no token to choose, together with the lists of tokens",
                 )
             case _:
                 raise EngineFailed("the engine failed on this request")

@@ -72,7 +72,7 @@ class RequestRegistry:
             raise RouterDraining("this router is shutting down", retry_after_seconds=RETRY_AFTER_SECONDS)
         key = realm, request_id
         if key in self._records:
-            raise DuplicateRequest("request_id: a request of this id is running")
+            raise DuplicateRequest.of("request_id", "a request of this id is running")
         task = asyncio.current_task()
         assert task is not None
         record = RequestRecord(
@@ -105,7 +105,7 @@ class RequestRegistry:
             if record.request_id == request_id and realm in (None, record.realm)
         ]
         if not records:
-            raise UnknownRequest("request_id: no such request runs here")
+            raise UnknownRequest.of("request_id", "no such request runs here")
         for record in records:
             if not record.is_aborted:
                 record.is_aborted = True

@@ -34,9 +34,9 @@ def structured_problem(message: inference_pb2.StructuredOutput) -> str | None:
 
 def _regex_problem(text: str) -> str | None:
     if not text:
-        return "regex must not be empty"
+        return "the expression must not be empty"
     return (
-        f"at most {MAX_REGEX_BYTES} bytes of regex are allowed"
+        f"the expression must have at most {MAX_REGEX_BYTES} bytes"
         if len(text.encode()) > MAX_REGEX_BYTES
         else None
     )
@@ -46,13 +46,13 @@ def _schema_problem(text: str) -> str | None:
     try:
         schema = parse_json(text)
     except RecursionError:
-        return f"json_schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
+        return f"the schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
     except ValueError:
-        return "json_schema must be JSON"
+        return "the schema must be JSON"
     if not isinstance(schema, dict | bool):
-        return "json_schema must be an object, true or false"
+        return "the schema must be an object, true or false"
     if is_deeper_than(schema, MAX_SCHEMA_DEPTH):
-        return f"json_schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
+        return f"the schema must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
     return None
 
 

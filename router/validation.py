@@ -87,7 +87,7 @@ def valid_generation(
     """Raises InvalidRequest with every violation found, ContextLengthExceeded, UnknownModel, Unsupported."""
     check_model(message, facts)
     if message.HasField("lora_name"):
-        raise _unsupported("lora_name")
+        raise Unsupported.of("lora_name", "is not supported yet")
     violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
     prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
     return ValidGeneration(
@@ -112,7 +112,7 @@ def check_model(
     facts: ModelFacts,
 ) -> None:
     if message.HasField("model") and message.model not in facts.names:
-        raise UnknownModel("model: not served here; the list of models says what is")
+        raise UnknownModel.of("model", "not served here; the list of models says what is")
 
 
 def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:
@@ -260,7 +260,7 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
     if len(chat.messages) > MAX_MESSAGES:
         raise InvalidRequest.of("chat.messages", f"at most {MAX_MESSAGES} are allowed")
     if any(message.media for message in chat.messages):
-        raise _unsupported("chat.messages.media")
+        raise Unsupported.of("chat.messages.media", "is not supported yet")
     violations = []
     if any(message.role not in ROLES for message in chat.messages):
         description = "must be system, user or assistant"
@@ -367,11 +367,6 @@ def _id_violations(*given: tuple[str, bool, str]) -> list[FieldViolation]:
 def _salt_violations(salt: str) -> list[FieldViolation]:
     violation = FieldViolation(field="cache_salt", description=f"must be {NAME_RULE}")
     return [] if is_name(salt) else [violation]
-
-
-def _unsupported(field: str) -> Unsupported:
-    violation = FieldViolation(field=field, description="is not supported yet")
-    return Unsupported(f"{field}: is not supported yet", violations=(violation,))
 
 
 def _invalid(violations: list[FieldViolation]) -> InvalidRequest:

@@ -36,6 +36,8 @@ class StartedWorker:
     node_id: str
     code: str
     """The code version that runs here."""
+    dtype: str
+    """The data type that it computes in, and why."""
 
 
 class WorkerActor:
@@ -106,6 +108,7 @@ class WorkerActor:
             incarnation=self._server.incarnation,
             node_id=ray.get_runtime_context().get_node_id(),
             code=code_version(),
+            dtype=self._server.dtype,
         )
         return self._started
 

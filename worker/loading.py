@@ -14,6 +14,7 @@ import torch
 from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_state
 from blockyard.proto.model_files import resolve_tokenizer
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.data_type import ChosenDataType, dtype_of
 from blockyard.worker.engine import Engine
 from blockyard.worker.gpu_memory import CudaMeter
 from blockyard.worker.host_size import size_host_memory
@@ -25,7 +26,7 @@ from blockyard.worker.pool_size import (
     measured_budget,
     size_pool,
 )
-from blockyard.worker.runner import Runner, TorchRunner, resolve_dtype
+from blockyard.worker.runner import Runner, TorchRunner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.simulated import SimulatedRunner
 from blockyard.worker.simulated_faults import SimulatedFault
@@ -53,7 +54,7 @@ class LoadedEngine:
     max_model_len: int
     model_fingerprint: str
     tokenizer_fingerprint: str
-    dtype: str
+    dtype: ChosenDataType
     kv_dtype: str
     """What its blocks hold: only workers of the same may share."""
     device: str
@@ -78,7 +79,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     tokenizer_path = resolve_tokenizer(config.tokenizer, path)
     model = load_config(path)
     device = _resolve_device(config)
-    dtype = resolve_dtype(config.dtype, model, device, deterministic=config.deterministic)
+    dtype = dtype_of(config, model, on_cpu=device.type == "cpu")
+    logger.info("computes in %s", dtype)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
@@ -86,8 +88,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         )
     _check_stride_within_context(config, max_model_len)
     weights_before = weights_state(path)
-    fingerprint = _fingerprint_in_background(path, config, dtype)
-    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype, max_model_len)
+    fingerprint = _fingerprint_in_background(path, config, dtype.name)
+    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len)
     if weights_state(path) != weights_before:
         raise ValueError(f"the weights in {path} changed while they were loaded: start again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
@@ -106,7 +108,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         model_fingerprint=fingerprint.result(),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_path),
         dtype=dtype,
-        kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
+        kv_dtype=stored_dtype(config.kv_cache_dtype, dtype.name),
         device=str(device),
         masks=masks,
     )

@@ -20,11 +20,11 @@ from blockyard.kernels.huge_pages import advise_empty
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, movable, pool_shape
 from blockyard.kernels.nucleus import NucleusSearch
 from blockyard.kernels.static_plan import Bounds, StaticDecodes
-from blockyard.worker.cpu_features import has_bfloat16
+from blockyard.worker.data_type import RequestedDataType, choose_dtype, cpu_has_bfloat16
 from blockyard.worker.host_blocks import HostBlocks
 from blockyard.worker.kv_size import KVCacheDtype
 from blockyard.worker.logprobs import score
-from blockyard.worker.model.config import DataTypeName, ModelConfig, load_config
+from blockyard.worker.model.config import ModelConfig, load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import Weights, load_weights, random_weights
 from blockyard.worker.newest_tokens import NewestTokens
@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 WARM_UP_PREFILL_TOKENS = 64
 
 LoadFormat = Literal["auto", "random"]
-RequestedDataType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -204,11 +203,14 @@ class TorchRunner:
         """
         place = torch.device(device)
         config = load_config(model_path)
-        name = resolve_dtype(dtype, config, place, deterministic=deterministic)
+        on_cpu = place.type == "cpu"
+        name = choose_dtype(
+            dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16(), deterministic=deterministic
+        ).name
         if linears == "int8" and name == "float16":
             raise ValueError("linears in int8 take float32 or bfloat16 around them, not float16")
         kernels = choose_backend(place, requested=backend, deterministic=deterministic, linears=linears)
-        if name == "bfloat16" and place.type == "cpu" and not (kernels.widens_bfloat16 or has_bfloat16()):
+        if name == "bfloat16" and on_cpu and not (kernels.widens_bfloat16 or cpu_has_bfloat16()):
             logger.warning("bfloat16 is slow here: this CPU has no instructions for it; try --dtype float32")
         match load_format:
             case "auto":
@@ -359,25 +361,3 @@ class TorchRunner:
         return self._decoder.hidden(
             inputs.tokens_T, self.kv_pools, inputs.plan, inputs.wanted_Q, rows_plan=inputs.wanted_plan
         )
-
-
-def resolve_dtype(
-    requested: RequestedDataType,
-    config: ModelConfig,
-    device: torch.device,
-    *,
-    deterministic: bool,
-) -> DataTypeName:
-    """The data type a model runs in. "auto" is the checkpoint's own, but float32 on a CPU.
-
-    There exactness comes first: every bfloat16 or float16 weight is a float32, and rounding each layer to 8
-    bits flips tokens that differ little. bfloat16 is up to twice as fast there, for who asks for it.
-    Deterministic mode is float32 only, and raises ValueError for anything else.
-    """
-    if deterministic:
-        if requested not in ("auto", "float32"):
-            raise ValueError(f"deterministic mode computes in float32 only, not {requested}")
-        return "float32"
-    if requested != "auto":
-        return requested
-    return "float32" if device.type == "cpu" else config.dtype

@@ -148,6 +148,11 @@ class WorkerServer:
         return loaded
 
     @property
+    def dtype(self) -> str:
+        """The data type that it computes in, and why."""
+        return str(self._loaded.dtype)
+
+    @property
     def is_draining(self) -> bool:
         return self._administration.draining.is_on
 

@@ -10,10 +10,11 @@ import click
 from blockyard.deploy import doctor as doctors
 from blockyard.deploy import figures, figures_plots, findings, on_ray, size, views
 from blockyard.deploy.commands.shown import console, show
-from blockyard.deploy.options import model_path, output_option, ray_address
+from blockyard.deploy.options import ENGINE_HELP, model_path, output_option, ray_address
 from blockyard.deploy.redis_given import checked_redis_url
 from blockyard.deploy.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.settings import checked_by
+from blockyard.worker.data_type import RequestedDataType
 from blockyard.worker.kv_size import KVCacheDtype
 
 
@@ -28,7 +29,13 @@ from blockyard.worker.kv_size import KVCacheDtype
     help="Budget of the KV cache.",
 )
 @click.option("--block-size", type=click.Choice(["16", "32", "64", "128"]), default="16", show_default=True)
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
+@click.option(
+    "--dtype",
+    type=click.Choice(get_args(RequestedDataType)),
+    default="auto",
+    show_default=True,
+    help=ENGINE_HELP["dtype"],
+)
 @click.option(
     "--kv-cache-dtype",
     type=click.Choice(get_args(KVCacheDtype)),
@@ -41,7 +48,7 @@ from blockyard.worker.kv_size import KVCacheDtype
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
     show_default=True,
-    help="What the workers are. Where no dtype is named a GPU caches the checkpoint's, a CPU float32.",
+    help="What the workers are. Without --dtype: a GPU, or a CPU like this machine's.",
 )
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
 @output_option
@@ -49,7 +56,7 @@ def size_command(
     model: str,
     memory: int,
     block_size: str,
-    dtype: str,
+    dtype: RequestedDataType,
     kv_cache_dtype: KVCacheDtype,
     device: str,
     max_model_len: int | None,

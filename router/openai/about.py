@@ -40,7 +40,7 @@ class AboutRoutes:
 
     async def model(self, request: BaseRequest, notes: CallNotes) -> Response:
         if request.path.removeprefix(f"{MODELS}/") not in self._parts.facts.names:
-            raise UnknownModel("model: not served here; the list of models says what is")
+            raise UnknownModel.of("model", "not served here; the list of models says what is")
         return json_response(self._model_object(model_message(self._parts)))
 
     async def health(self, request: BaseRequest, notes: CallNotes) -> Response:

@@ -76,10 +76,15 @@ def choices_of(wanted: Wanted, texts: TokenTexts) -> Choices:
     sampling = wanted.requests[0].sampling
     shown = Shown(
         logprobs=sampling.HasField("logprobs"),
-        token_ids=wanted.requests[0].return_prompt_token_ids,
-        special_tokens=sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens,
+        token_ids=wanted.shows_token_ids,
+        special_tokens=shows_special(wanted),
     )
     return ChatChoices(texts, shown) if wanted.route == "chat" else CompletionChoices(texts, shown)
+
+
+def shows_special(wanted: Wanted) -> bool:
+    sampling = wanted.requests[0].sampling
+    return sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens
 
 
 def _end(piece: Piece) -> dict[str, Any]:

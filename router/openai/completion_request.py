@@ -4,22 +4,24 @@ from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.echo import Echo
 from blockyard.router.openai.fields import (
     UINT32,
     Body,
     Fields,
     Kind,
+    boolean,
     given,
     integer,
     refuse_others,
     text,
     token_ids,
 )
-from blockyard.router.openai.sampling_fields import SHARED, generate_request
+from blockyard.router.openai.sampling_fields import SHARED, generate_request, num_outputs
 from blockyard.router.openai.unsupported import UNSUPPORTED, refuse_unsupported
 from blockyard.router.openai.wanted import STREAM_FIELDS, Wanted, answering, field_names
 
-NAMES = {"input": "prompt"}
+NAMES = {"input": "prompt", "sampling.prompt_logprobs": "logprobs"}
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, of this route."""
 MAX_PROMPTS = 64
@@ -31,7 +33,7 @@ MAX_FANOUT_BYTES = 5 * 1024 * 1024
 def completion_wanted(body: Body) -> Wanted:
     """Raises InvalidRequest, Unsupported."""
     refuse_others(body, FIELDS)
-    refuse_unsupported(body)
+    refuse_unsupported(body, but=("echo",))
     wishes = answering(body)
     template = generate_request(body)
     if not template.sampling.HasField("max_tokens"):
@@ -39,11 +41,27 @@ def completion_wanted(body: Body) -> Wanted:
     num_top = given(body, "logprobs", FIELDS["logprobs"])
     if num_top is not None:
         template.sampling.logprobs = num_top
+    echo = _with_echo(template) if given(body, "echo", FIELDS["echo"]) else None
     prompts = _PROMPT("prompt", body.get("prompt"))
     if len(prompts) * template.ByteSize() > MAX_FANOUT_BYTES:
         raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
     requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
-    return Wanted(route="completions", requests=requests, answering=wishes, names=field_names(body, NAMES))
+    names = field_names(body, NAMES)
+    return Wanted(route="completions", requests=requests, answering=wishes, names=names, echo=echo)
+
+
+def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:
+    """Asks for what shows the prompt. Raises InvalidRequest."""
+    sampling = template.sampling
+    echo = Echo(only_prompt=not sampling.max_tokens, shows_token_ids=template.return_prompt_token_ids)
+    if sampling.HasField("logprobs"):
+        # The engine tells them with the first output alone.
+        if num_outputs(template) > 1:
+            raise InvalidRequest.of("n", "must be 1 with echo and logprobs")
+        sampling.prompt_logprobs = sampling.logprobs
+    sampling.max_tokens = max(sampling.max_tokens, 1)
+    template.return_prompt_token_ids = True
+    return echo
 
 
 def _with_prompt(
@@ -80,7 +98,11 @@ _PROMPT = Kind(
 FIELDS: Fields = {
     "prompt": _PROMPT,
     **SHARED,
+    "max_tokens": integer(UINT32).said(f"Tokens to generate at most. Default {DEFAULT_MAX_TOKENS}."),
     "logprobs": integer(UINT32),
     **STREAM_FIELDS,
     **UNSUPPORTED,
+    "echo": boolean.said(
+        "Whether the prompt comes before each output, also in logprobs. With it max_tokens may be 0. Default false."
+    ),
 }

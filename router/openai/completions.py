@@ -1,6 +1,8 @@
 """A call of either route, from its JSON to its answer: the same requests, events and rules as gRPC's."""
 
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp.web import StreamResponse
@@ -10,7 +12,8 @@ from blockyard.router.call_gate import answer_to
 from blockyard.router.calls import Calls
 from blockyard.router.errors import SlowReader, is_gone
 from blockyard.router.openai.answers import Envelope, Tally
-from blockyard.router.openai.choices import Choices, choices_of
+from blockyard.router.openai.choices import Choices, choices_of, shows_special
+from blockyard.router.openai.echo import echoed
 from blockyard.router.openai.http_call import HttpCall
 from blockyard.router.openai.http_errors import error_body
 from blockyard.router.openai.json_response import json_response
@@ -42,7 +45,7 @@ class Completions:
         if wanted.answering.streams:
             return await self._stream(events, call, envelope, choices)
         tally = Tally(wanted.outputs_a_prompt)
-        async with outputs(self._calls, wanted, call) as deltas:
+        async with self._outputs(wanted, call) as deltas:
             whole = await gathered(request_id, tally.of(deltas))
         return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], tally))
 
@@ -71,9 +74,24 @@ class Completions:
             tally.add(delta)
             await events.send(envelope.chunk(choices.piece(delta), delta, tally))
 
-        async with outputs(self._calls, wanted, call) as deltas:
+        async with self._outputs(wanted, call) as deltas:
             await self._calls.deliver(deltas, write)
         return [envelope.usage_chunk(tally)] if wanted.answering.includes_usage else []
+
+    @asynccontextmanager
+    async def _outputs(self, wanted: Wanted, call: HttpCall) -> AsyncIterator[AsyncIterator[Delta]]:
+        """As `outputs`, behind their prompts where the call wants that."""
+        async with outputs(self._calls, wanted, call) as deltas:
+            if wanted.echo is None:
+                yield deltas
+                return
+            skip_special = not shows_special(wanted)
+
+            async def text_of(token_ids: Sequence[int]) -> str:
+                tokenizing = self._calls.parts.tokenizing
+                return await tokenizing.detokenize(list(token_ids), skip_special=skip_special)
+
+            yield echoed(deltas, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
 
     async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
         """Ends a stream that has begun: with the reason, unless its client has gone or takes nothing."""

@@ -3,12 +3,13 @@
 Owns also what only HTTP can get wrong. Messages name fields by their names in the JSON, never a value.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import grpc
-from blockyard.router.errors import RouterError, UnknownModel
+from blockyard.router.errors import RouterError
 from blockyard.router.status import code_of
 
 Code = grpc.StatusCode
@@ -31,6 +32,7 @@ WORTH_RETRYING = frozenset({Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})
 """Told by x-should-retry, which OpenAI's client obeys: it would else retry every 409 and 5xx, a poison too."""
 JSON_NAMES: dict[str, str] = {
     "sampling.include_stop_in_output": "include_stop_str_in_output",
+    "sampling.structured_output": "response_format",
     "prompt_token_ids": "prompt",
     "chat.template_kwargs": "chat_template_kwargs",
     "request_id": "X-Request-Id",
@@ -83,8 +85,11 @@ def error_body(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> dict[
     message = error.message
     for violation in error.violations:
         message = message.replace(f"{violation.field}:", f"{json_name(violation.field, names)}:")
-    fields = [json_name(violation.field, names) for violation in error.violations]
-    param = "model" if isinstance(error, UnknownModel) else next(iter(fields), None)
+    for field, name in names.items():
+        # What a message says beside the field that is wrong: "must be at most max_tokens".
+        if field.startswith("sampling."):
+            message = re.sub(rf"\b{field.removeprefix('sampling.')}\b", name, message)
+    param = next((json_name(violation.field, names) for violation in error.violations), None)
     return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
 
 

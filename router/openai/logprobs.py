@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable, Sequence
+from math import isnan
 from typing import Any
 
 from blockyard.proto.v1.inference_pb2 import TokenLogprob, TopLogprob
@@ -34,10 +35,11 @@ class CompletionLogprobs:
         self._num_chars = 0
 
     def of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Of one whose log-probability is NaN, as of a prompt's first token, null is told."""
         return {
             "tokens": [self._texts.of(token.token_id)[0] for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "token_logprobs": [None if isnan(token.logprob) else _finite(token.logprob) for token in tokens],
+            "top_logprobs": [None if isnan(token.logprob) else self._top(token) for token in tokens],
             "text_offset": [self._offset(token) for token in tokens],
         }
 

@@ -9,16 +9,17 @@ from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.chat_request import CHAT_FIELDS, chat_of
 from blockyard.router.openai.fields import Body, Fields, boolean, given, refuse_others, text, token_ids
 from blockyard.router.openai.http_call import HttpCall
+from blockyard.router.openai.sampling_fields import REQUEST_SCALARS
 from blockyard.router.openai.unsupported import unsupported
 
 TOKENIZE_FIELDS: Fields = {
     "prompt": text.said("This, or messages."),
     **CHAT_FIELDS,
-    "model": text,
+    "model": REQUEST_SCALARS["model"],
     "return_token_strs": boolean.said("Whether tokens are told by name as well. Default false."),
     "add_special_tokens": boolean.said("As it is: true for a prompt, false for messages."),
 }
-DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": text}
+DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": REQUEST_SCALARS["model"]}
 TOKENS_A_TURN = 4096
 """The names of so many tokens are looked up in one turn of the event loop."""
 

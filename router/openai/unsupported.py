@@ -5,9 +5,10 @@ unless its value asks for nothing. A field that was dropped without a word would
 client's.
 """
 
+from collections.abc import Collection
 from typing import Any
 
-from blockyard.router.errors import FieldViolation, Unsupported
+from blockyard.router.errors import Unsupported
 from blockyard.router.openai.fields import Body, Fields, Kind, boolean, mapping, text
 
 HINTS: Fields = {
@@ -45,9 +46,11 @@ UNSUPPORTED: Fields = {
 """The same fields, for the API's document."""
 
 
-def refuse_unsupported(body: Body) -> None:
-    """Raises Unsupported for the first field."""
+def refuse_unsupported(body: Body, *, but: Collection[str] = ()) -> None:
+    """Raises Unsupported for the first field, `but` for those that a route does."""
     for name, harmless in REFUSED.items():
+        if name in but:
+            continue
         value = body.get(name)
         # By type too: Python takes 0 for False and 1 for True.
         if value is None or any(type(value) is type(other) and value == other for other in harmless):
@@ -66,5 +69,4 @@ def ignored_hints(body: Body) -> tuple[str, ...]:
 
 
 def unsupported(name: str) -> Unsupported:
-    violation = FieldViolation(field=name, description="is not supported")
-    return Unsupported(f"{name}: is not supported", violations=(violation,))
+    return Unsupported.of(name, "is not supported")

@@ -6,6 +6,7 @@ from typing import Literal
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.echo import Echo
 from blockyard.router.openai.fields import Body, Fields, boolean, given, mapping, object_schema, refuse_others
 from blockyard.router.openai.sampling_fields import num_outputs
 from blockyard.router.openai.structures import STRUCTURES
@@ -42,6 +43,8 @@ class Wanted:
     requests: tuple[inference_pb2.GenerateRequest, ...]
     """One for each prompt; they differ in nothing else."""
     answering: Answering
+    echo: Echo | None = None
+    """None: outputs alone."""
     names: Mapping[str, str]
     """What this body calls a field of GenerateRequest, where another may call it otherwise."""
 
@@ -53,6 +56,23 @@ class Wanted:
     def sequences_a_prompt(self) -> int:
         """At least 1; what is not allowed is refused later."""
         return max(num_outputs(self.requests[0]), self.requests[0].sampling.beam_width, 1)
+
+    @property
+    def shows_token_ids(self) -> bool:
+        """An echo takes them for itself."""
+        if self.echo is not None:
+            return self.echo.shows_token_ids
+        return self.requests[0].return_prompt_token_ids
+
+    @property
+    def prompts(self) -> list[str | None]:
+        """Their texts as they were sent; None for tokens, and for what may have been truncated."""
+        return [
+            request.prompt
+            if request.WhichOneof("input") == "prompt" and not request.HasField("truncate_prompt_tokens")
+            else None
+            for request in self.requests
+        ]
 
     def named(self, request_id: str) -> None:
         """Gives the requests their ids: the call's, and a number behind it where there are several."""

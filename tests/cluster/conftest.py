@@ -10,9 +10,9 @@ from .harness import UP, Cluster, Command, remembered_state
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With room for four workers."""
+    """With room for four workers. In float32: tokens are compared with those of transformers and of other batches."""
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="trial")
-    result = command.run(*UP, "--cpus-per-worker", "0.5")
+    result = command.run(*UP, "--cpus-per-worker", "0.5", "--dtype", "float32")
     assert result.returncode == 0, result.stderr
     remembered = remembered_state(command)
     try:

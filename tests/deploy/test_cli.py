@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import state
+from blockyard.deploy import doctor, size, state
 from blockyard.deploy.cli import main
 from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.limits import router_limits
@@ -82,11 +82,32 @@ def cluster_state(**changes: object) -> state.ClusterState:
     return state.ClusterState(**{**values, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("device", "dtype", "blocks"), [("cpu", "float32", 384), ("cuda", "bfloat16", 768)])
-def test_size_counts_in_what_the_device_caches(device: str, dtype: str, blocks: int) -> None:
-    result = run("size", "demo", "--memory", "18MiB", "--device", device, "--output", "json")
-    sized = json.loads(result.stdout)
-    assert (sized["dtype"], sized["blocks"]) == (dtype, blocks)
+@pytest.mark.parametrize(
+    ("device", "has_bfloat16", "dtype", "why", "blocks"),
+    [
+        ("cpu", False, "float32", "this CPU has no bfloat16 instructions", 384),
+        ("cpu", True, "bfloat16", "the checkpoint's, and this CPU has instructions for it", 768),
+        ("cuda", False, "bfloat16", "the checkpoint's", 768),
+    ],
+)
+def test_size_counts_in_what_the_device_computes_in_and_says_why(
+    device: str, has_bfloat16: bool, dtype: str, why: str, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "cpu_has_bfloat16", lambda: has_bfloat16)
+    asked = ("size", "demo", "--memory", "18MiB", "--device", device)
+    sized = json.loads(run(*asked, "--output", "json").stdout)
+    assert (sized["dtype"], sized["dtype_why"], sized["blocks"]) == (dtype, why, blocks)
+    assert f"{dtype}: {why}" in run(*asked).stdout
+
+
+def test_doctor_says_what_auto_means_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_bfloat16, told in (
+        (True, "bfloat16: the checkpoint's"),
+        (False, "float32: this CPU has no bfloat16"),
+    ):
+        monkeypatch.setattr(doctor, "cpu_has_bfloat16", lambda has=has_bfloat16: has)
+        (finding,) = (found for found in doctor.examine(None, None) if found.subject == "data type")
+        assert told in finding.detail
 
 
 def test_size_counts_two_mebibytes_a_block_for_a_large_model(large_model: Path) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.preflight import check_reachable, crowding
+from blockyard.deploy.preflight import check_reachable, crowding, dtype_here, pool_of
 from blockyard.deploy.processes import identify
 from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
 from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.model.config import load_config
 from click.testing import CliRunner, Result
 
 CHECKPOINT = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
@@ -49,11 +50,12 @@ def failures(document: dict[str, Any]) -> dict[str, str]:
 
 
 def test_it_says_what_would_be_placed_and_starts_nothing(home: Path) -> None:
-    code, document = plan("--workers", "2", "--router-port", "0")
+    code, document = plan("--workers", "2", "--router-port", "0", "--dtype", "float32")
     assert code == 0, failures(document)
     assert document["would_work"]
     assert document["nodes"] == [{"cpus": float(CPUS), "workers": 2}]
     assert (document["blocks_of_worker"], document["tokens_of_worker"]) == (384, 6144)
+    assert document["dtype"] == "float32: as --dtype says"
     assert document["configuration"]["settings"]["engine"]["model"] == {"value": "demo", "source": "flag"}
     assert not home.exists()
 
@@ -69,12 +71,30 @@ def test_it_says_where_routers_and_their_gateways_would_serve() -> None:
 
 
 def test_for_people_it_shows_settings_checks_and_a_verdict() -> None:
-    result = run("--dry-run", "--workers", "2", "--placement", "near_equal_ms=2")
+    result = run("--dry-run", "--workers", "2", "--placement", "near_equal_ms=2", "--dtype", "float32")
     assert result.exit_code == 0
     assert "placement.prices.near_equal_ms" in result.stdout
     assert "placement.prices.loaded_ms" not in result.stdout, "which is what it is by default"
-    for told in ("384 blocks of 16", "cluster.workers", "ok   python", "it would start"):
+    for told in (
+        "384 blocks of 16",
+        "data type  float32: as --dtype says",
+        "cluster.workers",
+        "ok   python",
+        "it would start",
+    ):
         assert told in result.stdout
+
+
+def test_what_the_cpu_of_another_machine_decides_is_not_said() -> None:
+    engine = EngineConfig(model=str(CHECKPOINT), device="cpu")
+    config = load_config(CHECKPOINT)
+    elsewhere = UpOptions(engine=engine, address="10.0.0.1:6379", redis_url="redis://10.0.0.1:6379")
+    assert dtype_here(elsewhere, config, has_gpu=False) is None
+    assert pool_of(elsewhere, config, has_gpu=False) is None
+    named = replace(elsewhere, engine=replace(engine, dtype="bfloat16"))
+    assert str(dtype_here(named, config, has_gpu=False)) == "bfloat16: as --dtype says"
+    assert str(dtype_here(elsewhere, config, has_gpu=True)) == "bfloat16: the checkpoint's"
+    assert dtype_here(replace(elsewhere, address=None), config, has_gpu=False) is not None
 
 
 @pytest.mark.parametrize(

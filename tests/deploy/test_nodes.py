@@ -3,10 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from blockyard.deploy.cluster import UNLIKE_CPUS, with_one_dtype
 from blockyard.deploy.findings import exit_code
 from blockyard.deploy.nodes import NodeFacts, check_code, findings, told_apart
+from blockyard.deploy.serving import Progress
 from blockyard.deploy.views import finding_line
+from blockyard.deploy.wanted_cluster import UpOptions
 from blockyard.proto.code_version import code_version
+from blockyard.worker.config import EngineConfig
 
 HERE = {"ray": "2.60.0", "torch": "2.13.0"}
 SOUND = NodeFacts(
@@ -15,6 +19,7 @@ SOUND = NodeFacts(
     python="3.11.4",
     packages=HERE,
     code=code_version(),
+    has_bfloat16=True,
     model="",
     redis="",
     unreachable=(),
@@ -75,3 +80,22 @@ def test_nodes_of_one_machine_are_told_apart_by_the_beginning_of_their_ids() -> 
     ]
     assert any(line.startswith("ok   10.0.0.7 (3f2a9c1d) Python 3.11.4") for line in shown)
     assert len(set(shown)) == len(shown)
+
+
+def test_cpus_that_would_choose_data_types_that_do_not_go_together_are_told_of() -> None:
+    other = replace(SOUND, address="10.0.0.8", has_bfloat16=False)
+    assert [found for found in findings([SOUND, SOUND], HERE, "3.11.2") if found.subject == "data type"] == []
+    (told,) = (found for found in findings([SOUND, other], HERE, "3.11.2") if found.subject == "data type")
+    assert (told.verdict, "no bfloat16 instructions on 10.0.0.8" in told.detail) == ("warn", True)
+
+
+def test_workers_on_cpus_of_both_kinds_all_compute_in_float32() -> None:
+    """A router takes workers of one data type alone."""
+    options, said = UpOptions(engine=EngineConfig(model="demo", device="cpu")), list[Progress]()
+    other = replace(SOUND, has_bfloat16=False)
+    assert with_one_dtype(options, [SOUND, SOUND], said.append) == options
+    assert said == []
+    assert with_one_dtype(options, [SOUND, other], said.append).engine.dtype == "float32"
+    assert [progress.warning for progress in said] == [UNLIKE_CPUS]
+    named = replace(options, engine=replace(options.engine, dtype="bfloat16"))
+    assert with_one_dtype(named, [SOUND, other], said.append) == named

@@ -203,8 +203,10 @@ def test_the_first_line_says_who_reaches_it(host: str, head: state.HeadState | N
 
 
 def test_serve_says_how_to_call_it_in_lines_that_a_shell_takes() -> None:
-    served = replace(CLUSTER, gateways=("127.0.0.1:8000",), routers=("127.0.0.1:50051",))
+    told = "float32: this CPU has no bfloat16 instructions"
+    served = replace(CLUSTER, gateways=("127.0.0.1:8000",), routers=("127.0.0.1:50051",), dtypes=(told,))
     lines = printed(views.serving(served, options_of("serve", "demo", "--served-model-name", "it's", "b")))
+    assert f"data type  {told}" in lines
     assert "HTTP       http://127.0.0.1:8000/v1" in lines
     assert "gRPC       127.0.0.1:50051" in lines
     assert "alias      b" in lines

@@ -121,7 +121,7 @@ STRUCTURED = (
             "prompt": "x",
             "sampling": {"seed": 7, "structured_output": {"regex": "(x{1,1000}){1,1000}"}},
         },
-        fields=("sampling",),
+        fields=("sampling.structured_output",),
     ),
     sampling("nested repetition", structured_output={"regex": "((a{1,500}){1,500}){1,500}"}),
     sampling("an empty schema text", structured_output={"json_schema": ""}),
@@ -163,6 +163,7 @@ IDS = (
         request={"prompt": "x", "model": CANARY},
         code=grpc.StatusCode.NOT_FOUND,
         reason="MODEL_NOT_FOUND",
+        fields=("model",),
     ),
 )
 TAKEN = (

@@ -195,3 +195,84 @@ async def test_health_says_whether_anybody_could_serve(gateway: Gateway) -> None
     assert (await gateway.get("/health")).status == 503
     async with gateway.router.workers(worker_of_model("a")):
         assert (await gateway.get("/health")).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 9])
+async def test_an_echo_puts_the_prompt_and_how_likely_it_was_before_the_output(
+    client: AsyncOpenAI, worker: FakeWorker, stream: bool, max_tokens: int
+) -> None:
+    """As lm-eval-harness asks, which takes the log-probability of each token of the prompt but the first."""
+    prompt = "def f(x):\n    return x"
+    answer = await client.completions.create(
+        model="demo", prompt=prompt, max_tokens=max_tokens, seed=4, logprobs=2, echo=True, stream=stream
+    )
+    choices = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
+    text = "".join(choice.text for choice in choices)
+    assert text == prompt + (expected_text(4, max_tokens) if max_tokens else "")
+    tokens, logprobs, tops, offsets = (
+        [value for choice in choices for value in getattr(choice.logprobs, name)]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    )
+    (submit,) = worker.submits
+    prompt_ids = unpack_tokens(submit.token_ids)
+    assert len(tokens) == len(logprobs) == len(prompt_ids) + max_tokens
+    assert (logprobs[0], tops[0]) == (None, None)
+    assert logprobs[1 : len(prompt_ids)] == [
+        pytest.approx(expected_logprob(token_id)) for token_id in prompt_ids[1:]
+    ]
+    assert all(top for top in tops[1:])
+    assert all(
+        text[offset : offset + len(token)] == token for token, offset in zip(tokens, offsets, strict=True)
+    )
+    assert choices[-1].finish_reason == "length"
+
+
+async def test_an_echo_of_tokens_and_of_several_prompts_is_their_text(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    ids = load_tokenizer(MODEL)("import os").input_ids
+    answer = await client.completions.create(
+        model="demo", prompt=["a b", "c d e"], n=2, max_tokens=0, echo=True
+    )
+    assert [choice.text for choice in answer.choices] == ["a b", "a b", "c d e", "c d e"]
+    assert answer.usage.completion_tokens == 0
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert all(
+        choice.model_extra is None or "prompt_token_ids" not in choice.model_extra
+        for choice in answer.choices
+    )
+    shown = await client.completions.create(
+        model="demo", prompt=[ids], max_tokens=2, seed=3, echo=True, extra_body={"return_token_ids": True}
+    )
+    (choice,) = shown.choices
+    assert choice.text == "import os" + expected_text(3, 2)
+    assert (choice.model_extra["prompt_token_ids"], choice.model_extra["token_ids"]) == (
+        ids,
+        expected_tokens(3, 2, 0),
+    )
+
+
+async def test_an_echo_of_a_truncated_prompt_is_what_was_kept(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    answer = await client.completions.create(
+        model="demo",
+        prompt="one two three four",
+        max_tokens=0,
+        echo=True,
+        extra_body={"truncate_prompt_tokens": 2},
+    )
+    (submit,) = worker.submits
+    kept = unpack_tokens(submit.token_ids)
+    assert (len(kept), answer.choices[0].text) == (2, load_tokenizer(MODEL).decode(kept))
+
+
+async def test_what_ends_the_token_that_nobody_sees_is_not_told(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    answer = await client.completions.create(
+        model="demo", prompt="x", max_tokens=0, seed=4, stop=expected_text(4, 1)[:1], echo=True
+    )
+    choice = answer.choices[0]
+    assert (choice.text, choice.finish_reason, choice.model_extra["stop_reason"]) == ("x", "length", None)

@@ -24,6 +24,7 @@ for _ in range(200):
     ("fields", "param", "code"),
     [
         ({"tools": [{"type": "function"}]}, "tools", "unsupported"),
+        ({"echo": True}, "echo", "unsupported"),
         ({"functions": [{}]}, "functions", "unsupported"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported"),
         ({"modalities": ["audio"]}, "modalities", "unsupported"),
@@ -117,7 +118,11 @@ async def test_a_bad_field_is_answered_400_by_its_name(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "echo": 1}, "echo"),
+        ({"prompt": "x", "echo": True, "logprobs": 1, "n": 2}, "n"),
+        ({"prompt": "x", "echo": True, "logprobs": 25}, "logprobs"),
+        ({"prompt": "x", "echo": True, "logprobs": 1, "beam_width": 2}, "logprobs"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
         ({}, "prompt"),
@@ -215,6 +220,8 @@ async def test_ids_of_requests_are_the_clients_and_used_once_at_a_time(
         await until(lambda: worker.submits)
         again = await gateway.post({"messages": HELLO}, X_Request_Id="twice")
         assert (again.status, again.error["code"]) == (409, "request_already_runs")
+        assert again.error["param"] == "X-Request-Id"
+        assert again.error["message"] == "X-Request-Id: a request of this id is running"
         bad = await gateway.post({"messages": HELLO}, X_Request_Id="two words")
         assert (bad.status, bad.error["param"]) == (400, "X-Request-Id")
         assert bad.headers["x-request-id"] != "two words"
@@ -232,6 +239,26 @@ async def test_what_a_worker_refuses_before_the_first_token_has_its_own_status(g
         for stream in (False, True):
             answer = await gateway.post({"messages": HELLO, "regex": "(", "stream": stream})
             assert (answer.status, answer.error["param"]) == (400, "regex"), answer.error
+
+
+async def test_what_leaves_no_token_to_choose_is_named_as_the_body_names_it(gateway: Gateway) -> None:
+    no_choice = session_pb2.REJECT_REASON_NO_CHOICE
+    picky = worker_of_model("a", script=lambda submit: Script(reject=no_choice))
+    async with gateway.router.workers(picky):
+        for fields in ({"guided_regex": "a"}, {"response_format": {"type": "json_object"}}):
+            answer = await gateway.post({"messages": HELLO, **fields})
+            (name,) = fields
+            assert (answer.status, answer.error["param"]) == (400, name)
+            assert (
+                answer.error["message"]
+                == f"{name}: leaves no token to choose, together with the lists of tokens"
+            )
+
+
+async def test_other_fields_are_told_by_the_names_that_the_body_has(gateway: Gateway) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = await gateway.post({"messages": HELLO, name: 4, "min_tokens": 5})
+        assert answer.error["message"] == f"min_tokens: must be at most {name}"
 
 
 async def test_a_failure_within_a_stream_is_an_event(gateway: Gateway) -> None:

@@ -47,9 +47,9 @@ def test_a_secured_cluster_serves_who_may_and_nobody_else(tmp_path: Path, tokens
             (("workers",), "closed, as by one that wants TLS"),
             (("workers", "--tls-ca", internal.ca), "of no CA that this client trusts"),
             (("workers", "--tls-ca", public.ca), "one bearer token is required"),
-            (("workers", *shown("ann")), "the role user may not call this method"),
-            (("drain", "worker-0", *shown("vic")), "the role viewer may not call this method"),
-            (("generate", "x", *shown("vic")), "the role viewer may not call this method"),
+            (("workers", *shown("ann")), "the role user may not make this call"),
+            (("drain", "worker-0", *shown("vic")), "the role viewer may not make this call"),
+            (("generate", "x", *shown("vic")), "the role viewer may not make this call"),
         ):
             result = command.run(*refused)
             assert result.returncode == 1, refused

@@ -4,7 +4,6 @@ Needs torch, transformers and safetensors only. Where there is CUDA, the same te
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from blockyard.kernels.backend import LinearsName, choose_backend
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import load_weights
-from blockyard.worker.runner import TorchRunner, resolve_dtype
+from blockyard.worker.runner import TorchRunner
 from blockyard.worker.sequence import (
     FAILED_TOKEN,
     NO_TOKEN,
@@ -359,13 +358,3 @@ def test_a_step_after_logits_that_are_not_finite_fails_alone(make_runner: MakeRu
     ]
     [expected] = expected_tokens("LlamaForCausalLM", [tokens])
     assert runner.execute(StepPlan(step=1, rows=tuple(rows))).tokens == [FAILED_TOKEN, expected[0]]
-
-
-def test_auto_means_float32_on_a_cpu_and_the_checkpoints_own_type_elsewhere() -> None:
-    config = replace(load_config(shared_checkpoint("LlamaForCausalLM")), dtype="bfloat16")
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert resolve_dtype("auto", config, cpu, deterministic=False) == "float32"
-    assert resolve_dtype("auto", config, cuda, deterministic=False) == "bfloat16"
-    assert resolve_dtype("float16", config, cpu, deterministic=False) == "float16"
-    with pytest.raises(ValueError, match="float32 only, not bfloat16"):
-        resolve_dtype("bfloat16", config, cpu, deterministic=True)

@@ -4,6 +4,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockyard.worker.grammar.grammar import Grammar
@@ -16,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(str(DEMO), device="cpu", kv_cache_memory=2**24, max_model_len=256)
+    return LLM(str(DEMO), device="cpu", dtype="float32", kv_cache_memory=2**24, max_model_len=256)
 
 
 def test_answers_come_in_the_order_of_the_prompts_and_repeat(llm: LLM) -> None:
@@ -100,7 +101,8 @@ def answers(llm: LLM, stop: str, *, is_shown: bool) -> list[tuple[object, ...]]:
 
 def test_overlapping_steps_show_nothing_behind_a_stop_string() -> None:
     """Where an output forks beside others that decode, a step brings these two tokens each."""
-    settings = {"device": "cpu", "kv_cache_memory": 2**24, "max_model_len": 256, "max_num_seqs": 4}
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
+    settings |= {"max_model_len": 256, "max_num_seqs": 4}
     alone = LLM(str(DEMO), overlap_steps="off", **settings)
     overlapping = LLM(str(DEMO), overlap_steps="on", **settings)
     for stop in ("\n", "(", " ", "e", "s", "):", ".", "in", "self", "t"):
@@ -187,5 +189,12 @@ def test_grammars_do_not_show_a_preemption(llm: LLM, preempt: str) -> None:
 
 def test_a_tokenizer_may_lie_beside_the_model(tmp_path: Path, llm: LLM) -> None:
     bare = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
-    other = LLM(str(bare), tokenizer=str(DEMO), device="cpu", kv_cache_memory=2**24, max_model_len=256)
+    other = LLM(
+        str(bare),
+        tokenizer=str(DEMO),
+        device="cpu",
+        dtype="float32",
+        kv_cache_memory=2**24,
+        max_model_len=256,
+    )
     assert other.generate("def f(x):", GREEDY)[0].text == llm.generate("def f(x):", GREEDY)[0].text

@@ -1,0 +1,122 @@
+"""What real clients of OpenAI's API do with the gateway: `python tests/openai/clients.py CLIENT URL TOKENIZER`.
+
+A program of its own, for each client's packages live in an environment of theirs (`make test-clients`). Imports nothing
+of this project. Fails by an assertion; the server must answer greedily the same each time.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ASKED = "Write a function that joins two paths."
+PROMPT = "def read_lines(path):"
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+SCORED = [("def f(x):\n    return", " x"), ("import", " os"), ("for i in range", " zzz")]
+
+
+def litellm(url: str, tokenizer: str) -> None:
+    import litellm  # type: ignore[import-not-found]
+
+    messages = [{"role": "user", "content": ASKED}]
+    for model in ("openai/demo", "hosted_vllm/demo"):
+        asked: dict[str, Any] = {"model": model, "api_base": url, "api_key": "none", "messages": messages}
+        asked |= {"max_tokens": 16, "temperature": 0}
+        whole = litellm.completion(**asked)
+        text, usage = "", None
+        for chunk in litellm.completion(**asked, stream=True, stream_options={"include_usage": True}):
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            usage = getattr(chunk, "usage", None) or usage
+        assert text == whole.choices[0].message.content
+        assert usage.completion_tokens == whole.usage.completion_tokens == 16
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+        shaped = litellm.completion(**(asked | {"max_tokens": 64, "response_format": form}))
+        assert json.loads(shaped.choices[0].message.content).keys() == {"ok"}
+        refused = ""
+        try:
+            litellm.completion(**(asked | {"temperature": -1}))
+        except litellm.BadRequestError as error:
+            refused = str(error)
+        assert "temperature: must be" in refused
+    echoed = litellm.text_completion(
+        model="text-completion-openai/demo",
+        api_base=url,
+        api_key="none",
+        prompt=PROMPT,
+        max_tokens=4,
+        echo=True,
+    )
+    assert echoed.choices[0].text.startswith(PROMPT)
+
+
+def langchain(url: str, tokenizer: str) -> None:
+    from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
+
+    settings: dict[str, Any] = {"base_url": url, "api_key": "none", "model": "demo", "temperature": 0}
+    chat = ChatOpenAI(**settings, max_tokens=16)
+    answer = chat.invoke(ASKED)
+    assert answer.usage_metadata["output_tokens"] == 16
+    assert "".join(chunk.content for chunk in chat.stream(ASKED)) == answer.content
+    assert [each.content for each in chat.batch([ASKED] * 3)] == [answer.content] * 3
+    told = chat.bind(logprobs=True, top_logprobs=2).invoke(ASKED).response_metadata["logprobs"]["content"]
+    assert len(told) == 16
+    shaped = ChatOpenAI(**settings, max_tokens=64).with_structured_output(
+        {"title": "answer", **SCHEMA}, method="json_schema"
+    )
+    assert shaped.invoke(ASKED).keys() == {"ok"}
+    completion = OpenAI(**settings, max_tokens=8)
+    assert "".join(completion.stream(PROMPT)) == completion.invoke(PROMPT)
+
+
+def guidellm(url: str, tokenizer: str) -> None:
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            backend = f"kind=openai_http,target={url.removesuffix('/v1')},model=demo,request_format={route}"
+            command = [
+                *(str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"),
+                *("--backend", backend, "--tokenizer", f"kind=hf_auto,model={tokenizer}"),
+                *("--data", "kind=synthetic_text,prompt_tokens=48,output_tokens=8"),
+                *("--profile", "kind=concurrent,streams=[4]", "--constraint", "kind=max_requests,count=8"),
+                *("--output", f"kind=json,path={report}"),
+            ]
+            subprocess.run(command, check=True, timeout=120)
+            (benchmark,) = json.loads(report.read_text())["benchmarks"]
+            requests = benchmark["requests"]
+            assert len(requests["successful"]) >= 8, benchmark
+            assert not requests["errored"], requests["errored"]
+
+
+def lm_eval(url: str, tokenizer: str) -> None:
+    """Prints the log-likelihoods of SCORED, which the caller compares with the model's own."""
+    from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
+    from lm_eval.models.openai_completions import LocalCompletionsAPI  # type: ignore[import-not-found]
+
+    for is_tokenized in (True, False):
+        model = LocalCompletionsAPI(
+            base_url=f"{url}/completions",
+            model="demo",
+            tokenizer=tokenizer,
+            tokenizer_backend="huggingface",
+            tokenized_requests=is_tokenized,
+            batch_size=2 if is_tokenized else 1,
+        )
+        asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(SCORED)]
+        scores = model.loglikelihood(asked)
+        (text,) = model.generate_until(
+            [Instance("generate_until", {}, (PROMPT, {"until": ["\n\n"], "max_gen_toks": 12}), 0)]
+        )
+        assert text
+        print(json.dumps(scores))
+
+
+if __name__ == "__main__":
+    client, *arguments = sys.argv[1:]
+    {"litellm": litellm, "langchain": langchain, "guidellm": guidellm, "lm_eval": lm_eval}[client](*arguments)
