@@ -2,12 +2,12 @@
 
 import logging
 import math
-import time
 from typing import Any
 
 import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2, session_pb2
+from blockyard.router.tokenizing import TokenizerService
 
 from .fake_worker import FakeWorker, Script
 from .rig import (
@@ -116,9 +116,8 @@ async def test_beyond_the_limit_requests_are_refused_at_once_with_a_delay(
     streams = [router.inference.GenerateStream(request(sampling=FOREVER)) for _ in range(8)]
     for stream in streams:
         await anext(aiter(stream))
-    started = time.monotonic()
+    # The streams never end, so a request that waited for one of them would wait for ever.
     error = await refused(router.inference.Generate(request()))
-    assert time.monotonic() - started < 0.5
     assert (error.code(), reason_of(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
     trailing = dict(error.trailing_metadata())
     assert int(trailing["grpc-retry-pushback-ms"]) > 0
@@ -149,17 +148,18 @@ async def test_every_call_that_costs_work_is_admitted_like_a_generation(
 
 
 async def test_text_that_no_context_could_hold_never_reaches_the_tokeniser(
-    router: Router, worker: FakeWorker
+    router: Router, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(TokenizerService, "prepare", lambda *arguments, **_: asked.append(arguments))
     huge = "word " * 1_000_000
     for call in (
         router.inference.Generate(inference_pb2.GenerateRequest(prompt=huge)),
         router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt=huge)),
         router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt=huge)),
     ):
-        started = time.monotonic()
         assert reason_of(await refused(call)) == "CONTEXT_LENGTH_EXCEEDED"
-        assert time.monotonic() - started < 0.5
+    assert asked == []
 
 
 async def test_engine_failures_are_internal_and_say_nothing_of_the_request(
