@@ -7,10 +7,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, note, settings
 from hypothesis import strategies as st
 
+from simulation.virtual_time import Stalled, VirtualLoop
+
 from .mutants import MUTANTS, broken
 from .runs import run, run_scenario
 from .scenario import FEWEST_REQUESTS, Kind, Scenario, drawn
-from .virtual_time import Stalled, VirtualLoop
 
 CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20

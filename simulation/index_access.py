@@ -27,7 +27,7 @@ from blockyard.proto.prefix_index import (
 )
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 
-from .network import Network
+from simulation.network import Network
 
 Reply = TypeVar("Reply")
 

@@ -7,7 +7,7 @@ order, `kill` lets nothing of it happen any more, no `finally` either. Owns noth
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum, auto
 from typing import Any
@@ -167,3 +167,19 @@ def _task_of_process(
     task = _Task(work, loop=loop, context=context)
     task.process = PROCESS.get() if context is None else context.get(PROCESS)
     return task
+
+
+def bury(loop: VirtualLoop, processes: Iterable[Process]) -> None:
+    """Ends and closes the loop. No pending task outlives it, nor anything that the garbage collector would finish."""
+    loop.set_exception_handler(lambda *_: None)
+    tasks = [task for process in processes for task in process.bury()]
+    tasks += asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(_end(tasks))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import grpc
 from grpc.aio import EOF, AioRpcError, Metadata
 
-from .network import Network, Wire
-from .virtual_time import Process
+from simulation.network import Network, Wire
+from simulation.virtual_time import Process
 
 UNREAD_MESSAGES = 4
 """That a server may have under way to a client; then its writes wait, as behind a small receive window."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .virtual_time import OUTSIDE, VirtualLoop
+from simulation.virtual_time import OUTSIDE, VirtualLoop
 
 KEEPALIVE_SECONDS = 3.0
 """After so long a worker's gRPC server ends a connection that answers no ping: 2 s and 1 s."""
@@ -22,7 +22,7 @@ KEEPALIVE_SECONDS = 3.0
 class Path:
     """Between a router's host and a worker's address."""
 
-    latency_seconds: float = 0.0005
+    latency_seconds: float
     jitter_seconds: float = 0.0
     is_up_cut: bool = False
     """From the router to the worker."""
@@ -40,13 +40,15 @@ class Path:
 class Network:
     """All paths of one run."""
 
-    def __init__(self, loop: VirtualLoop, chance: random.Random) -> None:
+    def __init__(self, loop: VirtualLoop, chance: random.Random, *, latency_seconds: float = 0.0005) -> None:
+        """`latency_seconds` is what a new path takes one way."""
         self.loop = loop
         self.chance = chance
+        self._latency_seconds = latency_seconds
         self._paths: dict[tuple[str, str], Path] = {}
 
     def path(self, host: str, address: str) -> Path:
-        return self._paths.setdefault((host, address), Path())
+        return self._paths.setdefault((host, address), Path(self._latency_seconds))
 
     def paths(self) -> list[Path]:
         return list(self._paths.values())
