@@ -78,13 +78,21 @@ def main() -> None:
 
 
 def _jobs(chosen: Iterable[str], num_seeds: int) -> Iterable[Job]:
-    for name in chosen:
-        for value in _values(name):
-            placement = replace(PlacementConfig(), **{name: value})  # type: ignore[arg-type]
-            for load in LOADS:
-                for seed in range(num_seeds):
-                    setup = Setup(policy=POLICIES.get(name, "prefix"), seed=seed, placement=placement)
-                    yield Job(load=load, setup=setup, tag=_tag(name, value))
+    """Fields of one policy share the runs of its defaults."""
+    tags = {
+        _tag(name, value): (policy, replace(PlacementConfig(), **{name: value}))  # type: ignore[arg-type]
+        for name in chosen
+        for policy in [_policy(name)]
+        for value in _values(name)
+    }
+    for tag, (policy, placement) in tags.items():
+        for load in LOADS:
+            for seed in range(num_seeds):
+                yield Job(load=load, setup=Setup(policy=policy, seed=seed, placement=placement), tag=tag)
+
+
+def _policy(name: str) -> PolicyName:
+    return POLICIES.get(name, "prefix")
 
 
 def _values(name: str) -> list[float]:
@@ -98,7 +106,7 @@ def _default(name: str) -> float:
 
 
 def _tag(name: str, value: float) -> str:
-    return f"{name}={value:g}"
+    return f"{_policy(name)} by default" if value == _default(name) else f"{name}={value:g}"
 
 
 def _text(table: Table, chosen: Iterable[str], num_seeds: int) -> str:
@@ -109,9 +117,8 @@ def _text(table: Table, chosen: Iterable[str], num_seeds: int) -> str:
         "largest share of the uniform groups on one worker, and the share of seconds with one idle beside crowded ones."
     ]
     for name in chosen:
-        policy = POLICIES.get(name, "prefix")
         lines = [
-            f"## {name} ({policy})",
+            f"## {name} ({_policy(name)})",
             "",
             "| value | mean TTFT | p99 TTFT | median latency | token gap | reuse | largest share | idle |",
             "|---|---|---|---|---|---|---|---|",

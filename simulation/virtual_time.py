@@ -112,7 +112,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._now = START_SECONDS
         self._clock_resolution = 1e-9
-        self._ready: deque[asyncio.Handle] = _Ready()
+        self._ready: deque[asyncio.Handle] = deque()
         self._selector = self
         self._is_to_sift = False
         self.num_turns = 0
@@ -142,7 +142,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return []
 
     def sift(self) -> None:
-        """From the next turn on nothing of a process runs that does not."""
+        """From the next turn on nothing runs of a process that is frozen or dead."""
+        if not isinstance(self._ready, _Ready):
+            # Until the first of them a plain queue serves, which is faster.
+            self._ready = _Ready(self._ready)
         self._is_to_sift = True
 
     def resume(self, handle: asyncio.Handle) -> None:
