@@ -123,7 +123,7 @@ class WorkerProcess(Generic[RunnerT]):
 
     @property
     def is_serving(self) -> bool:
-        """Its process has got so far."""
+        """Whether its process listens already."""
         return self.address in self._connections.listeners
 
     @property
@@ -136,7 +136,7 @@ class WorkerProcess(Generic[RunnerT]):
         return self._thread.busy_seconds
 
     def is_idle(self) -> bool:
-        """Nothing is held for any request."""
+        """Whether it holds nothing for any request."""
         engine = self.engine
         return not engine.has_work and not engine.pool.num_used and not self.service._routes
 

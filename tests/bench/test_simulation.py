@@ -59,6 +59,19 @@ def test_the_next_turn_finds_prompt_and_output_of_the_last_one():
     assert result.ideal_reuse == pytest.approx(result.reuse)
 
 
+def test_round_robin_gives_each_worker_its_turn_while_requests_wait():
+    """They wait for over a second: longer than a placer takes to reconsider."""
+    burst = workload(
+        *(
+            request(number, number / 100, Run(10**6 * number, 2000 + number * 37 % 500))
+            for number in range(120)
+        )
+    )
+    result = simulate(burst, Setup(num_workers=2, policy="round_robin"))
+    assert result.ttft_p99 > 2.0
+    assert result.largest_share == 0.5
+
+
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_every_request_of_every_workload_ends(name: str):
     load = GENERATORS[name](1.5, 1.5, 7)
