@@ -2,7 +2,7 @@
 
     python -m bench.placement --trace conversation.jsonl --dynamo-python /path/to/venv/bin/python
 
-About a quarter of an hour on two cores; `--quick` takes one. Workers are H200s with Qwen3-8B by a roofline
+About an hour on two cores; `--quick` takes three minutes. Workers are H200s with Qwen3-8B by a roofline
 (simulation/profile.py), five seeds a cell. Without `--trace` or `--dynamo-python` those parts are left out, and the
 report says so. The values of PlacementConfig come from bench/placement_sweep.py.
 """

@@ -73,9 +73,10 @@ def text(findings: Findings) -> str:
     profile, table = HardwareProfile(), findings.table
     parts = [
         "Virtual time, so other load on the machine changes nothing. Each worker: "
-        f"{profile.name}, by a roofline, {profile.num_blocks:,} blocks of {profile.block_size}; the real engine, "
-        "`place()` and index twin. Means over the seeds (one run where it says so). `dynamo` is Dynamo's published "
-        "cost function in our simulator. Times are of simulated GPUs: their order and ratios are what counts.",
+        f"{profile.name}, by a roofline, {profile.num_blocks:,} blocks of {profile.block_size}; real routers "
+        "and workers, from the placer to the engine, on the index's twin. Means over the seeds (one run where it "
+        "says so). `dynamo` is Dynamo's published cost function in our placer. "
+        "Times are of simulated GPUs: their order and ratios are what counts.",
         f"![reuse and time to first token]({date.today().isoformat()}-placement.png)",
         *(_policy_table(load, table) for load in findings.loads),
         _router_table(findings),

@@ -1,4 +1,4 @@
-"""A cluster in virtual time: one workload under some policies, with the real engine, `place()` and index twin.
+"""A cluster in virtual time: one workload under some policies, with real routers and workers on the index's twin.
 
     python -m bench.simulate --workload shared-prefix --rate 10 --policy prefix --policy round_robin
     python -m bench.simulate --trace conversation.jsonl --seconds 600 --workers 16

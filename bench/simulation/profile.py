@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from blockyard.worker.sequence import NO_TOKEN, StepPlan, StepTokens
+from blockyard.worker.sequence import NO_TOKEN, ScheduledRow, StepPlan, StepTokens
 
-from bench.simulation.clock import VirtualClock
+from simulation.engine_thread import StepClock
 
 BLOCK_SIZES = (16, 32, 64, 128)
 FRACTIONS = ("efficiency", "memory_utilization")
@@ -145,10 +145,10 @@ def _check_field(name: str, kind: object, value: Any) -> None:
 
 
 class RooflineRunner:
-    """Implements `Runner`: moves the clock by what the step takes. An output's tokens count up from a number that its
-    request brings as its seed, so that a next turn can repeat them without having seen them."""
+    """Implements `Runner`: spends what the step takes. An output's tokens count up from its request's seed, so that the
+    next request of a conversation can repeat them without having seen them."""
 
-    def __init__(self, profile: HardwareProfile, clock: VirtualClock) -> None:
+    def __init__(self, clock: StepClock, *, profile: HardwareProfile) -> None:
         self._step_seconds: Callable[[StepPlan], float] = profile.step_seconds
         self._clock = clock
 
@@ -156,7 +156,10 @@ class RooflineRunner:
         """Nothing to warm."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        self._clock.now += self._step_seconds(plan)
-        return StepTokens(
-            tokens=[row.sequence.sampling.seed + row.end if row.samples else NO_TOKEN for row in plan.rows]
-        )
+        self._clock.spend(self._step_seconds(plan))
+        return StepTokens(tokens=[_next_token(row) if row.samples else NO_TOKEN for row in plan.rows])
+
+
+def _next_token(row: ScheduledRow) -> int:
+    sequence = row.sequence
+    return sequence.sampling.seed + row.end - sequence.prompt_length

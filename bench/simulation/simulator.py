@@ -1,32 +1,53 @@
-"""One run: a workload through routers and workers in virtual time, and what came of it as numbers.
+"""One run: a workload through real routers and workers in virtual time, and its result as numbers.
 
-Owns the arrival of requests, the samples of who is idle beside whom, and the arithmetic of the result.
+Owns the arrival of requests, the samples of which workers are idle beside which, and the arithmetic of the result.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import inf
 from random import Random
 from statistics import fmean
 from typing import Any
 
-from blockyard.deploy.bench.requests import PlannedRequest, Workload
+from blockyard.deploy.bench.requests import MAX_TOKEN, PlannedRequest, Workload
 from blockyard.proto.block_hash import chain
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.v1.session_pb2 import EngineSampling
 from blockyard.router.cluster_view import usable_cached_tokens
+from blockyard.router.outputs import TokenChunk
 from blockyard.router.placement_config import PlacementConfig, PolicyName
+from blockyard.router.relay import Progress
 from blockyard.worker.config import EngineConfig, WorkerConfig
+from blockyard.worker.scheduler import SchedulerConfig
 
 from bench.reporting import percentile
-from bench.simulation.clock import Events, VirtualClock
-from bench.simulation.profile import HardwareProfile
-from bench.simulation.routers import Record, SimulatedRouter
-from bench.simulation.workers import ROOT, SimulatedWorker
+from bench.simulation.profile import HardwareProfile, RooflineRunner
+from simulation.calls import Connections
+from simulation.index_access import IndexServer
+from simulation.network import Network
+from simulation.router_process import Call, RouterProcess, RouterSetup
+from simulation.virtual_time import START_SECONDS, VirtualLoop, bury
+from simulation.worker_process import WorkerProcess, WorkerSetup
 
+NETWORK_SECONDS = 0.0005
+"""One way between a router and a worker."""
+INDEX_SECONDS = 0.0005
+"""One way between a router or a worker and the index."""
+FIRST_ARRIVAL_SECONDS = 1.0
+"""Every router knows every worker by then. Results count time from here."""
+DEADLINE_SECONDS = 86_400.0
+"""No request is refused or cut short for being late."""
 SAMPLE_SECONDS = 0.1
 SAMPLES_A_WINDOW = 10
 """One worker crowded and another idle for a whole second is what placement must not let happen."""
 CROWDED_SEQUENCES = 8
 """Or any that wait."""
+ROOT = bytes(16)
+"""Begins the names of prompts in `ideal_reuse`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +97,33 @@ class Result:
         return asdict(self)
 
 
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Implements `Client`. Times are seconds since the start; the router has the first token by then."""
+
+    request: PlannedRequest
+    arrived: float
+    on_end: Callable[["Record"], None]
+    worker: str = ""
+    first_token: float = inf
+    ended: float = inf
+    cached_tokens: int = 0
+    outcome: str = ""
+
+    def take(self, chunk: TokenChunk, progress: Progress, now: float) -> bool:
+        self.first_token = min(self.first_token, now)
+        self.worker, self.cached_tokens = progress.worker_id, progress.cached_tokens or 0
+        return False
+
+    def end(self, outcome: str, now: float) -> None:
+        self.outcome, self.ended = outcome, now
+        self.on_end(self)
+
+
 class Simulation:
     """Built for one run."""
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
-        self._clock = VirtualClock()
-        self._events = Events(self._clock)
         self._setup = setup
         self._records: list[Record] = []
         self._requests = workload.requests
@@ -91,72 +133,92 @@ class Simulation:
         self._num_open = len(workload.requests)
         self._windows: list[bool] = []
         self._samples: list[tuple[set[str], set[str]]] = []
-        index = TwinPrefixIndex(self._clock)
-        max_waiting = WorkerConfig(engine=EngineConfig(model="none")).max_waiting
+        self._loop = VirtualLoop()
+        self._over = self._loop.create_future()
+        self._network = Network(self._loop, Random(f"network {setup.seed}"), latency_seconds=NETWORK_SECONDS)
+        connections = Connections(self._network)
+        index = IndexServer(TwinPrefixIndex(self._loop.time), self._network, latency_seconds=INDEX_SECONDS)
+        workers, routers = _worker_setup(setup.profile), _router_setup(setup)
         self._workers = [
-            SimulatedWorker(
-                number, setup.profile, self._clock, self._events, index,
-                max_waiting=max_waiting,
+            WorkerProcess(
+                f"worker-{number}", 1, f"worker-{number}:1", workers, self._loop, connections, index,
+                Random(f"worker {number} {setup.seed}"),
             )
             for number in range(setup.num_workers)
         ]  # fmt: skip
         self._routers = [
-            SimulatedRouter(
-                {worker.address: worker for worker in self._workers}, index, self._clock, self._events,
-                policy=setup.policy, config=setup.placement, block_size=setup.profile.block_size,
-                chance=Random(f"router {number} {setup.seed}"), on_end=self._ended,
-            )
+            RouterProcess(f"router-{number}", routers, self._loop, connections, index, seed)
             for number in range(setup.num_routers)
-        ]  # fmt: skip
+            for seed in [Random(f"router {number} {setup.seed}").randrange(2**30)]
+        ]
         self._deal = Random(f"clients {setup.seed}")
 
     def run(self) -> Result:
-        for request in self._requests:
-            if request.follows is None:
-                self._arrive_at(request.arrival_seconds, request)
-        self._events.at(SAMPLE_SECONDS, self._sample)
-        self._events.run()
-        assert not self._num_open, f"{self._num_open} requests never ended"
+        try:
+            self._loop.run_until_complete(self._run())
+        finally:
+            bury(self._loop, [part.process for part in (*self._workers, *self._routers)])
         return self._result()
 
-    def _arrive_at(self, seconds: float, request: PlannedRequest) -> None:
-        def arrive() -> None:
-            record = Record(request=request, arrived=self._clock.now)
-            self._records.append(record)
-            self._deal.choice(self._routers).arrive(record)
+    async def _run(self) -> None:
+        for worker in self._workers:
+            worker.start()
+        for router in self._routers:
+            router.start([worker.address for worker in self._workers])
+        await asyncio.sleep(FIRST_ARRIVAL_SECONDS)
+        for router in self._routers:
+            assert len(router.fleet.view.ready()) == len(self._workers), "a router misses a worker"
+        for request in self._requests:
+            if request.follows is None:
+                self._arrive_after(request.arrival_seconds, request)
+        self._network.later(SAMPLE_SECONDS, self._sample)
+        await self._over
 
-        self._events.at(seconds, arrive)
+    def _arrive_after(self, seconds: float, request: PlannedRequest) -> None:
+        self._network.later(seconds, partial(self._arrive, request))
+
+    def _arrive(self, request: PlannedRequest) -> None:
+        record = Record(request=request, arrived=self._loop.time() - START_SECONDS, on_end=self._ended)
+        self._records.append(record)
+        self._deal.choice(self._routers).accept(_call(request), record)
 
     def _ended(self, record: Record) -> None:
+        if record.outcome != "finished":
+            self._over.set_exception(
+                RuntimeError(f"request {record.request.number} ended as {record.outcome}")
+            )
+            return
         self._num_open -= 1
+        if not self._num_open:
+            self._over.set_result(None)
         follower = self._followers.get(record.request.number)
         if follower is not None:
-            self._arrive_at(self._clock.now + follower.arrival_seconds, follower)
+            self._arrive_after(follower.arrival_seconds, follower)
 
     def _sample(self) -> None:
-        crowded = {worker.address for worker in self._workers if worker.is_crowded(CROWDED_SEQUENCES)}
-        idle = {worker.address for worker in self._workers if worker.is_idle}
+        crowded = {worker.address for worker in self._workers if _is_crowded(worker)}
+        idle = {worker.address for worker in self._workers if not worker.engine.has_work}
         self._samples.append((crowded, idle))
         if len(self._samples) == SAMPLES_A_WINDOW:
             always_crowded = set.intersection(*(sample[0] for sample in self._samples))
             always_idle = set.intersection(*(sample[1] for sample in self._samples))
             self._windows.append(bool(always_crowded and always_idle))
             self._samples.clear()
-        # Nothing can be placed on who is idle once the last request has come.
+        # Nothing can be placed on an idle worker once the last request has come.
         if len(self._records) < len(self._requests):
-            self._events.after(SAMPLE_SECONDS, self._sample)
+            self._network.later(SAMPLE_SECONDS, self._sample)
 
     def _result(self) -> Result:
         records = self._records
-        firsts = [_since(record.arrived, record.first_token) for record in records]
-        latencies = [_since(record.arrived, record.ended) for record in records]
+        firsts = [record.first_token - record.arrived for record in records]
+        latencies = [record.ended - record.arrived for record in records]
         gaps = [
             (latency - first) / (record.request.output.length - 1)
             for record, first, latency in zip(records, firsts, latencies, strict=True)
             if record.request.output.length > 1
         ]
         prompt_tokens = sum(record.request.prompt_tokens for record in records)
-        makespan = max(record.ended or 0.0 for record in records)
+        makespan = max(record.ended for record in records) - FIRST_ARRIVAL_SECONDS
         busy = [worker.busy_seconds / makespan for worker in self._workers]
         return Result(
             num_requests=len(records),
@@ -172,11 +234,11 @@ class Simulation:
             latency_p99=percentile(latencies, 0.99),
             makespan=makespan,
             output_rate=sum(record.request.output.length for record in records) / makespan,
-            largest_share=max(worker.num_requests for worker in self._workers) / len(records),
+            largest_share=max(Counter(record.worker for record in records).values()) / len(records),
             busy_max=max(busy),
             busy_min=min(busy),
             idle_beside_crowded=fmean(self._windows) if self._windows else 0.0,
-            num_refusals=sum(record.num_refusals for record in records),
+            num_refusals=sum(router.placer.num_refusals for router in self._routers),
             num_preemptions=sum(worker.engine.scheduler.num_preemptions for worker in self._workers),
         )
 
@@ -210,6 +272,40 @@ def ideal_reuse(requests: Sequence[PlannedRequest], block_size: int) -> float:
     return cached_tokens / prompt_tokens
 
 
-def _since(start: float, end: float | None) -> float:
-    assert end is not None
-    return end - start
+def _worker_setup(profile: HardwareProfile) -> WorkerSetup[RooflineRunner]:
+    return WorkerSetup(
+        scheduler=SchedulerConfig(
+            block_size=profile.block_size,
+            max_num_seqs=profile.max_num_seqs,
+            max_num_batched_tokens=profile.max_num_batched_tokens,
+            max_model_len=profile.max_model_len,
+        ),
+        num_blocks=profile.num_blocks,
+        make_runner=partial(RooflineRunner, profile=profile),
+        vocab_size=MAX_TOKEN,
+        max_waiting=WorkerConfig(engine=EngineConfig(model="none")).max_waiting,
+        mixed_step_seconds=profile.mixed_step_seconds,
+        measures_rates=True,
+    )
+
+
+def _router_setup(setup: Setup) -> RouterSetup:
+    """Admits every request: placement is what is measured."""
+    return RouterSetup(policy=setup.policy, placement=setup.placement, max_requests=2**31, max_tokens=2**62)
+
+
+def _call(request: PlannedRequest) -> Call:
+    return Call(
+        request_id=f"request-{request.number}",
+        prompt=request.token_ids(),
+        sampling=EngineSampling(
+            top_p=1.0, length_penalty=1.0, max_tokens=request.output.length, seed=request.output.base
+        ),
+        deadline_seconds=DEADLINE_SECONDS,
+        session_id=request.session,
+    )
+
+
+def _is_crowded(worker: WorkerProcess[RooflineRunner]) -> bool:
+    scheduler = worker.engine.scheduler
+    return bool(scheduler.waiting) or len(scheduler.running) >= CROWDED_SEQUENCES

@@ -11,9 +11,7 @@ from blockyard.deploy.bench.requests import PlannedRequest, Run, Tokens, Workloa
 
 from bench.simulation.mocker import MockerProfile
 from bench.simulation.profile import HardwareProfile
-from bench.simulation.routers import LOOKUP_SECONDS
-from bench.simulation.simulator import Setup, ideal_reuse, simulate
-from bench.simulation.workers import NETWORK_SECONDS
+from bench.simulation.simulator import INDEX_SECONDS, NETWORK_SECONDS, Setup, ideal_reuse, simulate
 from bench.simulation.workloads import GENERATORS, shared_prefix, uniform_groups
 
 SMALL = HardwareProfile(max_model_len=4096, memory_bytes=23e9)
@@ -38,7 +36,7 @@ def test_a_lone_request_takes_what_the_profile_says():
     weights = profile.parameters * profile.parameter_bytes / profile.bandwidth_bytes_per_second
     prefill = 0.25 + profile.prefill_seconds(2000)
     decode = 0.25 + weights / profile.efficiency
-    assert result.ttft_mean == pytest.approx(prefill + LOOKUP_SECONDS + 2 * NETWORK_SECONDS, rel=1e-6)
+    assert result.ttft_mean == pytest.approx(prefill + 2 * INDEX_SECONDS + 2 * NETWORK_SECONDS, rel=1e-6)
     assert result.token_gap_mean == pytest.approx(decode, rel=0.01)
 
 
@@ -59,6 +57,19 @@ def test_the_next_turn_finds_prompt_and_output_of_the_last_one():
     # The last token of an output is never computed, so the block that it fills is not cached.
     assert result.reuse == pytest.approx((640 + 64 - 16) / (640 + 744))
     assert result.ideal_reuse == pytest.approx(result.reuse)
+
+
+def test_round_robin_gives_each_worker_its_turn_while_requests_wait():
+    """They wait for over a second: longer than a placer takes to reconsider."""
+    burst = workload(
+        *(
+            request(number, number / 100, Run(10**6 * number, 2000 + number * 37 % 500))
+            for number in range(120)
+        )
+    )
+    result = simulate(burst, Setup(num_workers=2, policy="round_robin"))
+    assert result.ttft_p99 > 2.0
+    assert result.largest_share == 0.5
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
@@ -195,7 +206,9 @@ def test_the_mock_engine_takes_the_published_times():
     setup = Setup(num_workers=1, profile=MockerProfile(speedup_ratio=1.0))
     result = simulate(workload(request(0, 0.0, Run(0, 1024), output=2)), setup)
     prefill = 4.209989e-07 * 1024**2 + 1.518344e-02 * 1024 + 16.50142
-    assert result.ttft_mean == pytest.approx(prefill / 1000 + LOOKUP_SECONDS + 2 * NETWORK_SECONDS, rel=1e-6)
+    assert result.ttft_mean == pytest.approx(
+        prefill / 1000 + 2 * INDEX_SECONDS + 2 * NETWORK_SECONDS, rel=1e-6
+    )
     active = 1025 / 400_000
     assert result.token_gap_mean * 1000 == pytest.approx(-25.74 * active**2 + 54.01 * active + 5.74, rel=1e-3)
 

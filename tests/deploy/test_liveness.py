@@ -11,7 +11,7 @@ from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.views import place_dict
 from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, SupervisorWatch
 
-from tests.simulation.virtual_time import Process, VirtualLoop
+from simulation.virtual_time import Process, VirtualLoop
 
 from .lives import Lives
 

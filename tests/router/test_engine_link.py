@@ -12,7 +12,7 @@ from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.engine_events import Event, Tokens
 from blockyard.router.engine_link import CHANNEL_OPTIONS, ROWS_A_TURN, EngineLink, LinkEvents
 
-from tests.simulation.virtual_time import VirtualLoop
+from simulation.virtual_time import VirtualLoop
 
 from .fake_worker import FakeWorker, open_session
 from .rig import until

@@ -12,7 +12,7 @@ from blockyard.router.generation import RouterParts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulation.virtual_time import VirtualLoop
+from simulation.virtual_time import VirtualLoop
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 DELAYS = st.floats(0.0, 0.9 * SETTLE_SECONDS)

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 from blockyard.proto.block_hash import chain
 
-from .index_access import answer
-from .model import expected_outputs
-from .router_process import Record, RouterProcess
+from simulation.index_access import answer
+from simulation.router_process import RouterProcess
+from simulation.virtual_time import ProcessState
+from simulation.worker_process import SECRET, WorkerProcess
+
+from .model import DigestRunner, expected_outputs
+from .record import Record
 from .scenario import MAX_MIGRATIONS, NO_WORKER_SECONDS
-from .virtual_time import ProcessState
-from .worker_process import SECRET, WorkerProcess
 from .world import World, run_processes
 
 BACK_SECONDS = 9.0
@@ -173,7 +175,7 @@ def _check_tokens(world: World, record: Record) -> None:
         )
 
 
-def _check_idle_worker(worker: WorkerProcess) -> None:
+def _check_idle_worker(worker: WorkerProcess[DigestRunner]) -> None:
     engine, service = worker.engine, worker.service
     about = f"I1: {worker.incarnation}"
     _require(not engine.has_work and not engine._requests, f"{about} still runs {engine._requests}")
@@ -226,7 +228,7 @@ def _check_index(world: World) -> None:
             )
 
 
-def _depths(worker: WorkerProcess, names: list[bytes], stride: int) -> tuple[int, int]:
+def _depths(worker: WorkerProcess[DigestRunner], names: list[bytes], stride: int) -> tuple[int, int]:
     """Leading groups on the GPU, and those after them in host memory."""
     scheduler = worker.engine.scheduler
     on_gpu = len(scheduler.cache.match(names)) // stride  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ Its KV memory holds a digest of the whole prefix in each token slot, so that a r
 own, or was never filled, is found at once. Implements `Runner`; a step moves the clock that its engine looks at.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
@@ -21,7 +22,8 @@ from blockyard.worker.sequence import (
     StepTokens,
 )
 
-from .virtual_time import VirtualLoop
+from simulation.engine_thread import StepClock
+from simulation.virtual_time import VirtualLoop
 
 VOCABULARY = 64
 ROOT = BlockName(bytes(16))
@@ -42,42 +44,21 @@ def next_token(digest: int, seed: int, index: int) -> int:
     return (digest + 31 * seed + 13 * index) % (VOCABULARY - 2) + 1
 
 
-class StepClock:
-    """The engine's clock: the loop's, ahead of it by what the step under way takes."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-        self._ahead_seconds = 0.0
-
-    def __call__(self) -> float:
-        return self._loop.time() + self._ahead_seconds
-
-    def spend(self, seconds: float) -> None:
-        self._ahead_seconds += seconds
-
-    def take(self) -> float:
-        """What the step has spent; the loop's clock is to be moved by as much."""
-        seconds, self._ahead_seconds = self._ahead_seconds, 0.0
-        return seconds
-
-
 class DigestRunner:
     """`slowness` makes a straggler: it stretches every step."""
 
-    def __init__(self, clock: StepClock, *, step_seconds: float, prefill_tokens_per_second: float) -> None:
+    def __init__(
+        self, clock: StepClock, *, block_size: int, step_seconds: float, prefill_tokens_per_second: float
+    ) -> None:
         self.slowness = 1.0
         self._clock = clock
         self._step_seconds = step_seconds
         self._prefill_rate = prefill_tokens_per_second
-        self._kv: dict[int, list[int]] = {}
+        self._kv = defaultdict[int, list[int]](lambda: [GARBAGE] * block_size)
         self._host: dict[int, list[int]] = {}
-        self._block_size = 0
+        self._block_size = block_size
         self.defects: list[str] = []
         """Reads of what is not the reader's own."""
-
-    def prepare(self, engine: Engine) -> None:
-        self._block_size = engine.scheduler.config.block_size
-        self._kv = {block: [GARBAGE] * self._block_size for block in engine.pool.blocks()}
 
     def warm_up(self) -> None:
         """Nothing to warm."""
@@ -156,9 +137,10 @@ def _output(prompt: list[int], sampling: SamplingParams, index: int, max_model_l
 def _beams_alone(prompt: list[int], sampling: SamplingParams, config: SchedulerConfig) -> list[list[int]]:
     """The search on an engine of its own."""
     clock = StepClock(VirtualLoop())
-    runner = DigestRunner(clock, step_seconds=0.001, prefill_tokens_per_second=1e6)
+    runner = DigestRunner(
+        clock, block_size=config.block_size, step_seconds=0.001, prefill_tokens_per_second=1e6
+    )
     engine = Engine(config, runner, num_blocks=200, clock=clock)
-    runner.prepare(engine)
     engine.submit(EngineRequest(token_ids=prompt, prompt_length=len(prompt), names=[ROOT], sampling=sampling))
     outputs: list[list[int]] = []
     while engine.has_work:

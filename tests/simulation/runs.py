@@ -1,15 +1,14 @@
 """One seed to one verdict: build the loop, run the world, check it, bury what is left."""
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+
+from simulation.virtual_time import Stalled, VirtualLoop, bury
 
 from .checks import Violation, check_at_rest, check_ends, check_now
 from .scenario import Kind, Scenario, scenario
-from .virtual_time import Stalled, VirtualLoop
 from .world import World, run_processes
 
 NO_DEFECTS = ("refused worker",)
@@ -48,7 +47,8 @@ def run_scenario(chosen: Scenario) -> Run:
     except (Violation, AssertionError, Stalled) as error:
         violation = f"{type(error).__name__}: {error}"
     finally:
-        _bury(world, loop)
+        world.is_over = True
+        bury(loop, run_processes(world))
     return Run(
         seed=chosen.seed,
         violation=violation,
@@ -88,20 +88,3 @@ async def _checked(world: World) -> None:
     await world.run()
     check_at_rest(world)
     await check_ends(world)
-
-
-def _bury(world: World, loop: VirtualLoop) -> None:
-    """Nothing of a run outlives it: no pending task, nothing for the garbage collector to finish in another run."""
-    world.is_over = True
-    loop.set_exception_handler(lambda *_: None)
-    tasks = [task for process in run_processes(world) for task in process.bury()]
-    tasks += asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(_end(tasks))
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
-
-
-async def _end(tasks: list[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)

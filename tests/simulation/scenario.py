@@ -6,11 +6,16 @@ Each fault ends by itself, and all of them before `HEALED_SECONDS`: what comes a
 import random
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 
+from blockyard.proto.v1.session_pb2 import EngineSampling
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.sequence import SamplingParams
 
-from .worker_process import WorkerSetup
+from simulation.router_process import Call
+from simulation.worker_process import WorkerSetup
+
+from .model import VOCABULARY, DigestRunner
 
 BUSY_SECONDS = 5.0
 """Requests and faults begin within it."""
@@ -91,10 +96,6 @@ class Request:
         return f"request-{self.number}"
 
     @property
-    def num_sequences(self) -> int:
-        return max(self.n, self.beam_width)
-
-    @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(
             max_tokens=self.max_tokens,
@@ -104,13 +105,31 @@ class Request:
             stop_token_ids=frozenset(self.stop_token_ids),
         )
 
+    def call(self) -> Call:
+        return Call(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            sampling=EngineSampling(
+                top_p=1.0,
+                max_tokens=self.max_tokens,
+                seed=self.seed,
+                stop_token_ids=self.stop_token_ids,
+                n=self.n,
+                beam_width=self.beam_width,
+                length_penalty=1.0,
+            ),
+            deadline_seconds=self.deadline_seconds,
+            priority=self.priority,
+            tenant=self.tenant,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     seed: int
     num_workers: int
     num_routers: int
-    setup: WorkerSetup
+    setup: WorkerSetup[DigestRunner]
     latency_seconds: float
     jitter_seconds: float
     requests: tuple[Request, ...]
@@ -148,7 +167,7 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
     )
 
 
-def _setup(chance: random.Random) -> WorkerSetup:
+def _setup(chance: random.Random) -> WorkerSetup[DigestRunner]:
     num_blocks = chance.choice((24, 30, 60))
     host_blocks = chance.choice((0, 0, 20))
     config = SchedulerConfig(
@@ -163,9 +182,16 @@ def _setup(chance: random.Random) -> WorkerSetup:
     return WorkerSetup(
         scheduler=config,
         num_blocks=num_blocks,
-        step_seconds=chance.choice((0.005, 0.02)),
-        prefill_tokens_per_second=chance.choice((500.0, 5000.0)),
+        make_runner=partial(
+            DigestRunner,
+            block_size=config.block_size,
+            step_seconds=chance.choice((0.005, 0.02)),
+            prefill_tokens_per_second=chance.choice((500.0, 5000.0)),
+        ),
+        vocab_size=VOCABULARY,
         max_waiting=chance.choice((2, 4, 16)),
+        mixed_step_seconds=0.02,
+        lease_seconds=1.0,
     )
 
 

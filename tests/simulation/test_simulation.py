@@ -1,16 +1,19 @@
 """Router, workers and index live through whatever a seed brings; and a product that is broken on purpose does not."""
 
+import ast
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, note, settings
 from hypothesis import strategies as st
 
+from simulation.virtual_time import Stalled, VirtualLoop
+
 from .mutants import MUTANTS, broken
 from .runs import run, run_scenario
 from .scenario import FEWEST_REQUESTS, Kind, Scenario, drawn
-from .virtual_time import Stalled, VirtualLoop
 
 CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20
@@ -55,6 +58,30 @@ def test_what_breaks_a_broken_product_is_shortened() -> None:
         shortest = find(SCENARIOS, lambda scenario: bool(run_scenario(scenario).violation), settings=DRAWING)
     assert len(shortest.requests) == FEWEST_REQUESTS
     assert not shortest.faults, "none is needed for it"
+
+
+@pytest.mark.parametrize(
+    ("folders", "forbidden"),
+    [
+        (("proto", "kernels", "worker", "router", "deploy"), {"simulation", "bench", "tests"}),
+        (("simulation",), {"bench", "tests"}),
+    ],
+)
+def test_imports_point_from_tests_and_bench_to_the_simulation_and_from_it_to_the_product(
+    folders: tuple[str, ...], forbidden: set[str]
+) -> None:
+    root = Path(__file__).parents[2]
+    sources = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    assert sources
+    assert {str(path): found for path in sources if (found := _imported(path) & forbidden)} == {}
+
+
+def _imported(source: Path) -> set[str]:
+    """Top-level names of what it imports."""
+    nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def test_a_time_at_which_something_happens_without_end_is_noticed() -> None:

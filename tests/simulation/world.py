@@ -13,14 +13,29 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.router.prefix_index import PrefixLookupConfig
 
-from .calls import Connections
-from .index_access import IndexServer, IndexState, answer
-from .network import Network, Path
-from .router_process import Record, RouterProcess
-from .scenario import HEALED_SECONDS, Fault, Kind, Request, Scenario
-from .virtual_time import START_SECONDS, Process, ProcessState, VirtualLoop
-from .worker_process import WorkerProcess
+from simulation.calls import Connections
+from simulation.index_access import IndexServer, IndexState, answer
+from simulation.network import Network, Path
+from simulation.router_process import RouterProcess, RouterSetup
+from simulation.virtual_time import START_SECONDS, Process, ProcessState, VirtualLoop
+from simulation.worker_process import WorkerProcess
+
+from .model import DigestRunner
+from .record import Record
+from .scenario import HEALED_SECONDS, MAX_MIGRATIONS, NO_WORKER_SECONDS, Fault, Kind, Request, Scenario
+
+ROUTERS = RouterSetup(
+    lookup=PrefixLookupConfig(open_seconds=0.3),
+    suspect_seconds=0.6,
+    lost_seconds=1.0,
+    stall_seconds=2.0,
+    no_worker_seconds=NO_WORKER_SECONDS,
+    max_migrations=MAX_MIGRATIONS,
+    max_requests=1000,
+    max_tokens=100_000,
+)
 
 RECOVERY_SECONDS = 40.0
 """After the last fault everything is at rest again, or never."""
@@ -39,13 +54,13 @@ class Seat:
     name: str
     address: str
     life: int = 0
-    worker: WorkerProcess | None = None
-    lives: list[WorkerProcess] = field(default_factory=list)
+    worker: WorkerProcess[DigestRunner] | None = None
+    lives: list[WorkerProcess[DigestRunner]] = field(default_factory=list)
     is_going: bool = False
     """Between the order to drain and the next life."""
 
     @property
-    def alive(self) -> WorkerProcess | None:
+    def alive(self) -> WorkerProcess[DigestRunner] | None:
         return self.worker if self.worker is not None and self.worker.process.is_alive else None
 
 
@@ -84,7 +99,7 @@ class World:
         if not self.is_over:
             self.log.append((round(self.now, 6), *what))
 
-    def workers(self) -> list[WorkerProcess]:
+    def workers(self) -> list[WorkerProcess[DigestRunner]]:
         return [worker for seat in self.seats if (worker := seat.alive) is not None]
 
     async def run(self) -> None:
@@ -131,7 +146,9 @@ class World:
 
     def _start_router(self, number: int, life: int = 1) -> None:
         name = f"r{number}#{life}"
-        router = RouterProcess(name, self.loop, self.connections, self.index, self.chance.randrange(2**30))
+        router = RouterProcess(
+            name, ROUTERS, self.loop, self.connections, self.index, self.chance.randrange(2**30)
+        )
         self.routers[number : number + 1] = [router]
         for seat in self.seats:
             self._set_up(self.network.path(name, seat.address))
@@ -150,14 +167,13 @@ class World:
 
     def _arrive(self, request: Request) -> None:
         router = self.routers[request.router]
-        record = Record(request, router.name, self.now, [[] for _ in range(request.n)])
+        record = Record(request, router.name, self.now, self._ended)
         self.records.append(record)
         self.note("arrives", request.number, router.name)
         if not router.process.is_alive:
             record.end("ROUTER_DIED", self.now)
-            self._ended(record)
             return
-        task = router.accept(record, self._ended)
+        task = router.accept(request.call(), record)
         if request.cancel_after is not None:
             self._at(self.now + request.cancel_after, task.cancel)
 
@@ -231,7 +247,7 @@ class World:
                 self.struck[fault.kind] -= 1
         self._changed()
 
-    def _kill(self, seat: Seat, worker: WorkerProcess) -> None:
+    def _kill(self, seat: Seat, worker: WorkerProcess[DigestRunner]) -> None:
         worker.process.kill()
         self.connections.died(worker.process)
         seat.is_going = True
@@ -250,7 +266,7 @@ class World:
             if router.process.is_alive:
                 router.fleet.set_addresses([seat.address for seat in self.seats])
 
-    async def _replace(self, seat: Seat, worker: WorkerProcess, grace_seconds: float) -> None:
+    async def _replace(self, seat: Seat, worker: WorkerProcess[DigestRunner], grace_seconds: float) -> None:
         """As a supervisor restarts: drain, stop, start."""
         await worker.drain(grace_seconds)
         self.note("drained", worker.incarnation)
@@ -258,19 +274,19 @@ class World:
         await worker.leave()
         self.network.later(0.1, lambda: self._next_life(seat, worker))
 
-    def _next_life(self, seat: Seat, worker: WorkerProcess) -> None:
+    def _next_life(self, seat: Seat, worker: WorkerProcess[DigestRunner]) -> None:
         if worker.process.is_alive:
             worker.process.kill()
             self.connections.died(worker.process)
             self._seat(seat)
 
-    def _resume(self, seat: Seat, worker: WorkerProcess) -> None:
+    def _resume(self, seat: Seat, worker: WorkerProcess[DigestRunner]) -> None:
         if seat.worker is worker and worker.process.is_alive:
             worker.resume()
             seat.is_going = False
             self._changed()
 
-    def _thaw(self, worker: WorkerProcess) -> None:
+    def _thaw(self, worker: WorkerProcess[DigestRunner]) -> None:
         worker.process.thaw()
         self.note("thaws", worker.incarnation)
         self._changed()
@@ -294,7 +310,6 @@ class World:
         for record in self.records:
             if record.router == router.name and not record.outcome:
                 record.end("ROUTER_DIED", self.now)
-                self._ended(record)
         life = int(router.name.partition("#")[2]) + 1
         self._at(max(until, self.now + EARLIEST_RESTART_SECONDS), lambda: self._start_router(number, life))
 
@@ -379,7 +394,7 @@ class World:
         return standing == lives and len(twin._berths) == len(twin._live())
 
 
-def _is_told(worker: WorkerProcess) -> bool:
+def _is_told(worker: WorkerProcess[DigestRunner]) -> bool:
     state = worker.publisher.state()
     return state.berth is not None and not state.num_pending and state.last_error is None
 

@@ -1,7 +1,7 @@
-"""The way of one process to the index twin: late, refused, hung, or with its answer lost.
+"""A process's calls to the index twin: late, refused, hung, or with the reply lost.
 
-As with a real server, what was asked before a hang-up or a time-out may still be done, later and in another order. Owns
-no rule of the index (proto/prefix_index_twin.py).
+As on a real server, a call may still be executed after its caller hung up, later and in another order. Does not own
+the rules of the index (proto/prefix_index_twin.py).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from blockyard.proto.prefix_index import (
 )
 from blockyard.proto.prefix_index_twin import TwinPrefixIndex
 
-from .network import Network
+from simulation.network import Network
 
 Reply = TypeVar("Reply")
 
@@ -37,11 +37,11 @@ class IndexState(Enum):
     DOWN = auto()
     """Refuses at once."""
     HUNG = auto()
-    """Takes what is asked, and does it when it goes on."""
+    """Accepts calls and executes them once it is up again."""
 
 
 def answer(work: Coroutine[Any, Any, Reply]) -> Reply:
-    """Of the twin, which never waits."""
+    """Return the result of a coroutine of the twin, which never waits."""
     try:
         work.send(None)
     except StopIteration as stop:
@@ -60,7 +60,7 @@ class IndexServer:
     latency_seconds: float = 0.0003
     jitter_seconds: float = 0.0
     lost_replies: float = 0.0
-    """Share of the calls that are done and not answered."""
+    """Share of the calls that are executed but not answered."""
     _hung: list[Callable[[], None]] = field(default_factory=list)
 
     def set_state(self, state: IndexState) -> None:
@@ -107,7 +107,7 @@ class IndexServer:
 
 
 def _settle(future: "asyncio.Future[Reply]", reply: Reply) -> None:
-    """Who asked may be gone."""
+    """Does nothing where the caller is gone."""
     if not future.done():
         future.set_result(reply)
 

@@ -1,8 +1,8 @@
 """gRPC's client calls and server handlers over wires in memory: the same methods, the same errors.
 
-`MemoryChannel` is what an EngineLink opens, `Listener` what a worker's address answers with: the real handlers of the
-service, in the worker's process. Messages are serialised. Owns what a dead process, a hang-up and a full window mean
-for either side. Does not own delays and cuts (network.py).
+An EngineLink opens a `MemoryChannel`. A worker's address answers with a `Listener`, which runs the service's real
+handlers in the worker's process. Messages are serialised. Owns the effects of a dead process, a hang-up and a full
+window on either side. Does not own delays and cuts (network.py).
 """
 
 import asyncio
@@ -14,23 +14,23 @@ from typing import Any, NoReturn
 import grpc
 from grpc.aio import EOF, AioRpcError, Metadata
 
-from .network import Network, Wire
-from .virtual_time import Process
+from simulation.network import Network, Wire
+from simulation.virtual_time import Process
 
 UNREAD_MESSAGES = 4
-"""That a server may have under way to a client; then its writes wait, as behind a small receive window."""
+"""Messages in flight to a client. Beyond it the server's writes wait, as behind a small receive window."""
 HANG_UP = object()
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last thing that a server says."""
+    """The last message of a server."""
 
     code: grpc.StatusCode
 
 
 class Aborted(Exception):
-    """What `context.abort` raises."""
+    """Raised by `context.abort`."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         super().__init__(code.name)
@@ -39,7 +39,7 @@ class Aborted(Exception):
 
 @dataclass(slots=True)
 class ServerContext:
-    """What handlers of ours use of a ServicerContext."""
+    """The part of a ServicerContext that our handlers use."""
 
     metadata: tuple[tuple[str, str], ...]
 
@@ -58,7 +58,7 @@ class ServerContext:
 
 @dataclass(frozen=True, slots=True)
 class CallDetails:
-    """Of grpc.HandlerCallDetails, what a generic handler looks at."""
+    """The part of grpc.HandlerCallDetails that a generic handler reads."""
 
     method: str
     invocation_metadata: tuple[tuple[str, str], ...]
@@ -73,7 +73,7 @@ class Listener:
 
 
 class Connections:
-    """Who listens where, and all calls under way."""
+    """Every listener by its address, and all open calls."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -82,7 +82,7 @@ class Connections:
         self.on_message: Callable[[str, str, str, bytes], None] = lambda host, address, way, data: None
 
     def died(self, process: Process) -> None:
-        """The kernel closes what the process had open; what was under way may or may not be lost."""
+        """Closes what a dead process had open, as a kernel does. Messages in flight may be lost."""
         for address, listener in tuple(self.listeners.items()):
             if listener.process is process:
                 del self.listeners[address]
@@ -94,7 +94,7 @@ class Connections:
                 call.hang_up(is_torn=is_torn)
 
     def reset(self, host: str, address: str) -> None:
-        """Both ends hear of it."""
+        """Ends every call of this path; both ends see it."""
         for call in tuple(self.calls):
             if (call.client.name, call.address) == (host, address):
                 call.reset()
@@ -196,7 +196,7 @@ class Call:
             self._connections.on_message(self.client.name, self.address, "down", item)
         self._replies.put_nowait(item)
 
-    # What happens to both
+    # Both halves
 
     def hang_up(self, *, is_torn: bool) -> None:
         """The client's side closes."""
@@ -217,7 +217,7 @@ class Call:
         self.end(grpc.StatusCode.UNAVAILABLE, is_torn=True)
 
     def _found_dead(self) -> None:
-        """Keepalive works at the server alone: clients watch for silence themselves."""
+        """Ends the call where keepalive finds it dead. Only servers use keepalive: clients watch for silence."""
         if self.server is not None and not self._is_server_done:
             self.reset()
 
@@ -316,7 +316,7 @@ class UnaryCall:
 
 
 class MemoryChannel:
-    """What of grpc.aio.Channel a generated stub and an EngineLink use."""
+    """The part of grpc.aio.Channel that a generated stub and an EngineLink use."""
 
     def __init__(self, connections: Connections, client: Process, address: str) -> None:
         self._connections, self._client, self._address = connections, client, address
@@ -325,7 +325,7 @@ class MemoryChannel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Calls are ended by who made them."""
+        """The caller ends each call itself."""
 
     def stream_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: object

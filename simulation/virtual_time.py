@@ -1,13 +1,13 @@
 """An event loop without time, threads or sockets: its clock jumps to the next timer.
 
-A `Process` stands for an operating system's process. Whatever is started in its context belongs to it, and so do the
-callbacks and timers of that: `freeze` stops all of them (SIGSTOP), `thaw` lets what came due meanwhile happen in its
-order, `kill` lets nothing of it happen any more, no `finally` either. Owns nothing of what processes do.
+A `Process` stands for an operating system's process. Every task started in its context belongs to it, with its
+callbacks and timers. `freeze` stops all of them (SIGSTOP). `thaw` runs what came due meanwhile, in order. After `kill`
+nothing of it runs, not even a `finally`. Does not own what processes do.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum, auto
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 START_SECONDS = 1000.0
 MOST_TURNS_AT_ONCE = 100_000
 OUTSIDE = Context()
-"""Of what belongs to no process: the network, the plan of a run."""
+"""The context of what belongs to no process: the network, the plan of a run."""
 
 
 class ProcessState(Enum):
@@ -25,7 +25,7 @@ class ProcessState(Enum):
 
 
 class Stalled(AssertionError):
-    """Somebody waits, and nothing will ever happen; or something happens without end, and no time goes by."""
+    """A task waits and no timer is left, or callbacks run without end and no time passes."""
 
 
 class Process:
@@ -35,9 +35,9 @@ class Process:
         self.name = name
         self.state = ProcessState.RUNNING
         self.held: list[asyncio.Handle] = []
-        """What would have happened since it was frozen or killed."""
+        """Callbacks that came due since it was frozen or killed."""
         self.failures: list[str] = []
-        """What its tasks raised to nobody."""
+        """Errors of its tasks that nothing caught."""
         self._loop = loop
         self._corpses: list[asyncio.Task[Any]] = []
         """Kept from the garbage collector, which would run their `finally` clauses."""
@@ -69,7 +69,7 @@ class Process:
         self._loop.sift()
 
     def thaw(self) -> None:
-        """Nothing happens to a process that was killed meanwhile."""
+        """Does nothing to a process that was killed meanwhile."""
         if self.state is ProcessState.FROZEN:
             self.state = ProcessState.RUNNING
             self._release()
@@ -80,7 +80,7 @@ class Process:
         self._loop.sift()
 
     def bury(self) -> list[asyncio.Task[Any]]:
-        """After a run: its tasks may end, unheard by anybody."""
+        """Return its tasks after a run, so that they may end unobserved."""
         self.state = ProcessState.RUNNING
         self._release()
         return self._corpses
@@ -95,7 +95,7 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class _Ready(deque[asyncio.Handle]):
-    """The loop's queue of what runs next; it takes nothing of a process that does not run."""
+    """The loop's queue of what runs next. It holds back callbacks of a process that is frozen or dead."""
 
     def append(self, handle: asyncio.Handle, /) -> None:
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
@@ -106,13 +106,13 @@ class _Ready(deque[asyncio.Handle]):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Serves as its own selector: to wait is to move the clock."""
+    """An event loop that is its own selector: to wait is to move the clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = START_SECONDS
         self._clock_resolution = 1e-9
-        self._ready: deque[asyncio.Handle] = _Ready()
+        self._ready: deque[asyncio.Handle] = deque()
         self._selector = self
         self._is_to_sift = False
         self.num_turns = 0
@@ -142,7 +142,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return []
 
     def sift(self) -> None:
-        """From the next turn on nothing of a process runs that does not."""
+        """From the next turn on nothing runs of a process that is frozen or dead."""
+        if not isinstance(self._ready, _Ready):
+            # A plain queue is faster and serves until the first such process.
+            self._ready = _Ready(self._ready)
         self._is_to_sift = True
 
     def resume(self, handle: asyncio.Handle) -> None:
@@ -156,7 +159,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class _Task(asyncio.Task[Any]):
-    """One that knows whose it is."""
+    """A task that knows its process."""
 
     process: Process | None = None
 
@@ -167,3 +170,19 @@ def _task_of_process(
     task = _Task(work, loop=loop, context=context)
     task.process = PROCESS.get() if context is None else context.get(PROCESS)
     return task
+
+
+def bury(loop: VirtualLoop, processes: Iterable[Process]) -> None:
+    """Ends and closes the loop. No pending task outlives it, nor anything that the garbage collector would finish."""
+    loop.set_exception_handler(lambda *_: None)
+    tasks = [task for process in processes for task in process.bury()]
+    tasks += asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(_end(tasks))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,12 +1,15 @@
-"""One life of a worker: the real session service, engine and publisher, in a simulated process.
+"""One incarnation of a worker: the real session service, engine and publisher, in a simulated process.
 
-Puts together what worker/server.py does, without a server and a thread.
+Joins them as worker/server.py does, without a server and a thread. Does not own the runner, which says what a step
+computes and how long it takes.
 """
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
@@ -19,64 +22,68 @@ from blockyard.worker.index_report import index_message
 from blockyard.worker.pool_view import load_message
 from blockyard.worker.publisher import IndexPublisher
 from blockyard.worker.publisher_state import PublisherConfig
+from blockyard.worker.runner import Runner
 from blockyard.worker.scheduler import SchedulerConfig
 from blockyard.worker.session import SessionService
+from blockyard.worker.trial import try_out
 
-from .calls import Connections, Listener
-from .engine_turns import EngineTurns
-from .index_access import IndexServer, RemoteIndex
-from .model import VOCABULARY, DigestRunner, StepClock
-from .virtual_time import Process, VirtualLoop
+from simulation.calls import Connections, Listener
+from simulation.engine_thread import StepClock, VirtualEngineThread
+from simulation.index_access import IndexServer, RemoteIndex
+from simulation.virtual_time import Process, VirtualLoop
 
 SECRET = "a-cluster-secret"
-LEASE_SECONDS = 1.0
 TOKENIZER = "tokenizer"
+RunnerT = TypeVar("RunnerT", bound=Runner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSetup:
+class WorkerSetup(Generic[RunnerT]):
     """What all workers of a run have in common."""
 
     scheduler: SchedulerConfig
     num_blocks: int
-    step_seconds: float
-    prefill_tokens_per_second: float
+    make_runner: Callable[[StepClock], RunnerT]
+    vocab_size: int
     max_waiting: int
+    mixed_step_seconds: float | None
+    lease_seconds: float = PublisherConfig().lease_seconds
+    measures_rates: bool = False
+    """A trial runs before the first request, as on a real worker. It takes no virtual time."""
 
 
-class WorkerProcess:
-    """To be made on the loop; serves from `start`."""
+class WorkerProcess(Generic[RunnerT]):
+    """Made on the loop; serves from `start`."""
 
     def __init__(
         self,
         name: str,
-        life: int,
+        number: int,
         address: str,
-        setup: WorkerSetup,
+        setup: WorkerSetup[RunnerT],
         loop: VirtualLoop,
         connections: Connections,
         index: IndexServer,
         rng: random.Random,
     ) -> None:
+        """`number` counts the incarnations of this name."""
         self.name, self.address = name, address
-        self.incarnation = f"{name}#{life}"
+        self.incarnation = f"{name}#{number}"
         self.process = Process(self.incarnation, loop)
         self._connections = connections
         self._setup = setup
-        clock = StepClock(loop)
-        self.runner = DigestRunner(
-            clock,
-            step_seconds=setup.step_seconds,
-            prefill_tokens_per_second=setup.prefill_tokens_per_second,
-        )
+        self._clock = StepClock(loop)
+        self.runner = setup.make_runner(self._clock)
         self.engine = Engine(
             setup.scheduler,
             self.runner,
             num_blocks=setup.num_blocks,
-            mixed_step_seconds=0.02,
-            clock=clock,
+            mixed_step_seconds=setup.mixed_step_seconds,
+            clock=self._clock,
         )
-        self.runner.prepare(self.engine)
+        if setup.measures_rates:
+            try_out(self.engine)
+            self._clock.take()
         self.publisher = IndexPublisher(
             RemoteIndex(index),
             WorkerRecord(
@@ -86,49 +93,50 @@ class WorkerProcess:
                 fingerprint="model",
                 block_size=setup.scheduler.block_size,
             ),
-            config=PublisherConfig(lease_seconds=LEASE_SECONDS),
+            config=PublisherConfig(lease_seconds=setup.lease_seconds),
             has_host_cache=setup.scheduler.host_cache_blocks > 0,
             clock=loop.time,
             rng=rng,
         )
         self.service: SessionService
         self.administration: Administration
-        self._clock = clock
-        self._turns: EngineTurns
+        self._thread: VirtualEngineThread
 
     def start(self) -> None:
         self.process.start(self._serve())
 
     async def _serve(self) -> None:
         self.service = SessionService(
-            hello=self._hello(),
-            vocab_size=VOCABULARY,
-            max_waiting=self._setup.max_waiting,
+            hello=self._hello(), vocab_size=self._setup.vocab_size, max_waiting=self._setup.max_waiting
         )
-        self._turns = EngineTurns(self.engine, self.service.on_step, self._clock)
-        self.service.attach(self._turns, self.engine.load())
+        self._thread = VirtualEngineThread(self.engine, self.service.on_step, self._clock)
+        self.service.attach(self._thread, self.engine.load())
         self.service.on_changes = self._publish
         self.service.index_part = self._index_part
-        self.administration = Administration(service=self.service, engine=self._turns)
+        self.administration = Administration(service=self.service, engine=self._thread)
         self.administration.index = self.publisher
         handler = self.service.handler(self.administration.methods())
         self._connections.listeners[self.address] = Listener(self.process, handler)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._turns.turn())
+            tasks.create_task(self._thread.advance())
             tasks.create_task(self.publisher.run())
 
     @property
     def is_serving(self) -> bool:
-        """Its process has got so far."""
+        """Whether its process listens already."""
         return self.address in self._connections.listeners
 
     @property
     def stalled_seconds(self) -> float:
-        """Of the step under way, which may be one of a slow time that is over."""
-        return self._turns.stalled_seconds
+        """How long the current step has run. The step may have begun while the worker was slow."""
+        return self._thread.stalled_seconds
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._thread.busy_seconds
 
     def is_idle(self) -> bool:
-        """Nothing is held for any request."""
+        """Whether it holds nothing for any request."""
         engine = self.engine
         return not engine.has_work and not engine.pool.num_used and not self.service._routes
 
@@ -146,7 +154,7 @@ class WorkerProcess:
         self.administration.draining.resume()
 
     def flush(self) -> None:
-        self._turns.call(lambda engine: engine.flush())
+        self._thread.call(lambda engine: engine.flush())
 
     def rebuild(self) -> None:
         self.process.start(self._rebuild())
@@ -155,14 +163,14 @@ class WorkerProcess:
         self.publisher.rebuild()
 
     def leave(self) -> asyncio.Task[None]:
-        """The end of a worker that has drained, or of one in a cluster that ends."""
+        """Ends a worker that has drained, or one in a cluster that ends."""
         return self.process.start(self._leave())
 
     async def _leave(self) -> None:
         await self.publisher.close()
         self._connections.listeners.pop(self.address, None)
         self.service.end_streams()
-        self._turns.stop()
+        self._thread.stop()
 
     def _hello(self) -> Hello:
         config = self._setup.scheduler
@@ -172,10 +180,10 @@ class WorkerProcess:
             model_fingerprint="model",
             tokenizer_fingerprint=TOKENIZER,
             block_size=config.block_size,
-            kv_dtype="digests",
+            kv_dtype="simulated",
             total_blocks=self._setup.num_blocks,
             max_model_len=config.max_model_len,
-            vocab_size=VOCABULARY,
+            vocab_size=self._setup.vocab_size,
             load=load_message(self.engine.load()),
             max_waiting=self._setup.max_waiting,
             index_stride_blocks=config.index_stride_blocks,

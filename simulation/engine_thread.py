@@ -1,7 +1,7 @@
-"""EngineThread without a thread: the same interface, and steps that take virtual time.
+"""An engine thread without a thread: the interface of EngineThread, and steps that take virtual time.
 
-A step is computed when it begins; what it brought is told when it ends, and commands wait until then, as they do for
-a thread that computes.
+A step is computed when it begins. Its result is published when it ends. Commands wait until then, as they do for a
+thread that computes.
 """
 
 import asyncio
@@ -14,23 +14,44 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, StepResult
 
-from .model import StepClock
+from simulation.virtual_time import VirtualLoop
 
 T = TypeVar("T")
 
 
-class EngineTurns(EngineThread):
-    """Turned by `turn`, a task of its worker's process."""
+class StepClock:
+    """The engine's clock: the loop's time plus what the current step has spent so far."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._ahead_seconds = 0.0
+
+    def __call__(self) -> float:
+        return self._loop.time() + self._ahead_seconds
+
+    def spend(self, seconds: float) -> None:
+        self._ahead_seconds += seconds
+
+    def take(self) -> float:
+        """Return what the step has spent. The caller moves the loop's clock by as much."""
+        seconds, self._ahead_seconds = self._ahead_seconds, 0.0
+        return seconds
+
+
+class VirtualEngineThread(EngineThread):
+    """Runs in `advance`, a task of its worker's process."""
 
     def __init__(
         self, engine: Engine, on_step: Callable[[StepResult, EngineLoad], None], clock: StepClock
     ) -> None:
+        self.busy_seconds = 0.0
+        """Time spent in steps."""
         self._engine = engine
         self._on_step = on_step
         self._clock = clock
         self._waiting = deque[Callable[[], None]]()
         self._wake = asyncio.Event()
-        self._told = engine.load()
+        self._reported = engine.load()
         self._began: float | None = None
         self._is_stopped = False
 
@@ -39,9 +60,9 @@ class EngineTurns(EngineThread):
         return 0.0 if self._began is None else asyncio.get_running_loop().time() - self._began
 
     def start(self) -> None:
-        """`turn` is started by the process."""
+        """The process starts `advance`."""
 
-    def stop(self) -> None:
+    def stop(self, timeout_seconds: float | None = None) -> None:
         self._is_stopped = True
         self._wake.set()
 
@@ -60,14 +81,14 @@ class EngineTurns(EngineThread):
         self._wake.set()
         return future
 
-    async def turn(self) -> None:
+    async def advance(self) -> None:
         while not self._is_stopped:
             while self._waiting:
                 self._waiting.popleft()()
             if self._engine.has_work:
                 await self._step()
-            elif self._engine.load() != self._told:
-                self._tell(StepResult(outputs=(), changes=self._engine.cache.take_changes()))
+            elif self._engine.load() != self._reported:
+                self._report(StepResult(outputs=(), changes=self._engine.cache.take_changes()))
             else:
                 self._wake.clear()
                 await self._wake.wait()
@@ -75,10 +96,12 @@ class EngineTurns(EngineThread):
     async def _step(self) -> None:
         self._began = asyncio.get_running_loop().time()
         result = self._engine.step()
-        await asyncio.sleep(self._clock.take())
+        seconds = self._clock.take()
+        await asyncio.sleep(seconds)
+        self.busy_seconds += seconds
         self._began = None
-        self._tell(result)
+        self._report(result)
 
-    def _tell(self, result: StepResult) -> None:
-        self._told = self._engine.load()
-        self._on_step(result, self._told)
+    def _report(self, result: StepResult) -> None:
+        self._reported = self._engine.load()
+        self._on_step(result, self._reported)

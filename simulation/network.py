@@ -1,8 +1,8 @@
 """Wires between hosts, with faults on demand: late, cut, cut in one direction, and torn.
 
-A wire keeps the order of what it carries, as TCP does: what is sent while a direction is cut arrives after it is
-healed, unless somebody has hung up meanwhile. Owns paths (a pair of hosts) and wires (one direction of one
-connection). Does not own what is said (calls.py).
+A wire keeps the order of its messages, as TCP does. Messages sent while a direction is cut arrive after it is healed,
+unless one side has hung up meanwhile. Owns paths (a pair of hosts) and wires (one direction of one connection). Does
+not own the messages (calls.py).
 """
 
 import asyncio
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .virtual_time import OUTSIDE, VirtualLoop
+from simulation.virtual_time import OUTSIDE, VirtualLoop
 
 KEEPALIVE_SECONDS = 3.0
-"""After so long a worker's gRPC server ends a connection that answers no ping: 2 s and 1 s."""
+"""A worker's gRPC server ends a connection that answers no ping for so long: 2 s and 1 s."""
 
 
 @dataclass(eq=False, slots=True)
 class Path:
-    """Between a router's host and a worker's address."""
+    """The way between a router's host and a worker's address."""
 
-    latency_seconds: float = 0.0005
+    latency_seconds: float
     jitter_seconds: float = 0.0
     is_up_cut: bool = False
     """From the router to the worker."""
@@ -30,7 +30,7 @@ class Path:
     cut_number: int = 0
     wires: list["Wire"] = field(default_factory=list)
     on_dead: list[Callable[[], None]] = field(default_factory=list)
-    """What each connection does when keepalive finds it dead."""
+    """Called for each connection when keepalive finds the path dead."""
 
     @property
     def is_whole(self) -> bool:
@@ -38,15 +38,17 @@ class Path:
 
 
 class Network:
-    """All paths of one run."""
+    """Owns all paths of one run."""
 
-    def __init__(self, loop: VirtualLoop, chance: random.Random) -> None:
+    def __init__(self, loop: VirtualLoop, chance: random.Random, *, latency_seconds: float = 0.0005) -> None:
+        """`latency_seconds` is what a new path takes one way."""
         self.loop = loop
         self.chance = chance
+        self._latency_seconds = latency_seconds
         self._paths: dict[tuple[str, str], Path] = {}
 
     def path(self, host: str, address: str) -> Path:
-        return self._paths.setdefault((host, address), Path())
+        return self._paths.setdefault((host, address), Path(self._latency_seconds))
 
     def paths(self) -> list[Path]:
         return list(self._paths.values())
@@ -98,7 +100,7 @@ class Wire:
         self.flow()
 
     def tear(self) -> None:
-        """What is under way is lost."""
+        """Loses every message in flight."""
         self._carried.clear()
 
     def close(self) -> None:
