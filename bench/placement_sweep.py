@@ -111,8 +111,8 @@ def _text(table: Table, chosen: Iterable[str], num_seeds: int) -> str:
     parts = [
         f"Command: `python -m bench.placement_sweep --seeds {num_seeds}`. Ratios to the default (bold): "
         f"geometric means over {loads} workers; below 1 is better, but for reuse. Then the worst of the loads: the "
-        "largest share of the uniform groups on one worker, and the share of seconds with one idle beside crowded ones. "
-        "Each load has about 100 requests, so a few per cent are chance."
+        "largest share of the uniform groups on one worker, and the share of seconds with one idle beside crowded "
+        "ones. Each load has about 100 requests, so a few per cent are chance."
     ]
     for name in chosen:
         lines = [
