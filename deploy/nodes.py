@@ -73,6 +73,16 @@ def living_nodes(service: Any, seconds: float) -> list[RayNode]:
     return sorted(nodes, key=lambda node: node.name)
 
 
+def all_node_names() -> dict[str, str]:
+    """Return `hostname (address)` of each node by its id, dead nodes too. Only where this process is on Ray."""
+    import ray
+
+    return {
+        node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+    }
+
+
 def ask_nodes(
     packages: Sequence[str] = (), model: str | None = None, redis_url: str | None = None
 ) -> list[NodeFacts]:

@@ -33,7 +33,7 @@ from blockyard.deploy.actors import (
     reason,
 )
 from blockyard.deploy.dashboard.announcement import key_of
-from blockyard.deploy.dashboard.announcing import announcement_of, keep_announced, put, withdraw
+from blockyard.deploy.dashboard.announcing import keep_announced, put, withdraw
 from blockyard.deploy.joining import Joining
 from blockyard.deploy.liveness import STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.places import (
@@ -245,7 +245,7 @@ class Supervisor:
                     self._keepers[place.name] = self._loops.create_task(self._keep(place))
 
     async def _announce(self) -> None:
-        await keep_announced(lambda: announcement_of(self._spec.router, self._places))
+        await keep_announced(self._spec.router, self._places)
 
     async def _store_reports(self) -> None:
         key = key_of(self._spec.router.cluster)

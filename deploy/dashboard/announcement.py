@@ -23,6 +23,8 @@ class AnnouncedPlace:
     address: str
     incarnation: str
     num_starts: int
+    node: str = ""
+    """Where it runs, as Ray calls the node; empty while it runs nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ Runs in the supervisor. A store that does not answer costs the page its news and
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,6 +17,7 @@ from blockyard.deploy.dashboard.announcement import (
     encode,
     key_of,
 )
+from blockyard.deploy.nodes import all_node_names
 from blockyard.proto.model_files import model_names
 from ray.exceptions import RayError
 
@@ -32,7 +33,10 @@ REPEAT_LOOKS = 20
 KV_SECONDS = 2.0
 
 
-def announcement_of(router: "RouterConfig", places: Iterable["Place"]) -> Announcement:
+def announcement_of(
+    router: "RouterConfig", places: Iterable["Place"], nodes: Mapping[str, str]
+) -> Announcement:
+    """Describe a cluster. `nodes` are the nodes' names by their ids."""
     return Announcement(
         cluster=router.cluster,
         model=model_names(router.model, router.model_names)[0],
@@ -47,21 +51,36 @@ def announcement_of(router: "RouterConfig", places: Iterable["Place"]) -> Announ
                 address=place.address,
                 incarnation=place.incarnation,
                 num_starts=place.num_starts,
+                node=nodes.get(place.node_id, ""),
             )
             for place in places
         ),
     )
 
 
-async def keep_announced(describe: Callable[[], Announcement]) -> None:
+async def keep_announced(router: "RouterConfig", places: Sequence["Place"]) -> None:
     """Until cancelled. Looks rather than listens: a change of a place has many causes."""
     told, looks = b"", 0
+    nodes: dict[str, str] = {}
     while True:
-        announcement = describe()
+        node_ids = {place.node_id for place in places if place.node_id}
+        if not node_ids <= nodes.keys():
+            nodes = dict.fromkeys(node_ids, "") | await _node_names()
+        announcement = announcement_of(router, places, nodes)
         now, looks = encode(announcement), looks + 1
         if now != told or looks % REPEAT_LOOKS == 0:
             told = now if await put(key_of(announcement.cluster), now) else b""
         await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _node_names() -> dict[str, str]:
+    """Ask Ray's control service. A node that it does not name has no name on the page."""
+    try:
+        async with asyncio.timeout(KV_SECONDS):
+            return await asyncio.to_thread(all_node_names)
+    except (RayError, OSError, TimeoutError) as error:
+        logger.debug("the live page is not told the names of nodes: %s", type(error).__name__)
+        return {}
 
 
 async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:

@@ -8,14 +8,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from blockyard.deploy.dashboard import picture, prefix_tree
 from blockyard.deploy.dashboard.announcement import Announcement
 from blockyard.deploy.dashboard.history import History
-from blockyard.deploy.dashboard.last_seen import LastSeen
+from blockyard.deploy.dashboard.last_seen import COUNTERS, LastSeen, Rates
 from blockyard.deploy.dashboard.reach import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, UnavailableError
@@ -83,6 +83,7 @@ class ClusterWatch:
         self._answered: str | None = None
         self._picture: dict[str, Any] | None = None
         self._last_seen = LastSeen()
+        self._rates = Rates()
         self._drawn_at = float("-inf")
         self._drawing_seconds = 0.0
         self._drawing: asyncio.Task[None] | None = None
@@ -208,13 +209,28 @@ class ClusterWatch:
     async def _draw(self) -> None:
         try:
             seen = await self._seen()
-            self._picture = seen | {"workers": self._last_seen.completed(seen["workers"], time.time())}
+            is_told = seen["info"] is not None
+            workers = self._last_seen.completed(seen["workers"], time.time(), is_told=is_told)
+            self._picture = self._with_rates(seen | {"workers": workers})
         except Exception:
             logger.exception("the picture of cluster %s cannot be drawn", self.announcement.cluster)
             self._picture = picture.of_nothing(self.announcement, trouble=NO_PICTURE)
         finally:
             self._drawing = None
         self._drawn_at = time.monotonic()
+
+    def _with_rates(self, seen: dict[str, Any]) -> dict[str, Any]:
+        pools = {card["name"]: card["pool"] for card in seen["workers"] if card["pool"] is not None}
+        sources: dict[Hashable, dict[str, int]] = {
+            (name, pool["incarnation"]): {counter: pool[counter] for counter in COUNTERS}
+            for name, pool in pools.items()
+        }
+        if seen["info"] is not None:
+            sources[seen["router"]] = {"migrations": seen["info"]["migrations"]}
+        rates = self._rates.per_minute(time.monotonic(), sources)
+        for name, pool in pools.items():
+            pool["per_minute"] = rates[name, pool["incarnation"]]
+        return seen | {"per_minute": rates.get(seen["router"], {})}
 
     async def _seen(self) -> dict[str, Any]:
         try:

@@ -1,19 +1,59 @@
-"""Remembers each worker's last pool, and since when it has been in its state, for cards of workers that are away. Pure.
+"""Keeps what the page shows beyond one picture: an absent worker's last pool and its time, and rates a minute. Pure.
 
-Pictures are drawn only while a browser asks, so a change may be older than the picture that first shows it. The card
-then tells the latest possible time.
+Pictures are drawn only while somebody looks. A change may be older than the first picture that shows it; then its time
+is the latest possible one.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 EXACT_SECONDS = 5.0
-"""Two pictures within this time tell the time of a change exactly enough."""
+"""Two pictures within this time date a change well enough to show it as exact."""
+RATE_WINDOW_SECONDS = 60.0
+MIN_RATE_SECONDS = 5.0
+"""A shorter time makes no rate."""
+COUNTERS = ("evictions", "preemptions", "generated_tokens")
+"""A pool's counters that the page shows; they only grow while the worker lives."""
+
+
+class Rates:
+    """Turns counters into rates a minute, from the pictures of the last minute."""
+
+    def __init__(self) -> None:
+        self._samples: dict[Hashable, deque[tuple[float, dict[str, int]]]] = {}
+
+    def per_minute(
+        self, now: float, sources: Mapping[Hashable, Mapping[str, int]]
+    ) -> dict[Hashable, dict[str, float]]:
+        """Return the rates of each source: one life of a worker, or a router. A new source has none yet.
+
+        `now` is on the asker's monotonic clock. A source that is not among `sources` is forgotten.
+        """
+        samples = {source: self._samples.get(source, deque()) for source in sources}
+        rates = {}
+        for source, known in samples.items():
+            counts = dict(sources[source])
+            if known and any(counts[name] < known[-1][1][name] for name in counts):
+                known.clear()
+            while known and now - known[0][0] > RATE_WINDOW_SECONDS:
+                known.popleft()
+            known.append((now, counts))
+            since, first = known[0]
+            elapsed = now - since
+            is_rate = elapsed >= MIN_RATE_SECONDS
+            rates[source] = (
+                {name: 60.0 * (counts[name] - first[name]) / elapsed for name in counts} if is_rate else {}
+            )
+        self._samples = samples
+        return rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
+    """One worker on the latest picture. Times are in seconds since 1970."""
+
     state: str
     since: float
     is_exact: bool
@@ -22,24 +62,32 @@ class Seen:
 
 
 class LastSeen:
-    """Knows the workers of the latest picture and no others, so that it stays small."""
+    """Remembers the workers on the latest picture and no others, so that it stays small."""
 
     def __init__(self) -> None:
         self._seen: dict[str, Seen] = {}
 
-    def completed(self, cards: Iterable[dict[str, Any]], now: float) -> list[dict[str, Any]]:
-        """Return the cards of a picture drawn at `now`, in seconds since 1970, with what earlier pictures showed."""
-        kept, completed = {}, []
+    def completed(
+        self, cards: Iterable[dict[str, Any]], now: float, *, is_told: bool = True
+    ) -> list[dict[str, Any]]:
+        """Add to the cards of a picture drawn at `now` what earlier pictures showed.
+
+        `is_told` is false while no router answers: then nobody knows the states, and the last known ones stay.
+        """
+        kept: dict[str, Seen] = {}
+        completed = []
         for card in cards:
-            seen = _seen_now(card, self._seen.get(card["name"]), now)
-            kept[card["name"]] = seen
-            is_past = card["pool"] is None and seen.pool is not None
+            before = self._seen.get(card["name"])
+            seen = _seen_now(card, before, now) if is_told else before
+            if seen is not None:
+                kept[card["name"]] = seen
+            is_dated = is_told and seen is not None
             completed.append(
                 card
                 | {
-                    "since": seen.since,
-                    "since_is_exact": seen.is_exact,
-                    "last_pool": seen.pool if is_past else None,
+                    "since": seen.since if seen and is_dated else None,
+                    "since_is_exact": bool(seen and seen.is_exact),
+                    "last_pool": seen.pool if seen and card["pool"] is None else None,
                 }
             )
         self._seen = kept

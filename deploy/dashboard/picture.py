@@ -94,6 +94,7 @@ def _card(
         "state": state,
         "reason": reason,
         "starts": place.num_starts if place else None,
+        "node": place.node if place else "",
         "address": place.address if place else "",
         "incarnation": place.incarnation if place else "",
         "device": "",

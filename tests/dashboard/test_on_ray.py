@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -147,6 +148,8 @@ async def test_the_page_of_a_started_cluster_shows_its_pools_with_a_token_of_its
             for key, value in (("cached", pool.cached_blocks), ("free", pool.free_blocks)):
                 selector = json.dumps(f"[data-worker={name}] [data-field={key}]")
                 await browser.until(f"document.querySelector({selector}).textContent === '{value}'")
+        host = socket.gethostname()
+        assert (await browser.text("[data-worker=worker-0] [data-field=node]")).startswith(f"node {host} (")
         assert (browser.complaints, len(browser.hosts)) == ([], 1)
         await browser.evaluate(WATCH_STATES)
         place = await asyncio.to_thread(cluster.command.place, "worker-1")

@@ -55,6 +55,13 @@ async def test_in_a_card_of_any_width_no_figures_name_runs_into_the_next(page: B
         assert await page.evaluate(run_over) == [], f"{width} px"
 
 
+async def test_every_number_above_and_on_a_card_says_what_it_is_to_whoever_points_at_it(
+    page: Browser,
+) -> None:
+    silent = "[...document.querySelectorAll('.tile, .figures div')].filter((e) => !e.title)"
+    assert await page.evaluate(f"{silent}.map((e) => e.textContent)") == []
+
+
 async def test_running_sequences_and_shared_blocks_show_each_second(
     page: Browser, cluster: Processes
 ) -> None:
@@ -64,6 +71,10 @@ async def test_running_sequences_and_shared_blocks_show_each_second(
         fields = "[...document.querySelectorAll('.card [data-field=running]')]"
         total = f"{fields}.reduce((sum, field) => sum + Number(field.textContent), 0)"
         await page.until(f"{total} === 7")
+        rates = (
+            "[...document.querySelectorAll('[data-field=generated_tokens_rate]')].map((e) => e.textContent)"
+        )
+        await page.until(f"{rates}.some((text) => /^ [\\d,.]+\\/min$/.test(text) && text !== ' 0/min')")
         await keep_picture(page, "light")
         await page.dark(True)
         await keep_picture(page, "dark")

@@ -13,7 +13,7 @@ from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement
 from blockyard.deploy.dashboard.cluster_watch import ClusterWatch
 from blockyard.deploy.dashboard.head_module import check_base
 from blockyard.deploy.dashboard.history import MAX_POINTS, WINDOW_SECONDS, History, quantile
-from blockyard.deploy.dashboard.last_seen import LastSeen
+from blockyard.deploy.dashboard.last_seen import MIN_RATE_SECONDS, RATE_WINDOW_SECONDS, LastSeen, Rates
 from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
 from blockyard.deploy.dashboard.picture import MAX_CELLS, cells, drawn, of_nothing
 from blockyard.deploy.dashboard.questions import HEADER, MAX_REQUESTS, prompt_arguments, requests_dict
@@ -202,6 +202,26 @@ def test_a_worker_that_is_away_keeps_its_last_pool_and_since_when() -> None:
     assert (card["last_pool"], card["since"], card["since_is_exact"]) == ({"total": 8}, 500.0, False)
     seen.completed([], 501.0)
     assert card_at(502.0, "dead", None)["last_pool"] is None
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 40.0), st.integers(0, 1000), st.booleans()), min_size=1))
+def test_a_rate_is_the_growth_of_one_life_in_the_last_minute(steps: list[tuple[float, int, bool]]) -> None:
+    rates, now, life, count = Rates(), 0.0, 0, 0
+    seen: list[tuple[float, int]] = []
+    for pause, growth, is_new_life in steps:
+        now += pause
+        if is_new_life:
+            life, count, seen = life + 1, 0, []
+        count += growth
+        seen = [(at, known) for at, known in seen if now - at <= RATE_WINDOW_SECONDS] + [(now, count)]
+        found = rates.per_minute(now, {("w", life): {"evictions": count}})
+        since, first = seen[0]
+        expected = (
+            {"evictions": 60 * (count - first) / (now - since)} if now - since >= MIN_RATE_SECONDS else {}
+        )
+        assert found == {("w", life): expected}
+    # A router that began anew under its old address: its counter fell.
+    assert rates.per_minute(now + 10.0, {("w", life): {"evictions": count - 1}}) == {("w", life): {}}
 
 
 def test_a_worker_that_no_supervisor_names_is_shown_too() -> None:

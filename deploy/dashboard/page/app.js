@@ -3,14 +3,26 @@
 import { startAsking } from "./ask.js";
 import { Charts } from "./charts.js";
 import { Details } from "./details.js";
-import { ask, bytes, count, el, percent, setText } from "./dom.js";
+import { ask, bytes, count, el, percent, rate, setText } from "./dom.js";
 import { PoolMap } from "./map.js";
 import { showPrefixes } from "./prefixes.js";
 import { showRequests } from "./requests.js";
 
 const TICK_MS = 1000;
 const STALE_SECONDS = 3;
+const COUNTERS = ["evictions", "preemptions", "generated_tokens"];
+const DAY_MS = 86_400_000;
 const AWAY = new Set(["dead", "stopped", "starting", "downloading", "connecting", "refused"]);
+
+const RATE_TIP = "The rate is that of the last minute";
+const TIPS = {
+  running: "Sequences in the steps of the engine",
+  waiting: "Sequences without blocks: not admitted yet, or preempted",
+  hit_rate: "Prompt tokens that were found cached, of all, since the worker's start",
+  evictions: `Cached blocks that were given to others for want of free ones. ${RATE_TIP}`,
+  preemptions: `Sequences that had to give way for want of blocks. ${RATE_TIP}`,
+  generated_tokens: `Tokens generated since the worker's start. ${RATE_TIP}`,
+};
 
 const byId = (id) => document.getElementById(id);
 const cards = new Map();
@@ -33,7 +45,9 @@ const prefixes = () => showPrefixes(parameters(), (worker, which) => details.blo
 function makeCard(name) {
   const fields = {};
   const field = (key, tag = "span") => (fields[key] = el(tag, { "data-field": key }));
-  const figure = (key, label) => el("div", {}, el("dt", {}, label), field(key, "dd"));
+  const figure = (key, label) => el("div", { title: TIPS[key] }, el("dt", {}, label), field(key, "dd"));
+  const counter = (key, label) => el("div", { title: TIPS[key] }, el("dt", {}, label),
+    el("dd", {}, field(key), Object.assign(field(`${key}_rate`), { className: "rate" })));
   const counted = (key, chip, label) => el("span", {}, el("i", { className: `chip ${chip}` }), field(key), ` ${label}`);
   const map = new PoolMap(name, (first, number) => details.blocks(name, first, number));
   const hostFill = el("div");
@@ -53,13 +67,13 @@ function makeCard(name) {
       counted("free", "free", "free"), el("span", { className: "quiet" }, "of ", field("total"), " ", field("size"))),
     host,
     el("dl", { className: "figures" }, figure("running", "running"), figure("waiting", "waiting"), figure("hit_rate", "hit rate"),
-      figure("evictions", "evictions"), figure("preemptions", "preempted"), figure("generated", "tokens out")),
+      counter("evictions", "evictions"), counter("preemptions", "preempted"), counter("generated_tokens", "tokens out")),
     form);
   pool.className = "content";
   const element = el("article", { className: "card", "data-worker": name, ariaLabel: `Worker ${name}` },
     el("div", { className: "row" }, el("h2", {}, name), field("state"), el("span", { className: "spring" }),
       el("span", { className: "quiet" }, field("device"))),
-    el("p", { className: "quiet" }, field("address"), " · life ", field("incarnation", "code"), field("starts")),
+    el("p", { className: "quiet" }, field("node"), field("address"), " · life ", field("incarnation", "code"), field("starts")),
     field("reason", "p"), pool);
   return { element, fields, map, pool, host, hostFill };
 }
@@ -79,20 +93,21 @@ function showCard(card, worker) {
   setText(fields.reason, [since(worker), worker.reason || silence, past].filter(Boolean).join("; "));
   fields.reason.hidden = !fields.reason.textContent;
   setText(fields.device, worker.device);
+  setText(fields.node, worker.node ? `node ${worker.node} · ` : "");
   setText(fields.address, worker.address || "no address yet");
   setText(fields.incarnation, worker.incarnation || "-");
   setText(fields.starts, worker.starts > 1 ? ` · started ${worker.starts} times` : "");
   card.element.classList.toggle("away", !worker.pool);
+  for (const key of COUNTERS) setText(fields[`${key}_rate`], rate(worker.pool?.per_minute?.[key]));
 }
 
 function showPool(card, pool) {
   const { fields } = card;
   card.pool.hidden = false;
-  for (const key of ["used", "cached", "free", "total", "running", "waiting", "evictions", "preemptions"]) setText(fields[key], count(pool[key]));
+  for (const key of ["used", "cached", "free", "total", "running", "waiting", ...COUNTERS]) setText(fields[key], count(pool[key]));
   const cell = pool.scale > 1 ? `; a cell is ${pool.scale} blocks` : "";
   setText(fields.size, `blocks of ${pool.block_size} tokens (${bytes(pool.total * pool.bytes_per_block)})${cell}`);
   setText(fields.hit_rate, percent(pool.cached_tokens, pool.prompt_tokens));
-  setText(fields.generated, count(pool.generated_tokens));
   card.host.hidden = !pool.host_total;
   setText(fields.host, `host memory: ${count(pool.host_cached)} of ${count(pool.host_total)} blocks keep what was evicted`);
   card.hostFill.style.width = `${pool.host_total ? (100 * pool.host_cached) / pool.host_total : 0}%`;
@@ -123,22 +138,23 @@ function showTiles(picture) {
   const info = picture.info;
   const ready = picture.workers.filter((worker) => worker.state === "ready").length;
   const tiles = [
-    ["workers_ready", "workers ready", `${ready} of ${picture.workers.length}`],
-    ["running", "sequences running", count(sum("running"))],
-    ["waiting", "sequences waiting", count(sum("waiting"))],
-    ["requests", "requests run + wait", info ? `${info.requests_running} + ${info.requests_waiting}` : "-"],
-    ["usage", "of all blocks used", percent(sum("used"), sum("total"))],
-    ["hits", "prefix hit rate", percent(sum("cached_tokens"), sum("prompt_tokens"))],
-    ["index", "prefix index", info ? info.index : "-"],
-    ["migrations", "migrations", info ? count(info.migrations) : "-"],
+    ["workers_ready", "workers ready", `${count(ready)} of ${count(picture.workers.length)}`, "Workers that take requests, of those that should run"],
+    ["running", "sequences running", count(sum("running")), "In the steps of the engines of all workers"],
+    ["waiting", "sequences waiting", count(sum("waiting")), "On all workers, for blocks"],
+    ["requests", "requests run + wait", info ? `${count(info.requests_running)} + ${count(info.requests_waiting)}` : "-", "Those of the router that answered"],
+    ["usage", "of all blocks used", percent(sum("used"), sum("total")), "Blocks that running sequences hold, of all pools"],
+    ["hits", "prefix hit rate", percent(sum("cached_tokens"), sum("prompt_tokens")), "Prompt tokens that were found cached, of all, since the workers' start"],
+    ["index", "prefix index", info ? info.index : "-", "exact: it knows what workers cache. degraded: it is behind. absent: placement goes by load alone"],
+    ["migrations", "migrations", info ? count(info.migrations) : "-", `Requests that lost a worker and went on elsewhere, of the router that answered. ${RATE_TIP}`],
   ];
-  for (const [key, label, value] of tiles) {
+  for (const [key, label, value, title] of tiles) {
     let tile = byId("tiles").querySelector(`[data-tile="${key}"]`);
     if (!tile) {
-      tile = el("div", { className: "tile", "data-tile": key }, el("b"), el("span", {}, label));
+      tile = el("div", { className: "tile", "data-tile": key, title }, el("b"), el("span", {}, label), el("span", { className: "rate" }));
       byId("tiles").append(tile);
     }
     setText(tile.querySelector("b"), value);
+    setText(tile.querySelector(".rate"), rate(picture.per_minute?.[key]));
   }
 }
 

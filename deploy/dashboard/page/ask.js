@@ -1,6 +1,6 @@
 // Questions about a prompt: who caches it, and where it would go. The prompt travels in headers, never in an address.
 
-import { ask, count, el, percent } from "./dom.js";
+import { ask, count, decimal, el, percent } from "./dom.js";
 import { table } from "./details.js";
 
 const HEADER_CHARS = 7000;
@@ -53,8 +53,8 @@ function prefix(found, mark) {
   const rows = found.holders.map((holder) =>
     el("tr", { "data-holder": holder.worker },
       el("td", {}, holder.worker),
-      el("td", { "data-field": "blocks" }, String(holder.blocks)),
-      el("td", {}, String(holder.host_blocks)),
+      el("td", { "data-field": "blocks" }, count(holder.blocks)),
+      el("td", {}, count(holder.host_blocks)),
       el("td", {}, percent(holder.blocks + holder.host_blocks, found.prompt_blocks)),
       el("td", {}, holder.block_ids?.length
         ? el("button", { type: "button", onclick: () => mark(holder.worker, holder.block_ids) }, "Mark on its map") : "")));
@@ -66,7 +66,7 @@ function reason({ candidates, chosen }) {
   const least = candidates.reduce((best, other) => (other.cost < best.cost ? other : best));
   const difference = candidates.find(({ worker_id }) => worker_id === chosen).cost - least.cost;
   return difference > 0
-    ? `${least.worker_id} costs ${difference.toFixed(1)} less, which is too close to tell: chance decides, or the session's last worker.`
+    ? `${least.worker_id} costs ${decimal(difference)} less, which is too close to tell: chance decides, or the session's last worker.`
     : "It costs least.";
 }
 
@@ -78,7 +78,7 @@ function placement(found) {
       el("td", {}, candidate.worker_id + (chosen ? " (chosen)" : "")),
       el("td", {}, cached(candidate)),
       el("td", {}, count(candidate.uncached_tokens)),
-      ...TERMS.map(([, name]) => el("td", { "data-term": name }, candidate[name].toFixed(1))));
+      ...TERMS.map(([, name]) => el("td", { "data-term": name }, decimal(candidate[name]))));
   });
   const head = el("p", { "data-field": "chosen" }, `Policy ${found.policy}: ` + (found.chosen
     ? `it would go to ${found.chosen}. ${reason(found)}` : "no worker can take it now."));

@@ -95,7 +95,7 @@ export class Details {
       facts([
         ["block", "id", block.id],
         ["state", "state", block.state],
-        ["held by", "references", block.references],
+        ["held by", "references", count(block.references)],
         ["name", "name", el("code", {}, block.name || (block.state === "free" ? "-" : "unnamed: not full yet"))],
         ["parent", "parent", parent],
         ["age", "age", block.age_seconds === null ? "-" : seconds(block.age_seconds)],
@@ -111,7 +111,7 @@ export class Details {
       el("tr", {},
         el("td", {}, el("button", { className: "link", "data-key": `block-${block.id}`, onclick: () => this.block(worker, { first: block.id }) }, String(block.id))),
         el("td", {}, block.state),
-        el("td", {}, String(block.references)),
+        el("td", {}, count(block.references)),
         el("td", {}, el("code", {}, block.name.slice(0, 8))),
         el("td", {}, block.age_seconds === null ? "-" : seconds(block.age_seconds))));
     return table(["block", "state", "held by", "name", "age"], rows);
@@ -131,7 +131,7 @@ export class Details {
           el("td", {}, count(sequence.generated_tokens)),
           el("td", {}, count(sequence.num_blocks))));
       const left = sequences.length - rows.length;
-      return [key, [table(["request", "state", "prompt", "generated", "blocks"], rows), left > 0 ? el("p", { className: "quiet" }, `and ${left} more`) : ""]];
+      return [key, [table(["request", "state", "prompt", "generated", "blocks"], rows), left > 0 ? el("p", { className: "quiet" }, `and ${count(left)} more`) : ""]];
     });
   }
 
@@ -153,7 +153,7 @@ export class Details {
           ["prompt", "prompt_tokens", `${count(sequence.prompt_tokens)} tokens, ${count(sequence.cached_tokens)} found cached`],
           ["generated", "generated_tokens", `${count(sequence.generated_tokens)} tokens`],
           ["computed", "computed_tokens", `${count(sequence.computed_tokens)} tokens`],
-          ["preempted", "preemptions", `${sequence.preemptions} times`],
+          ["preempted", "preemptions", `${count(sequence.preemptions)} times`],
           ["priority", "priority", sequence.priority],
         ]),
         el("h3", {}, `Block table: ${count(sequence.num_blocks)} blocks, marked on the map`),

@@ -19,6 +19,8 @@ export function setText(element, text) {
 }
 
 export const count = (number) => Number(number).toLocaleString("en");
+export const decimal = (number) => Number(number).toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+export const rate = (perMinute) => (perMinute === undefined ? "" : ` ${count(Number(perMinute.toPrecision(3)))}/min`);
 export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "-");
 
 export function seconds(value) {

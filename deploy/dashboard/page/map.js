@@ -1,5 +1,7 @@
 // One pool as a map: a cell for each block, or for several blocks of a large pool. By mouse, by finger or by keys.
 
+import { count } from "./dom.js";
+
 const GAP = 2;
 const SMALLEST = 9;
 const LARGEST = 24;
@@ -36,7 +38,7 @@ export class PoolMap {
   show(pool) {
     this.pool = pool;
     const label =
-      `Pool of ${this.name}: ${pool.used} of ${pool.total} blocks used, ${pool.cached} cached, ${pool.free} free. ` +
+      `Pool of ${this.name}: ${count(pool.used)} of ${count(pool.total)} blocks used, ${count(pool.cached)} cached, ${count(pool.free)} free. ` +
       "Arrow keys move, Enter shows a block.";
     if (this.canvas.getAttribute("aria-label") !== label) this.canvas.setAttribute("aria-label", label);
     this.draw();
@@ -135,24 +137,24 @@ export class PoolMap {
   }
 
   words(cell) {
-    const { first, count } = this.blocksOf(cell);
+    const { first, count: blocks } = this.blocksOf(cell);
     const used = this.pool.cell_used[cell];
     const holders = this.pool.cell_holders[cell];
-    if (count === 1) {
-      const by = holders === 1 ? "one sequence" : `${holders} sequences`;
+    if (blocks === 1) {
+      const by = holders === 1 ? "one sequence" : `${count(holders)} sequences`;
       return `block ${first}: ${used ? `used by ${by}` : this.pool.cell_cached[cell] ? "cached prefix" : "free"}`;
     }
-    const free = count - used - this.pool.cell_cached[cell];
+    const free = blocks - used - this.pool.cell_cached[cell];
     return (
-      `blocks ${first} to ${first + count - 1}: ${used} used (${this.pool.cell_shared[cell]} shared, ` +
-      `by ${holders} at most), ${this.pool.cell_cached[cell]} cached, ${free} free`
+      `blocks ${first} to ${first + blocks - 1}: ${count(used)} used (${count(this.pool.cell_shared[cell])} shared, ` +
+      `by ${count(holders)} at most), ${count(this.pool.cell_cached[cell])} cached, ${count(free)} free`
     );
   }
 
   pick(cell) {
     if (cell < 0 || !this.pool) return;
-    const { first, count } = this.blocksOf(cell);
-    this.onPick(first, count);
+    const { first, count: blocks } = this.blocksOf(cell);
+    this.onPick(first, blocks);
   }
 
   key(event) {
