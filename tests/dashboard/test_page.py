@@ -62,6 +62,15 @@ async def test_every_number_above_and_on_a_card_says_what_it_is_to_whoever_point
     assert await page.evaluate(f"{silent}.map((e) => e.textContent)") == []
 
 
+async def test_a_narrow_screen_needs_no_scrolling_to_the_side(page: Browser) -> None:
+    screen = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    await page.call("Emulation.setDeviceMetricsOverride", **screen)
+    await page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    await page.until("document.querySelector('#prefixes-table td') !== null")
+    assert await page.evaluate("document.documentElement.scrollWidth") <= 400
+    await page.call("Emulation.clearDeviceMetricsOverride")
+
+
 async def test_running_sequences_and_shared_blocks_show_each_second(
     page: Browser, cluster: Processes
 ) -> None:

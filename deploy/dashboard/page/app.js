@@ -80,7 +80,9 @@ function makeCard(name) {
 
 function since(worker) {
   if (!AWAY.has(worker.state) || !worker.since) return "";
-  return `${worker.state} since ${new Date(1000 * worker.since).toLocaleTimeString()}${worker.since_is_exact ? "" : " or before"}`;
+  const time = new Date(1000 * worker.since);
+  const told = Date.now() - time < DAY_MS ? time.toLocaleTimeString() : time.toLocaleString();
+  return `${worker.state} since ${told}${worker.since_is_exact ? "" : " or before"}`;
 }
 
 function showCard(card, worker) {

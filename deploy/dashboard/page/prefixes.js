@@ -5,10 +5,11 @@ import { ask, count, el, seconds, setText } from "./dom.js";
 const COLUMNS = ["prefix", "blocks", "after it", "workers", "sequences now", "newest block"];
 const byId = (id) => document.getElementById(id);
 let asking = false;
+let shown = "";
 
 function row(run, open) {
   const [worker] = run.workers;
-  const name = el("button", { type: "button", className: "link mono", title: `the first block of this run on ${worker}`,
+  const name = el("button", { type: "button", className: "link mono", "data-key": run.name, title: `the first block of this run on ${worker}`,
     onclick: () => open(worker, { name: run.name }) }, run.name.slice(0, 8));
   const place = el("span", {}, run.level ? "└ " : "", name);
   place.style.paddingLeft = `${16 * Math.min(run.level, 12)}px`;
@@ -19,17 +20,29 @@ function row(run, open) {
     ...cells.map((cell, column) => el("td", { "data-column": COLUMNS[column] }, cell)));
 }
 
+// The same answer is not drawn again, so that no click and no focus is lost between two answers.
+function show(runs, open) {
+  const key = JSON.stringify(runs);
+  if (key === shown) return;
+  shown = key;
+  const rows = byId("prefixes-table");
+  const focused = rows.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  const head = el("tr", {}, ...COLUMNS.map((name) => el("th", { scope: "col" }, name)));
+  rows.replaceChildren(el("thead", {}, head), el("tbody", {}, ...runs.map((run) => row(run, open))));
+  if (focused) rows.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+}
+
 export async function showPrefixes(parameters, open) {
   if (!byId("prefixes").open || asking) return;
   asking = true;
   let told;
   try {
-    const { runs, blocks, prefixes, hidden, silent } = await ask("prefixes", parameters);
+    const answer = await ask("prefixes", parameters);
+    const { blocks, prefixes, hidden, silent } = answer;
     const more = hidden ? `${count(hidden)} colder branches are not shown` : "";
     told = [`${count(blocks)} named blocks, ${count(prefixes)} ${prefixes === 1 ? "root" : "roots"}`, more, silent.length && `no answer of ${silent.join(", ")}`]
       .filter(Boolean).join(" · ");
-    const head = el("tr", {}, ...COLUMNS.map((name) => el("th", { scope: "col" }, name)));
-    byId("prefixes-table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...runs.map((run) => row(run, open))));
+    show(answer.runs, open);
   } catch (error) {
     told = error.message;
   }
