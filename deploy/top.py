@@ -5,6 +5,7 @@ Owns what a rate is and how it looks at 80 columns and more. Asks nobody (comman
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from blockyard.deploy.views import state_text
@@ -60,12 +61,13 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
     load = worker.load
     base = cluster_pb2.WorkerLoad() if before is None else before
     prompt, cached = load.prompt_tokens - base.prompt_tokens, load.cached_tokens - base.cached_tokens
-    if not prompt:
+    if prompt <= 0 or not 0 <= cached <= prompt:
         prompt, cached = load.prompt_tokens, load.cached_tokens
     has_rate = before is not None and seconds > 0
 
     def rate(total: int, earlier: int) -> float:
-        return (total - earlier) / seconds if has_rate else 0.0
+        # Two routers may answer in the wrong order, and a new life counts from 0: then nothing is known.
+        return max(total - earlier, 0) / seconds if has_rate else 0.0
 
     return WorkerRow(
         worker=worker.worker_id,
@@ -102,8 +104,8 @@ def as_document(now: Look, rows: Sequence[WorkerRow]) -> dict[str, Any]:
 
 
 def sparkline(rates: Sequence[float], columns: int) -> str:
-    """The last ones, one a column, against the largest of them."""
-    shown = rates[-columns:]
+    """The last ones, one a column, against the largest of them. A negative or infinite one, and NaN, is 0."""
+    shown = [rate if isfinite(rate) and rate > 0 else 0.0 for rate in rates[-columns:]]
     most = max(shown, default=0.0)
     return "".join(SPARKS[int(rate / most * (len(SPARKS) - 1)) if most else 0] for rate in shown)
 
