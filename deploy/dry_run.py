@@ -11,6 +11,7 @@ from typing import Any
 from blockyard.deploy import doctor, effective, nodes, on_ray, preflight, redis_given, views
 from blockyard.deploy.cluster import refuse_if_up
 from blockyard.deploy.findings import Finding, exit_code
+from blockyard.deploy.quantities import counted
 from blockyard.deploy.settings import masked
 from blockyard.deploy.shape import Shape, room_on, shape_of
 from blockyard.deploy.state import ClusterState
@@ -118,7 +119,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     else:
         yield "workers    none: see the checks"
     for number, node in enumerate(plan.nodes):
-        workers = f", {node.workers} workers" if plan.shape is not None else ""
+        workers = f", {counted(node.workers, 'worker')}" if plan.shape is not None else ""
         yield f"node {number}     {node.cpus:g} CPUs{workers}"
     dtype = plan.dtype or "what the worker's node decides; the worker logs it"
     yield f"data type  {dtype}"

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from blockyard.deploy.views import state_text
+from blockyard.deploy.quantities import counted
+from blockyard.deploy.views import ANY_WIDTH, state_text
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -122,11 +123,12 @@ def screen(
     info = now.info
     index = cluster_pb2.IndexState.Name(info.index_state).removeprefix("INDEX_STATE_")
     head = Text(
-        f"{info.cluster}: {info.model.id} on {info.workers_ready} of {info.workers_known} workers", "bold"
+        f"{info.cluster}: {info.model.id} on {info.workers_ready} of {counted(info.workers_known, 'worker')}",
+        "bold",
     )
     totals = Text(
         f"router: {info.requests_running} running, {info.requests_waiting} waiting, "
-        f"{info.migrations} migrations; index {index}"
+        f"{counted(info.migrations, 'migration')}; index {index}"
     )
     latest = rates[-1] if rates else 0.0
     told = f"{latest:>9,.0f} tokens/s "
@@ -139,10 +141,11 @@ def screen(
 
 
 def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
-    is_wide = columns >= WIDE_COLUMNS
+    is_wide, is_unbounded = columns >= WIDE_COLUMNS, columns >= ANY_WIDTH
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=16)
-    table.add_column("state", no_wrap=True, overflow="ellipsis", max_width=40 if is_wide else 10)
+    widest = (None, None) if is_unbounded else (16, 40 if is_wide else 10)
+    for heading, most in zip(("worker", "state"), widest, strict=True):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", max_width=most)
     table.add_column("run", justify="right", no_wrap=True)
     table.add_column("wait", justify="right", no_wrap=True)
     table.add_column("KV used", no_wrap=True)

@@ -7,6 +7,7 @@ from typing import Any
 from blockyard.deploy.bench.machine import machine, versions
 from blockyard.deploy.bench.measures import PERCENTILES, Objectives, Spread
 from blockyard.deploy.bench.summaries import Summary, Traffic, summary, together
+from blockyard.deploy.quantities import counted
 from blockyard.deploy.views import plain_table
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -79,7 +80,7 @@ def _about(setting: Mapping[str, Any]) -> str:
         if rate is None
         else f"{rate:g}/s by chance"
     )
-    workers = "" if cluster["workers"] is None else f" on {cluster['workers']} workers"
+    workers = "" if cluster["workers"] is None else f" on {counted(cluster['workers'], 'worker')}"
     return f"{setting['workload']}: {setting['about']}; {pace}, seed {setting['seed']}; {cluster['model']}{workers}"
 
 
@@ -104,14 +105,15 @@ def _summary_view(found: Summary) -> list[RenderableType]:
 
 def _counts(found: Summary) -> str:
     failed = ", ".join(f"{count} {reason}" for reason, count in found.failed.items()) or "none failed"
-    unsent = f", {found.unsent} turns not sent after those" if found.unsent else ""
+    unsent = f", {counted(found.unsent, 'turn')} not sent after those" if found.unsent else ""
     goodput = "" if found.goodput_per_second is None else f", goodput {found.goodput_per_second:.2f}/s"
     return (
-        f"{found.finished} requests finished in {found.seconds:.1f} s, {failed}{unsent}; "
-        f"{found.migrations} migrations\n"
+        f"{counted(found.finished, 'request')} finished in {found.seconds:.1f} s, {failed}{unsent}; "
+        f"{counted(found.migrations, 'migration')}\n"
         f"{found.requests_per_second:.2f} requests/s{goodput}, {found.input_tokens_per_second:.0f} tokens/s in, "
         f"{found.output_tokens_per_second:.0f} tokens/s out\n"
-        f"hit rate {_rate(found.hit_rate)}, promised by the index {_rate(found.predicted_hit_rate)}"
+        f"hit rate {_rate(found.hit_rate)} (prompt tokens read from cached blocks, of all), "
+        f"promised by the index {_rate(found.predicted_hit_rate)}"
     )
 
 
