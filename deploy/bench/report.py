@@ -1,6 +1,6 @@
 """How a benchmark's result looks: tables for people, one document for programs. Pure: prints nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,13 +118,30 @@ def _counts(found: Summary) -> str:
 
 
 def _warnings(found: Summary) -> list[RenderableType]:
+    return [Text(text, style="yellow") for text in (*_other_counts(found), *_lateness(found))]
+
+
+def _other_counts(found: Summary) -> Iterator[str]:
+    """A line where the server counted other tokens than were planned, as for words that its tokeniser splits."""
+    planned = (found.planned_prompt_tokens, found.planned_output_tokens)
+    by_server = (found.prompt_tokens, found.output_tokens)
+    if planned != by_server:
+        ratios = [
+            f"{part / whole:.2f}" if whole else "-" for part, whole in zip(by_server, planned, strict=True)
+        ]
+        yield (
+            f"the server counted {by_server[0]:,} tokens in and {by_server[1]:,} out; planned were {planned[0]:,} and "
+            f"{planned[1]:,} ({ratios[0]} and {ratios[1]} of each). Rates and latencies are by the server's count"
+        )
+
+
+def _lateness(found: Summary) -> Iterator[str]:
     if not found.is_behind:
-        return []
-    text = (
+        return
+    yield (
         f"this generator was behind: it sent requests {_ms(found.lag_ms.p50)} ms late (p50), {_ms(found.lag_ms.p99)} "
         "(p99). The load was not what was asked for: use another machine, or a lower rate"
     )
-    return [Text(text, style="yellow")]
 
 
 def _comparison(found: Result) -> RenderableType:

@@ -249,7 +249,7 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
     setting = {
         "cluster": told,
         "workload": workload.name,
-        "about": workload.about + (", a word for a token" if options.spells_words else ""),
+        "about": workload.about + (", a word for each planned token" if options.spells_words else ""),
         "seed": options.seed,
         "rounds": options.rounds,
         "concurrency": concurrency,
