@@ -63,6 +63,11 @@ async def test_every_number_above_and_on_a_card_says_what_it_is_to_whoever_point
     assert await page.evaluate(f"{silent}.map((e) => e.textContent)") == []
 
 
+async def test_the_link_to_rays_dashboard_says_where_its_token_is(page: Browser) -> None:
+    told = await page.evaluate("document.querySelector('.top a').title")
+    assert "`blockyard status` names the file" in told
+
+
 RUNS_OVER = """[...document.querySelectorAll('body *')]
   .filter((part) => !part.closest('.scroll table') && part.getBoundingClientRect().right > innerWidth + 0.5)
   .map((part) => `${part.tagName} ${part.id || part.className}`)"""
