@@ -110,7 +110,7 @@ def crowding(options: "UpOptions") -> str | None:
     if shape.num_cpus >= 1:
         return None
     return (
-        f"{shape.num_workers} workers share {cpus:g} CPU{'' if cpus == 1 else 's'}, {shape.num_cpus:.2g} of one each: "
+        f"{shape.num_workers} workers share {counted(cpus, 'CPU')}, {shape.num_cpus:.2g} of one each: "
         f"{counted(int(cpus), 'worker')} would have one each (--workers, --cpus-per-worker)"
     )
 

@@ -5,9 +5,10 @@ Pure.
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 worker`, `0 workers`, `1,024 workers`. For nouns whose plural has an s."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def counted(count: float, noun: str) -> str:
+    """`1 worker`, `0 workers`, `1,024 workers`, `0.5 CPUs`. For nouns whose plural has an s."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(count: float) -> str:

@@ -74,6 +74,6 @@ def _check_fits(
     if room < num_workers:
         nodes = ", ".join(f"{cpus:g}" for cpus in node_cpus)
         raise ClusterStartError(
-            f"no room for {counted(num_workers, 'worker')} of {cpus_each:g} CPUs each: "
+            f"no room for {counted(num_workers, 'worker')} of {counted(cpus_each, 'CPU')} each: "
             f"the nodes have {nodes} CPUs, room for {room} (--workers, --cpus-per-worker)"
         )

@@ -11,6 +11,11 @@ def test_one_is_singular(count: int, told: str) -> None:
     assert counted(count, "worker") == told
 
 
+@pytest.mark.parametrize(("count", "told"), [(1.0, "1 CPU"), (0.5, "0.5 CPUs"), (2.0, "2 CPUs")])
+def test_shares_are_counted_as_well(count: float, told: str) -> None:
+    assert counted(count, "CPU") == told
+
+
 @pytest.mark.parametrize(
     ("count", "told"),
     [
