@@ -22,6 +22,8 @@ OUT_OF_REACH = frozenset({"NO_CONNECTION", "NO_TLS", "NOT_HTTP"})
 """These reasons end a run, since no line would be answered now."""
 RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """In seconds. Each is multiplied by a random factor of 0.5 to 1.5."""
+MOST_REASON_CHARACTERS = 300
+"""A server may tell a long story."""
 STREAMS = "a batch has whole answers: leave stream out"
 
 
@@ -44,6 +46,15 @@ class Counts:
     """Answered by an earlier run."""
     succeeded: int = 0
     failed: int = 0
+    first_failure: str = ""
+    """Which line failed first in this run, and why."""
+
+    def count(self, custom_id: str | None, error: str) -> None:
+        """Counts one line; `error` is empty for one that was answered."""
+        self.failed += bool(error)
+        self.succeeded += not error
+        if error and not self.first_failure:
+            self.first_failure = f"{custom_id}: {' '.join(error.split())[:MOST_REASON_CHARACTERS]}"
 
 
 def read_lines(texts: Iterable[str]) -> Iterator[Line]:
@@ -148,9 +159,7 @@ async def run_batch(
                             raise
                         failure = error
                 write(result_line(line, answer, failure))
-                is_bad = bool(line.error) or failure is not None
-                counts.failed += is_bad
-                counts.succeeded += not is_bad
+                counts.count(line.custom_id, line.error or ("" if failure is None else str(failure)))
                 told()
 
         try:

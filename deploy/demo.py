@@ -20,7 +20,7 @@ from pathlib import Path
 from blockyard.deploy import on_ray, views
 from blockyard.deploy.cluster import down, leftovers, up
 from blockyard.deploy.demo_model.prompts import DEMO_GROUPS
-from blockyard.deploy.demo_traffic import Chat, chats_of, run_chats
+from blockyard.deploy.demo_traffic import ALONE_ROUNDS, Alone, Chat, chats_of, run_chats, time_alone
 from blockyard.deploy.interruption import end_like_ctrl_c
 from blockyard.deploy.options import model_path
 from blockyard.deploy.pool_map import cells_of_map, pool_map
@@ -39,7 +39,7 @@ from rich.text import Text
 CLUSTER = "demo"
 NUM_WORKERS = 2
 KV_CACHE_BYTES = 18 * 2**20
-"""384 blocks of this model in float32: small enough to see each."""
+"""384 blocks of this model in float32, 768 in bfloat16: few enough to see each."""
 AGREE_SECONDS = 5.0
 """A worker writes its map each second, and the dashboard reads it from the disk."""
 TOLD_CHATS = 6
@@ -127,6 +127,22 @@ def _show_chats(console: Console, cluster: ClusterState) -> None:
     reused = sum(1 for chat in followers if chat.finish is not None and chat.finish.cached_tokens > 0)
     moved = "" if reused == len(followers) else "; the others went where less was going on"
     console.print(f"{reused} of {len(followers)} reused the prompt that the first of their group left{moved}")
+    console.print(
+        f"their first tokens come late because these {len(followers)} came at once and waited for each other; "
+        "the first of each group found idle workers",
+        soft_wrap=True,
+    )
+    if (alone := asyncio.run(time_alone(routers, chats[0]))) is not None:
+        console.print(alone_line(alone), soft_wrap=True)
+
+
+def alone_line(alone: Alone) -> str:
+    """Compares the same request, alone on the cluster, with and without its prompt in the cache."""
+    new_ms, cached_ms = 1000 * alone.new_seconds, 1000 * alone.cached_seconds
+    return (
+        f"one request alone, median of {ALONE_ROUNDS}: first token after {new_ms:.0f} ms with nothing cached, "
+        f"after {cached_ms:.0f} ms with {alone.cached_tokens} of its {alone.prompt_tokens} prompt tokens cached"
+    )
 
 
 def _panel(chats: list[Chat]) -> Table:

@@ -1,4 +1,5 @@
-"""The demo's requests: four groups of chats, each under one system prompt, all in flight at once.
+"""The demo's requests: four groups of chats, each under one system prompt, all in flight at once; and afterwards one
+chat alone, with and without its prompt in the cache.
 
 Owns who asks what and when, and what came back. Does not own the cluster or how anything looks. Within a
 group the first request leads: the others follow when its first token is there, which is when its prompt's
@@ -6,15 +7,20 @@ blocks can be found.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from blockyard.deploy.demo_model.prompts import DemoGroup
 from blockyard.router.client import AsyncClient, Finish
 
 MAX_TOKENS = 64
 TEMPERATURE = 0.7
+ALONE_ROUNDS = 5
+INDEX_SECONDS = 0.2
+"""A worker publishes its new blocks meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,13 +83,67 @@ async def run_chats(routers: Sequence[str], chats: Sequence[Chat], on_text: Call
                 requests.create_task(_run_chat(client, chat, on_text))
 
 
-async def _run_chat(client: AsyncClient, chat: Chat, on_text: Callable[[Chat], None]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """Medians of requests that had the cluster to themselves, in seconds to the first token."""
+
+    new_seconds: float
+    """With nothing of the prompt cached."""
+    cached_seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+async def time_alone(routers: Sequence[str], question: Chat) -> Alone | None:
+    """Asks the same question twice, again and again, each time under a cache salt of its own: first nothing of it is
+    cached, then all full blocks are. None where they were not found."""
+    pairs: list[tuple[Chat, Chat]] = []
+    async with AsyncClient(routers) as client:
+        for _ in range(ALONE_ROUNDS):
+            salt = f"demo-{secrets.token_hex(8)}"
+            new, again = (
+                Chat(
+                    name=question.name,
+                    group=question.group,
+                    number=question.number,
+                    system_prompt=question.system_prompt,
+                    question=question.question,
+                )
+                for _ in range(2)
+            )
+            await _run_chat(client, new, lambda chat: None, cache_salt=salt, max_tokens=1)
+            await asyncio.sleep(INDEX_SECONDS)
+            await _run_chat(client, again, lambda chat: None, cache_salt=salt, max_tokens=1)
+            if again.finish is not None and again.finish.cached_tokens:
+                pairs.append((new, again))
+    if not pairs:
+        return None
+    finish = pairs[0][1].finish
+    assert finish is not None
+    return Alone(
+        new_seconds=median(new.time_to_first_token_seconds or 0.0 for new, _ in pairs),
+        cached_seconds=median(again.time_to_first_token_seconds or 0.0 for _, again in pairs),
+        prompt_tokens=finish.prompt_tokens,
+        cached_tokens=finish.cached_tokens,
+    )
+
+
+async def _run_chat(
+    client: AsyncClient,
+    chat: Chat,
+    on_text: Callable[[Chat], None],
+    *,
+    cache_salt: str | None = None,
+    max_tokens: int = MAX_TOKENS,
+) -> None:
     messages = [
         {"role": "system", "content": chat.system_prompt},
         {"role": "user", "content": chat.question},
     ]
     asked_at = time.monotonic()
-    async for delta in client.stream(messages=messages, max_tokens=MAX_TOKENS, temperature=TEMPERATURE):
+    async for delta in client.stream(
+        messages=messages, max_tokens=max_tokens, temperature=TEMPERATURE, cache_salt=cache_salt
+    ):
         if chat.time_to_first_token_seconds is None and delta.token_ids:
             chat.time_to_first_token_seconds = time.monotonic() - asked_at
         chat.text += delta.text

@@ -187,7 +187,7 @@ def _private_redis() -> Finding:
 
 def _model(model: str) -> Iterator[Finding]:
     from blockyard.deploy.hub import hub_files, is_on_hub
-    from blockyard.deploy.pool_map import format_bytes
+    from blockyard.deploy.quantities import format_bytes
     from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
 
     try:

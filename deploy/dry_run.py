@@ -11,6 +11,7 @@ from typing import Any
 from blockyard.deploy import doctor, effective, nodes, on_ray, preflight, redis_given, views
 from blockyard.deploy.cluster import refuse_if_up
 from blockyard.deploy.findings import Finding, exit_code
+from blockyard.deploy.quantities import counted
 from blockyard.deploy.settings import masked
 from blockyard.deploy.shape import Shape, room_on, shape_of
 from blockyard.deploy.state import ClusterState
@@ -114,12 +115,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"cluster {plan.cluster} would serve {plan.model}; nothing has been started"
     if plan.shape is not None:
         gpu = ", a GPU" if plan.shape.num_gpus else ""
-        yield f"workers    {plan.shape.num_workers}, each with {plan.shape.num_cpus:g} CPUs{gpu}"
+        yield f"workers    {plan.shape.num_workers}, each with {counted(plan.shape.num_cpus, 'CPU')}{gpu}"
     else:
         yield "workers    none: see the checks"
     for number, node in enumerate(plan.nodes):
-        workers = f", {node.workers} workers" if plan.shape is not None else ""
-        yield f"node {number}     {node.cpus:g} CPUs{workers}"
+        workers = f", {counted(node.workers, 'worker')}" if plan.shape is not None else ""
+        yield f"node {number}     {counted(node.cpus, 'CPU')}{workers}"
     dtype = plan.dtype or "what the worker's node decides; the worker logs it"
     yield f"data type  {dtype}"
     if plan.blocks_of_worker is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from blockyard.deploy.interruption import raise_if_asked
-from blockyard.deploy.pool_map import format_bytes
+from blockyard.deploy.quantities import format_bytes
 from blockyard.deploy.serving import Progress, Report
 from blockyard.proto.model_files import CACHE_VARIABLE, TOKENIZER_FILES, hub_snapshot
 from blockyard.worker.model.config import (

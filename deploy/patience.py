@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 
 import click
+from blockyard.deploy.quantities import counted
 from blockyard.deploy.views import command_name, state_name
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import BlockyardError, Delta
@@ -59,8 +60,8 @@ def waiting_line(workers: Iterable[cluster_pb2.Worker], which: str) -> str:
     if ready:
         running, waiting = (sum(count) for count in zip(*map(_load, ready), strict=True))
         return (
-            f"no answer yet: {len(ready)} of {len(known)} workers take requests, with {running} running and {waiting} "
-            f"waiting there; `{command} top{which}` shows them"
+            f"no answer yet: {len(ready)} of {counted(len(known), 'worker')} take requests, "
+            f"with {running} running and {waiting} waiting there; `{command} top{which}` shows them"
         )
     states = ", ".join(f"{worker.worker_id or worker.address} {state_name(worker)}" for worker in known)
     drained = [worker for worker in known if worker.state == cluster_pb2.WORKER_STATE_DRAINING]

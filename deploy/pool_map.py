@@ -5,6 +5,7 @@ Owns the picture and its reading back from text; asks nobody and prints nothing.
 
 from collections.abc import Iterator
 
+from blockyard.deploy.quantities import format_bytes
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.worker.pool_map import (
     CACHED,
@@ -59,14 +60,6 @@ def host_lines(pool: cluster_pb2.BlockPool) -> list[str]:
     if load.swaps:
         parts.append(f"{load.swaps} of {load.preemptions} preemptions moved their blocks there")
     return [f"host memory: {'; '.join(parts)}"] if parts else []
-
-
-def format_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _map_rows(cells: str, scale: int) -> Iterator[Text]:

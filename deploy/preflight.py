@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE
 from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
-from blockyard.deploy.pool_map import format_bytes
+from blockyard.deploy.quantities import counted, format_bytes
 from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
 from blockyard.deploy.shared_port import can_bind, next_free, reserved_port
@@ -110,8 +110,8 @@ def crowding(options: "UpOptions") -> str | None:
     if shape.num_cpus >= 1:
         return None
     return (
-        f"{shape.num_workers} workers share {cpus:g} CPUs, {shape.num_cpus:.2g} of one each: {int(cpus)} workers "
-        "would have one each (--workers, --cpus-per-worker)"
+        f"{shape.num_workers} workers share {counted(cpus, 'CPU')}, {shape.num_cpus:.2g} of one each: "
+        f"{counted(int(cpus), 'worker')} would have one each (--workers, --cpus-per-worker)"
     )
 
 
@@ -119,7 +119,7 @@ def check_reachable(other_hosts: int, *, has_private_redis: bool) -> None:
     """Raises ClusterStartError where workers would be on machines that cannot reach the index."""
     if has_private_redis and other_hosts:
         raise ClusterStartError(
-            f"the Ray cluster has nodes on {other_hosts} other machine{'s' if other_hosts > 1 else ''}, which cannot "
+            f"the Ray cluster has nodes on {counted(other_hosts, 'other machine')}, which cannot "
             "reach a private Redis on this one's loopback: give --redis-url (BLOCKYARD_REDIS_URL)"
         )
 
@@ -172,7 +172,7 @@ def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
     has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed_bytes > has_bytes:
         raise ValueError(
-            f"{num_workers} worker{'s' if num_workers > 1 else ''} would need {format_bytes(needed_bytes)}, and this "
+            f"{counted(num_workers, 'worker')} would need {format_bytes(needed_bytes)}, and this "
             f"machine has {format_bytes(has_bytes)}: each holds {format_bytes(weights_bytes)} of weights and "
             f"{format_bytes(pool.total_bytes)} of KV cache (--kv-cache-memory, --workers)"
         )

@@ -57,7 +57,12 @@ class StageProgress:
             seconds = f"{time.monotonic() - self._stage_began_at:.0f} s so far"
             self._tell(f"{progress.stage}: {', '.join(filter(None, (progress.detail, seconds)))}")
         if progress.warning:
-            self._console.print(f"warning: {progress.warning}", style="bold yellow", markup=False)
+            self._console.print(
+                f"warning: {progress.warning}",
+                style="bold yellow",
+                markup=False,
+                soft_wrap=not self._console.is_terminal,
+            )
         if self._task is not None:
             self._bars.update(
                 self._task, completed=progress.done, total=progress.total, detail=progress.detail
@@ -74,7 +79,9 @@ class StageProgress:
     def _tell(self, line: str) -> None:
         self._told_at = time.monotonic()
         if not self._console.is_terminal:
-            self._console.print(f"[{self._told_at - self._started_at:5.1f} s] {line}", markup=False)
+            self._console.print(
+                f"[{self._told_at - self._started_at:5.1f} s] {line}", markup=False, soft_wrap=True
+            )
 
     def _finish_stage(self) -> None:
         assert self._task is not None

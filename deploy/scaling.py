@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from blockyard.deploy import on_ray, state
 from blockyard.deploy.places import SupervisorReport, taken_out_of
+from blockyard.deploy.quantities import counted
 from blockyard.deploy.serving import Progress, Report
 from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
 
@@ -24,7 +25,7 @@ class Scaled:
     """Of those that there are, who was drained and takes no requests. A scaling does not bring them back."""
 
     def line(self) -> str:
-        count = "1 worker" if len(self.workers) == 1 else f"{len(self.workers)} workers"
+        count = counted(len(self.workers), "worker")
         changes = [f"new: {', '.join(self.added)}"] if self.added else []
         changes += [f"gone: {', '.join(self.removed)}"] if self.removed else []
         told = "; ".join([f"{count} now", *changes]) if changes else f"nothing to do: {count}"
@@ -83,7 +84,7 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
     if room < missing:
         each = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
         raise ValueError(
-            f"{missing} more worker{'s' if missing > 1 else ''} of {each} each will not fit: the Ray cluster has "
+            f"{counted(missing, 'more worker')} of {each} each will not fit: the Ray cluster has "
             f"room for {room}: add a node, have an autoscaler add it (--wait-for-nodes), or bring the cluster up with "
             "smaller shares (--cpus-per-worker)"
         )

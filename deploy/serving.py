@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockyard.deploy import on_ray
+from blockyard.deploy.quantities import counted
 from blockyard.kernels import cpu_extension
 
 SERVE_SECONDS = 600.0
@@ -95,10 +96,10 @@ def wait_until_connected(num_workers: int, report: Report) -> None:
         if least.num_ready_workers >= num_workers:
             return
         done = least.num_ready_workers
-        detail = f"{done} of {num_workers} workers"
+        detail = f"{done} of {counted(num_workers, 'worker')}"
         report(Progress(stage="joining routers and workers", done=done, total=num_workers, detail=detail))
         if time.monotonic() > deadline:
             raise ClusterStartError(
-                f"{least.name} at {least.address} reaches {least.num_ready_workers} of {num_workers} workers"
+                f"{least.name} at {least.address} reaches {done} of {counted(num_workers, 'worker')}"
             )
         time.sleep(_POLL_SECONDS)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blockyard.deploy.quantities import counted
 from blockyard.deploy.serving import ClusterStartError
 
 if TYPE_CHECKING:
@@ -73,6 +74,6 @@ def _check_fits(
     if room < num_workers:
         nodes = ", ".join(f"{cpus:g}" for cpus in node_cpus)
         raise ClusterStartError(
-            f"{num_workers} workers of {cpus_each:g} CPUs each do not fit: the nodes have {nodes} CPUs, room for "
-            f"{room} (--workers, --cpus-per-worker)"
+            f"no room for {counted(num_workers, 'worker')} of {counted(cpus_each, 'CPU')} each: "
+            f"the nodes have {nodes} CPUs, room for {room} (--workers, --cpus-per-worker)"
         )

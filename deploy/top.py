@@ -5,9 +5,11 @@ Owns what a rate is and how it looks at 80 columns and more. Asks nobody (comman
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
-from blockyard.deploy.views import state_text
+from blockyard.deploy.quantities import counted
+from blockyard.deploy.views import ANY_WIDTH, state_text
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -60,12 +62,13 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
     load = worker.load
     base = cluster_pb2.WorkerLoad() if before is None else before
     prompt, cached = load.prompt_tokens - base.prompt_tokens, load.cached_tokens - base.cached_tokens
-    if not prompt:
+    if prompt <= 0 or not 0 <= cached <= prompt:
         prompt, cached = load.prompt_tokens, load.cached_tokens
     has_rate = before is not None and seconds > 0
 
     def rate(total: int, earlier: int) -> float:
-        return (total - earlier) / seconds if has_rate else 0.0
+        # Two routers may answer in the wrong order, and a new life counts from 0: then nothing is known.
+        return max(total - earlier, 0) / seconds if has_rate else 0.0
 
     return WorkerRow(
         worker=worker.worker_id,
@@ -102,8 +105,8 @@ def as_document(now: Look, rows: Sequence[WorkerRow]) -> dict[str, Any]:
 
 
 def sparkline(rates: Sequence[float], columns: int) -> str:
-    """The last ones, one a column, against the largest of them."""
-    shown = rates[-columns:]
+    """The last ones, one a column, against the largest of them. A negative or infinite one, and NaN, is 0."""
+    shown = [rate if isfinite(rate) and rate > 0 else 0.0 for rate in rates[-columns:]]
     most = max(shown, default=0.0)
     return "".join(SPARKS[int(rate / most * (len(SPARKS) - 1)) if most else 0] for rate in shown)
 
@@ -120,11 +123,12 @@ def screen(
     info = now.info
     index = cluster_pb2.IndexState.Name(info.index_state).removeprefix("INDEX_STATE_")
     head = Text(
-        f"{info.cluster}: {info.model.id} on {info.workers_ready} of {info.workers_known} workers", "bold"
+        f"{info.cluster}: {info.model.id} on {info.workers_ready} of {counted(info.workers_known, 'worker')}",
+        "bold",
     )
     totals = Text(
         f"router: {info.requests_running} running, {info.requests_waiting} waiting, "
-        f"{info.migrations} migrations; index {index}"
+        f"{counted(info.migrations, 'migration')}; index {index}"
     )
     latest = rates[-1] if rates else 0.0
     told = f"{latest:>9,.0f} tokens/s "
@@ -137,10 +141,11 @@ def screen(
 
 
 def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
-    is_wide = columns >= WIDE_COLUMNS
+    is_wide, is_unbounded = columns >= WIDE_COLUMNS, columns >= ANY_WIDTH
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=16)
-    table.add_column("state", no_wrap=True, overflow="ellipsis", max_width=40 if is_wide else 10)
+    widest = (None, None) if is_unbounded else (16, 40 if is_wide else 10)
+    for heading, most in zip(("worker", "state"), widest, strict=True):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", max_width=most)
     table.add_column("run", justify="right", no_wrap=True)
     table.add_column("wait", justify="right", no_wrap=True)
     table.add_column("KV used", no_wrap=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from blockyard.deploy.dashboard.sign_in import page_url
 from blockyard.deploy.findings import Finding
+from blockyard.deploy.quantities import counted, format_bytes, short_decimal
 from blockyard.deploy.size import ModelSize
 from blockyard.deploy.state import ClusterState
 from blockyard.proto.loopback import is_loopback
@@ -40,11 +41,15 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
 
 
 ANY_WIDTH = 10_000
+"""In columns: wide enough that nothing is cut or folded."""
+NO_WORKER = "No worker is registered with this router. `blockyard status` says what each is doing."
 _PHASE_STYLES = {"serving": "green", "not answering": "red", "waiting": "red", "stopped": "red"}
 
 
 def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
     workers = list(workers)
+    if not workers:
+        return Text(NO_WORKER, "yellow")
     # Most clusters have no host cache and enough memory: then these columns would only take room.
     extra = [
         (heading, count)
@@ -136,7 +141,7 @@ def _curl(url: str, options: "UpOptions") -> str:
 
 
 def _first_line(cluster: ClusterState) -> str:
-    workers = "1 worker" if cluster.num_workers == 1 else f"{cluster.num_workers} workers"
+    workers = counted(cluster.num_workers, "worker")
     if not is_loopback(cluster.host):
         reach = f"for whoever reaches {cluster.host}"
     elif cluster.head is None:
@@ -257,15 +262,12 @@ def _places_table(places: Iterable["Place"], nodes: Sequence["RayNode"]) -> Rend
 def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:
     index = "answers" if info.index_available else "is away: placement goes by load"
     return (
-        f"{info.model.id} on {info.workers_ready} of {num_workers} workers, policy {info.policy}, "
+        f"{info.model.id} on {info.workers_ready} of {counted(num_workers, 'worker')}, policy {info.policy}, "
         f"{info.requests_running} running, {info.requests_waiting} waiting; the prefix index {index}"
     )
 
 
 def size_view(sized: ModelSize) -> RenderableType:
-    # Here, because the commands that call a cluster do without what this needs.
-    from blockyard.deploy.pool_map import format_bytes
-
     kv = sized.kv
     rows = [
         ("data type", str(sized.dtype)),
@@ -276,18 +278,16 @@ def size_view(sized: ModelSize) -> RenderableType:
         ("tokens", f"{kv.num_tokens:,}"),
         (
             "requests at once",
-            f"{kv.max_concurrency(sized.max_model_len):,.2f} of {sized.max_model_len:,} tokens",
+            f"{short_decimal(kv.max_concurrency(sized.max_model_len))} of {sized.max_model_len:,} tokens",
         ),
     ]
     return plain_table(("a worker holds", Path(sized.model).name), rows)
 
 
 def finish_line(finish: Finish) -> str:
-    moved = (
-        f", {finish.migrations} migration{'s' if finish.migrations > 1 else ''}" if finish.migrations else ""
-    )
+    moved = f", {counted(finish.migrations, 'migration')}" if finish.migrations else ""
     return (
-        f"[{finish.worker_id}: {finish.prompt_tokens} prompt tokens, {finish.cached_tokens} cached, "
+        f"[{finish.worker_id}: {counted(finish.prompt_tokens, 'prompt token')}, {finish.cached_tokens} cached, "
         f"{finish.completion_tokens} generated in {finish.total_seconds:.2f} s, first after "
         f"{finish.time_to_first_token_seconds * 1000:.0f} ms, {finish.reason}, seed {finish.seed}{moved}]"
     )

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 0.005
 ALARM_SECONDS = 0.05
+START_SECONDS = 60.0
+"""While a router starts, workers load their models on the same cores, and pauses are usual."""
+START_ALARM_SECONDS = 1.0
 ALARM_PAUSE_SECONDS = 10.0
 """Between two warnings at least."""
 
@@ -61,6 +64,7 @@ class LoopWatch:
         self._thread_clock = thread_clock
         self._seen = Lateness()
         self._alarm_at = -math.inf
+        self._started_at = clock()
 
     @property
     def seen(self) -> Lateness:
@@ -90,8 +94,10 @@ class LoopWatch:
             worst_seconds=max(seen.worst_seconds, pause_seconds),
             worst_computing_seconds=max(seen.worst_computing_seconds, min(computing_seconds, pause_seconds)),
         )
-        if pause_seconds > ALARM_SECONDS and self._clock() - self._alarm_at >= ALARM_PAUSE_SECONDS:
-            self._alarm_at = self._clock()
+        now = self._clock()
+        alarm_seconds = START_ALARM_SECONDS if now - self._started_at < START_SECONDS else ALARM_SECONDS
+        if pause_seconds > alarm_seconds and now - self._alarm_at >= ALARM_PAUSE_SECONDS:
+            self._alarm_at = now
             logger.warning(
                 "the event loop stood still for %.0f ms and computed for %.0f ms of it",
                 pause_seconds * 1000,

@@ -28,7 +28,10 @@ class Sample:
     sent: float
     arrivals: list[float] = field(default_factory=list)
     """Of each message with tokens in it."""
+    planned_prompt_tokens: int = 0
+    planned_output_tokens: int = 0
     prompt_tokens: int = 0
+    """By the server's own count."""
     output_tokens: int = 0
     cached_tokens: int = 0
     worker: str = ""

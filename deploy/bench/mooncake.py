@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from blockyard.deploy.bench.requests import PlannedRequest, Run, Tokens, Workload
+from blockyard.deploy.quantities import counted
 
 TRACE_BLOCK_TOKENS = 512
 MAX_ARRIVAL_SECONDS = 1e6
@@ -103,7 +104,9 @@ def read_trace(
             )
         except ValueError as error:
             raise ValueError(f"{path.name}, line {number + 1}: {error}") from None
-    about = f"{path.stem}, {len(requests)} requests" + (f", {speed:g} times as fast" if speed != 1 else "")
+    about = f"{path.stem}, {counted(len(requests), 'request')}" + (
+        f", {speed:g} times as fast" if speed != 1 else ""
+    )
     return Workload(name=path.stem, about=about, requests=tuple(requests))
 
 

@@ -12,6 +12,7 @@ from random import Random
 from blockyard.deploy.bench.conversations import Conversation, conversations
 from blockyard.deploy.bench.lengths import Lengths
 from blockyard.deploy.bench.requests import PlannedRequest, Run, Tokens, Workload, poisson
+from blockyard.deploy.quantities import counted
 
 
 def at_once() -> Iterator[float]:
@@ -37,7 +38,7 @@ def random_prompts(
         )
         for number, arrival in enumerate(islice(arrivals, num_requests))
     ]
-    about = f"{num_requests} requests, {prompt.text} tokens in, {output.text} out, nothing shared"
+    about = f"{counted(num_requests, 'request')}, {prompt.text} tokens in, {output.text} out, nothing shared"
     return Workload(name="random", about=about, requests=tuple(requests))
 
 
@@ -67,8 +68,8 @@ def shared_prefix(
         for number, group, arrival in zip(count(), [*range(num_groups), *followers], arrivals, strict=False)
     ]
     about = (
-        f"{num_groups} groups of 1 + {num_followers} requests, {prefix.text} shared + {question.text} own tokens in, "
-        f"{output.text} out"
+        f"{counted(num_groups, 'group')} of 1 + {num_followers} requests, "
+        f"{prefix.text} shared + {question.text} own tokens in, {output.text} out"
     )
     return Workload(name="shared-prefix", about=about, requests=tuple(requests))
 
@@ -77,7 +78,9 @@ def chats(arrivals: Iterator[float], seed: int, *, num_sessions: int, kind: Conv
     """Conversations of several turns; a turn waits for the answer before it, and has it in its prompt."""
     requests = conversations(kind, islice(arrivals, num_sessions), Random(f"chat {seed}"))
     low, high = kind.num_turns
-    about = f"{num_sessions} chats of {low}-{high} turns on {kind.num_systems} system prompts of {kind.system_tokens}"
+    turns = counted(high, "turn") if low == high else f"{low}-{high} turns"
+    systems = counted(kind.num_systems, "system prompt")
+    about = f"{counted(num_sessions, 'chat')} of {turns} on {systems} of {kind.system_tokens} tokens"
     return Workload(name="chat", about=about, requests=requests)
 
 

@@ -1,12 +1,13 @@
 """How a benchmark's result looks: tables for people, one document for programs. Pure: prints nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from blockyard.deploy.bench.machine import machine, versions
 from blockyard.deploy.bench.measures import PERCENTILES, Objectives, Spread
 from blockyard.deploy.bench.summaries import Summary, Traffic, summary, together
+from blockyard.deploy.quantities import counted
 from blockyard.deploy.views import plain_table
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -79,7 +80,7 @@ def _about(setting: Mapping[str, Any]) -> str:
         if rate is None
         else f"{rate:g}/s by chance"
     )
-    workers = "" if cluster["workers"] is None else f" on {cluster['workers']} workers"
+    workers = "" if cluster["workers"] is None else f" on {counted(cluster['workers'], 'worker')}"
     return f"{setting['workload']}: {setting['about']}; {pace}, seed {setting['seed']}; {cluster['model']}{workers}"
 
 
@@ -104,25 +105,43 @@ def _summary_view(found: Summary) -> list[RenderableType]:
 
 def _counts(found: Summary) -> str:
     failed = ", ".join(f"{count} {reason}" for reason, count in found.failed.items()) or "none failed"
-    unsent = f", {found.unsent} turns not sent after those" if found.unsent else ""
+    unsent = f", {counted(found.unsent, 'turn')} not sent after those" if found.unsent else ""
     goodput = "" if found.goodput_per_second is None else f", goodput {found.goodput_per_second:.2f}/s"
     return (
-        f"{found.finished} requests finished in {found.seconds:.1f} s, {failed}{unsent}; "
-        f"{found.migrations} migrations\n"
+        f"{counted(found.finished, 'request')} finished in {found.seconds:.1f} s, {failed}{unsent}; "
+        f"{counted(found.migrations, 'migration')}\n"
         f"{found.requests_per_second:.2f} requests/s{goodput}, {found.input_tokens_per_second:.0f} tokens/s in, "
         f"{found.output_tokens_per_second:.0f} tokens/s out\n"
-        f"hit rate {_rate(found.hit_rate)}, promised by the index {_rate(found.predicted_hit_rate)}"
+        f"hit rate {_rate(found.hit_rate)} (prompt tokens read from cached blocks, of all), "
+        f"promised by the index {_rate(found.predicted_hit_rate)}"
     )
 
 
 def _warnings(found: Summary) -> list[RenderableType]:
+    return [Text(text, style="yellow") for text in (*_other_counts(found), *_lateness(found))]
+
+
+def _other_counts(found: Summary) -> Iterator[str]:
+    """A line where the server counted other tokens than were planned, as for words that its tokeniser splits."""
+    planned = (found.planned_prompt_tokens, found.planned_output_tokens)
+    by_server = (found.prompt_tokens, found.output_tokens)
+    if planned != by_server:
+        ratios = [
+            f"{part / whole:.2f}" if whole else "-" for part, whole in zip(by_server, planned, strict=True)
+        ]
+        yield (
+            f"the server counted {by_server[0]:,} tokens in and {by_server[1]:,} out; planned were {planned[0]:,} and "
+            f"{planned[1]:,} ({ratios[0]} and {ratios[1]} of each). Rates and latencies are by the server's count"
+        )
+
+
+def _lateness(found: Summary) -> Iterator[str]:
     if not found.is_behind:
-        return []
-    text = (
+        return
+    yield (
         f"this generator was behind: it sent requests {_ms(found.lag_ms.p50)} ms late (p50), {_ms(found.lag_ms.p99)} "
         "(p99). The load was not what was asked for: use another machine, or a lower rate"
     )
-    return [Text(text, style="yellow")]
 
 
 def _comparison(found: Result) -> RenderableType:

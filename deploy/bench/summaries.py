@@ -13,6 +13,7 @@ BEHIND_SECONDS = 0.05
 _PLAIN = (
     *("seconds", "finished", "failed", "unsent", "migrations"),
     *("requests_per_second", "input_tokens_per_second", "output_tokens_per_second", "goodput_per_second"),
+    *("prompt_tokens", "planned_prompt_tokens", "output_tokens", "planned_output_tokens"),
     *("hit_rate", "predicted_hit_rate"),
 )
 """Of a summary, what its document has as it is."""
@@ -78,6 +79,11 @@ class Summary:
     failed: dict[str, int]
     """By reason."""
     unsent: int
+    prompt_tokens: int
+    """Of finished requests, by the server's count."""
+    planned_prompt_tokens: int
+    output_tokens: int
+    planned_output_tokens: int
     latencies_ms: dict[str, Spread]
     """ttft, tpot, itl, e2el."""
     requests_per_second: float
@@ -110,6 +116,7 @@ def summary(traffic: Traffic, objectives: Objectives) -> Summary:
     done = finished(traffic.samples)
     seconds = traffic.seconds
     prompt_tokens = sum(sample.prompt_tokens for sample in done)
+    output_tokens = sum(sample.output_tokens for sample in done)
     good = sum(objectives.kept_by(sample) for sample in done)
     promised = traffic.promised_tokens
     return Summary(
@@ -117,6 +124,10 @@ def summary(traffic: Traffic, objectives: Objectives) -> Summary:
         finished=len(done),
         failed=dict(Counter(sample.error for sample in traffic.samples if sample.error).most_common()),
         unsent=traffic.unsent,
+        prompt_tokens=prompt_tokens,
+        planned_prompt_tokens=sum(sample.planned_prompt_tokens for sample in done),
+        output_tokens=output_tokens,
+        planned_output_tokens=sum(sample.planned_output_tokens for sample in done),
         latencies_ms={
             "ttft": Spread.of(sample.ttft for sample in done),
             "tpot": _tpots(done),
@@ -125,7 +136,7 @@ def summary(traffic: Traffic, objectives: Objectives) -> Summary:
         },
         requests_per_second=_per(len(done), seconds),
         input_tokens_per_second=_per(prompt_tokens, seconds),
-        output_tokens_per_second=_per(sum(sample.output_tokens for sample in done), seconds),
+        output_tokens_per_second=_per(output_tokens, seconds),
         goodput_per_second=_per(good, seconds) if objectives.are_given else None,
         hit_rate=hit_rate(done),
         predicted_hit_rate=promised / prompt_tokens if promised is not None and prompt_tokens else None,

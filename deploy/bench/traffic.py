@@ -79,6 +79,12 @@ class _Sender:
     async def _request(self, request: PlannedRequest, due: float | None) -> Sample:
         send = self._ask(request)
         sent = time.monotonic()
-        sample = Sample(number=request.number, due=sent if due is None else due, sent=sent)
+        sample = Sample(
+            number=request.number,
+            due=sent if due is None else due,
+            sent=sent,
+            planned_prompt_tokens=request.prompt_tokens,
+            planned_output_tokens=request.output.length,
+        )
         await send(sample)
         return sample

@@ -35,7 +35,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
     required=True,
     help="One answer a line, as they come. Lines that it has already are not asked again.",
 )
-@click.option("--url", metavar="URL", help="Of a server of OpenAI's API. Default: the cluster's gateway.")
+@click.option(
+    "--url",
+    metavar="URL",
+    help="Of a server of OpenAI's API. Default: the cluster's own (`up --http-port`).",
+)
 @click.option(
     "--concurrency",
     type=click.IntRange(1, 1000),
@@ -59,8 +63,8 @@ def run_batch(
     """Answer a file of requests in OpenAI's batch format, for /v1/completions and /v1/chat/completions.
 
     A run that was interrupted goes on where it ended: give the same files. A line that cannot be sent, or that the
-    server refuses, becomes an error in the output. Exit code 1 if there was one."""
-    is_ours, url = url is None, url or _gateway(cluster)
+    server refuses, becomes an error in the output. Exit code 1 if there was one; the first is printed."""
+    is_ours, url = url is None, url or _own_url(cluster)
     with target.open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,6 +76,8 @@ def run_batch(
         f"{counts.succeeded} answered, {counts.failed} failed, {counts.skipped} there already, in {target}",
         err=True,
     )
+    if counts.first_failure:
+        click.echo(f"the first that failed, {counts.first_failure}", err=True)
     sys.exit(1 if counts.failed else 0)
 
 
@@ -103,11 +109,14 @@ def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], Ope
     return counts
 
 
-def _gateway(cluster: str) -> str:
-    """Return the URL of the cluster's gateway. Raises ValueError for a cluster without one."""
+def _own_url(cluster: str) -> str:
+    """Return the URL of the cluster's HTTP API. Raises ValueError for a cluster without one."""
     remembered = state.load(cluster)
     if not remembered.gateways:
-        raise ValueError(f"cluster {cluster!r} has no gateway (`up --http-port 0`): name a server with --url")
+        raise ValueError(
+            f"cluster {cluster!r} serves no HTTP: start it with `serve`, or with `up --http-port 8000`, or name "
+            "another server with --url"
+        )
     with wrong_values_are_usage():
         scheme = "http" if client_connection()["tls"] is None else "https"
     return f"{scheme}://{remembered.gateways[0]}"

@@ -60,11 +60,19 @@ class _Workloads(click.Group):
         told = [error.message]
         if owners:
             told.append(f"It stands after a workload that has it: {', '.join(owners)}.")
-        if error.option_name == "--num-requests":
+        # `bench random` itself has the right option among the possibilities, which click names.
+        is_other_name = error.option_name in _OTHER_NAMES and "--num-requests" not in (
+            error.possibilities or ()
+        )
+        if is_other_name:
+            told.append("`bench random` has --num-requests.")
+        if is_other_name or error.option_name == "--num-requests":
             told.append(_COUNTS)
         return click.NoSuchOption(error.option_name, " ".join(told), error.possibilities, error.ctx)
 
 
+_OTHER_NAMES = ("--requests", "--num-prompts")
+"""What people try: the short form, and the name that vLLM's `bench serve` has."""
 _COUNTS = (
     "The others have as many requests as follows: `bench shared-prefix` from --groups times (1 + --followers), "
     "`bench chat` from --sessions and --turns, `bench trace` from its file and --seconds."
@@ -241,7 +249,7 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
     setting = {
         "cluster": told,
         "workload": workload.name,
-        "about": workload.about + (", a word for a token" if options.spells_words else ""),
+        "about": workload.about + (", a word for each planned token" if options.spells_words else ""),
         "seed": options.seed,
         "rounds": options.rounds,
         "concurrency": concurrency,

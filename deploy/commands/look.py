@@ -14,7 +14,11 @@ from blockyard.worker.pool_map import block_cells
 @connection_options
 @output_option
 def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """The workers as a router sees them."""
+    """The workers as a router sees them.
+
+    \b
+    free, cached, used  blocks of its KV cache: cached ones hold a prefix that requests can reuse
+    hit rate            prompt tokens read from cached blocks, of all since its start"""
     with asking(cluster, routers) as client:
         known = client.list_workers()
     show(output, [as_dict(worker) for worker in known], views.workers_table(known))
@@ -34,6 +38,8 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
     if output == "json":
         show(output, [{**as_dict(pool), "cells": block_cells(pool)} for pool in pools], "")
         return
+    if not pools:
+        console().print(views.workers_table(()))
     for pool in pools:
         console().print(pool_map.pool_map(pool))
 

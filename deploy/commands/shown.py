@@ -5,6 +5,7 @@ Prints no secret.
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from blockyard.deploy.deadline import Budget, answers_within
 from blockyard.deploy.openai_server import API_KEY_VARIABLE, OpenAIServer, ServerUrl, tls_context
 from blockyard.deploy.security import client_connection
 from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.deploy.views import ANY_WIDTH
 from blockyard.router.client import Client, NotFoundError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 from google.protobuf.json_format import MessageToDict
@@ -99,9 +101,9 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Made for each use: it looks at stdout, which tests and pipes replace. Never folds a row off a
-    terminal."""
+    """Made for each use: it looks at stdout, which tests and pipes replace. Cuts and folds nothing off a terminal, also
+    where FORCE_COLOR makes rich take a pipe for one."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
+    if not sys.stdout.isatty():
+        console.width = ANY_WIDTH
     return console

@@ -48,8 +48,12 @@ QUIT_KEYS = frozenset("qQ\x03\x04\x1b")
 def top(interval_seconds: float, once: bool, cluster: str, routers: tuple[str, ...], output: str) -> None:
     """The workers live: what runs and waits, memory, hits, tokens a second. `q` or Ctrl-C ends it.
 
-    `--output json` prints one document a line."""
-    if once:
+    Hits are the share of prompt tokens that were read from cached blocks: of those since the last look, or since the
+    start where none came. in/s and out/s are prompt and generated tokens a second.
+
+    Where stdout is no terminal it shows one screen, as with --once, and ends. `--output json` prints one document a
+    line for as long as it is read."""
+    if once or (output == "text" and not sys.stdout.isatty()):
         with asking(cluster, routers, extra_seconds=interval_seconds) as client:
             _show_once(client, interval_seconds, output)
         return

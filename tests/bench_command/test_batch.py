@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.batch import answered_ids, read_lines
+from blockyard.deploy import state
+from blockyard.deploy.batch import Counts, answered_ids, read_lines
 from blockyard.deploy.cli import main
 from click.testing import CliRunner, Result
 from hypothesis import given
@@ -61,6 +62,7 @@ def test_both_endpoints_are_answered_and_a_wrong_line_is_an_error_with_its_id(
     result = run(files, bench.url)
     assert result.exit_code == 1
     assert "2 answered, 7 failed, 0 there already" in result.stderr
+    assert "the first that failed, " in result.stderr
     found = answers(target)
     assert found["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert found["b"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
@@ -114,6 +116,35 @@ def test_a_server_out_of_reach_answers_no_line_and_ends_the_run(files: tuple[Pat
     target.write_text("what is no answer\n")
     assert "name another file" in run(files, "http://127.0.0.1:1").output
     assert target.read_text() == "what is no answer\n"
+
+
+def test_the_first_reason_of_a_failure_is_told_on_one_short_line(
+    bench: Bench, files: tuple[Path, Path]
+) -> None:
+    source, target = files
+    source.write_text(line("m", model="another") + line("n", url="/v1/x"))
+    told = run(files, bench.url, "--concurrency", "1").stderr.splitlines()[-1]
+    reason = answers(target)["m"]["error"]["message"]
+    assert told == f"the first that failed, m: {reason}"
+    counts = Counts(total=3)
+    for custom_id, error in (("a", ""), ("b", "line\nby line " * 100), ("c", "later")):
+        counts.count(custom_id, error)
+    assert (counts.succeeded, counts.failed) == (1, 2)
+    assert counts.first_failure.startswith("b: line by line")
+    assert len(counts.first_failure) < 400
+
+
+def test_a_cluster_without_http_is_told_how_it_gets_it(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = files
+    source.write_text(line("a"))
+    monkeypatch.setenv(state.HOME_VARIABLE, str(source.parent))
+    state.save(state.ClusterState(cluster="default", model="demo", secret="s"))
+    result = CliRunner().invoke(main, ["run-batch", "-i", str(source), "-o", str(target)])
+    assert result.exit_code == 1
+    assert "cluster 'default' serves no HTTP: start it with `serve`" in result.stderr
+    assert "gateway" not in result.stderr + CliRunner().invoke(main, ["run-batch", "--help"]).output
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", None, ""]) | st.text(max_size=3)))

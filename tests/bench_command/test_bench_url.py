@@ -54,6 +54,21 @@ def test_both_endpoints_are_measured_by_the_servers_own_count(bench: Bench, endp
     assert found["itl_ms"]["mean"] > 0
 
 
+def test_tokens_that_the_server_counted_otherwise_than_planned_are_told(bench: Bench) -> None:
+    found = document("random", *SMALL, "--url", bench.url)["results"]["of the server"]
+    planned, by_server = found["planned_prompt_tokens"], found["prompt_tokens"]
+    assert (planned, found["planned_output_tokens"], found["output_tokens"]) == (6 * 40, 6 * 5, 6 * 5)
+    assert by_server > planned
+    words = run("random", *SMALL, "--url", bench.url).stdout
+    assert "the server counted" in words
+    assert "planned were 240 and 30" in words
+    ids = ("--url", bench.url, "--vocab-size", "256")
+    exact = document("random", *SMALL, *ids)["results"]["of the server"]
+    assert exact["prompt_tokens"] == exact["planned_prompt_tokens"] == 240
+    assert "the server counted" not in run("random", *SMALL, *ids).stdout
+    assert "the server counted" not in bench.run("random", *SMALL).stdout
+
+
 def test_the_document_has_the_shape_of_that_of_our_own_protocol(bench: Bench) -> None:
     ours = bench.json("random", *SMALL)
     other = document("random", *SMALL, "--url", bench.url)

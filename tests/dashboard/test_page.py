@@ -1,6 +1,7 @@
 """The live page in a real Chromium, before real routers and workers: what an operator sees, clicks and asks."""
 
 import asyncio
+import json
 import os
 
 import pytest
@@ -62,13 +63,65 @@ async def test_every_number_above_and_on_a_card_says_what_it_is_to_whoever_point
     assert await page.evaluate(f"{silent}.map((e) => e.textContent)") == []
 
 
-async def test_a_narrow_screen_needs_no_scrolling_to_the_side(page: Browser) -> None:
-    screen = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+async def test_the_link_to_rays_dashboard_says_where_its_token_is(page: Browser) -> None:
+    told = await page.evaluate("document.querySelector('.top a').title")
+    assert "`blockyard status` names the file" in told
+
+
+RUNS_OVER = """[...document.querySelectorAll('body *')]
+  .filter((part) => !part.closest('.scroll table') && part.getBoundingClientRect().right > innerWidth + 0.5)
+  .map((part) => `${part.tagName} ${part.id || part.className}`)"""
+
+
+WITH_A_LONG_WORD = """((part) => {
+  const [told, hidden] = [part.textContent, part.hidden];
+  [part.textContent, part.hidden] = ["x".repeat(150), false];
+  const width = document.documentElement.scrollWidth;
+  [part.textContent, part.hidden] = [told, hidden];
+  return width;
+})(document.querySelector(%s))"""
+
+
+@pytest.mark.parametrize("width", [320, 400, 679, 901])
+async def test_a_narrow_screen_needs_no_scrolling_to_the_side_whatever_was_asked(
+    page: Browser, cluster: Processes, width: int
+) -> None:
+    async def fits(state: str) -> None:
+        assert await page.evaluate(RUNS_OVER) == [], state
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width, state
+
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     await page.call("Emulation.setDeviceMetricsOverride", **screen)
-    await page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
-    await page.until("document.querySelector('#prefixes-table td') !== null")
-    assert await page.evaluate("document.documentElement.scrollWidth") <= 400
-    await page.call("Emulation.clearDeviceMetricsOverride")
+    try:
+        async with running(cluster, 3):
+            await page.evaluate(
+                "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
+            )
+            await page.until("document.querySelector('#prefixes-table td') !== null")
+            await page.until("document.querySelector('#requests-table td') !== null")
+            await fits("all unfolded")
+            heights = "[...document.querySelectorAll('#requests-table td')].map((cell) => cell.clientHeight)"
+            assert max(await page.evaluate(heights)) < 60, "an id is a line, not a column of letters"
+            for long in ("#facts", ".card h2", ".card > p", "#trouble", ".tile b"):
+                assert await page.evaluate(WITH_A_LONG_WORD % json.dumps(long)) <= width, long
+            await page.type_into("#prompt", SYSTEM_PROMPT)
+            for question, answer in (("prefix", "prefix"), ("placement", "chosen")):
+                await page.click(f"#ask button[value={question}]")
+                await page.until(f"document.querySelector('#answer [data-field={answer}]') !== null")
+                await fits(question)
+            await page.type_into("#prompt", "x" * 130_000)
+            await page.click("#ask button[value=prefix]")
+            await page.until("document.querySelector('#answer .trouble') !== null")
+            await fits("a refused question")
+            await page.click("[data-worker=worker-0] [data-action=sequences]")
+            await page.until("document.querySelector('#details-body p, #details-body table') !== null")
+            await fits("sequences")
+            for button in ("[data-key^=sequence-]", "[data-key^=table-]"):
+                await page.click(f"#details-body {button}")
+                await page.until("document.querySelector('#details-body dl') !== null")
+                await fits(button)
+    finally:
+        await page.call("Emulation.clearDeviceMetricsOverride")
 
 
 async def test_running_sequences_and_shared_blocks_show_each_second(

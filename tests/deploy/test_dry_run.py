@@ -100,7 +100,7 @@ def test_what_the_cpu_of_another_machine_decides_is_not_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "subject", "told"),
     [
-        (("--cpus-per-worker", "999"), "workers", "1 workers of 999 CPUs each do not fit: the nodes have"),
+        (("--cpus-per-worker", "999"), "workers", "no room for 1 worker of 999 CPUs each: the nodes have"),
         (("--device", "cuda"), "workers", "--device cuda, but the Ray cluster has no GPU"),
         (("--kv-cache-memory", "1MiB"), "model", "fewer than max_model_len"),
         (("--max-model-len", "999999"), "model", "max_model_len 999999 is beyond the model's"),

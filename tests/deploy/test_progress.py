@@ -34,6 +34,15 @@ def test_a_long_stage_is_told_again_with_its_count_and_seconds(
     assert lines == ["loading", "loading: 1 of 2 serve, 0 s so far", "joining", "joining: 0 s so far"]
 
 
+def test_a_long_line_is_not_folded_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    stage, warning = "loading " + "x" * 200, "slow " * 60
+    with StageProgress() as shown:
+        shown.report(Progress(stage=stage, warning=warning))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith(stage)
+    assert second.rstrip() == f"warning: {warning}".rstrip()
+
+
 def test_a_first_start_says_that_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_extension, "is_being_built", lambda: True)
     assert serving._loading(False, 0, 2).stage == "compiling kernels (first start on this machine)"

@@ -14,20 +14,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.top import Look, as_document, bar, rows_of, screen, sparkline, total_rate
+from blockyard.deploy.top import SPARKS, Look, as_document, bar, rows_of, screen, sparkline, total_rate
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
 
+TOP = (sys.executable, "-m", "blockyard.deploy.cli", "top", "--interval", "0.2")
 READY = cluster_pb2.WORKER_STATE_READY
 
 
@@ -75,6 +79,16 @@ def test_a_worker_that_was_restarted_begins_anew_and_never_has_a_negative_rate()
     assert (row.generated_tokens_per_second, row.prompt_tokens_per_second) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("back", [{"generated_tokens": 18}, {"prompt_tokens": 18}, {"cached_tokens": 18}])
+def test_counters_that_go_back_give_no_negative_rate_and_no_hit_rate_outside_its_range(
+    back: dict[str, int],
+) -> None:
+    counted = {"generated_tokens": 1000, "prompt_tokens": 1000, "cached_tokens": 500}
+    (row,) = rows_of(look(2.0, worker(**(counted | back))), look(1.0, worker(**counted)))
+    assert min(row.generated_tokens_per_second, row.prompt_tokens_per_second) >= 0.0
+    assert row.hit_rate is None or row.hit_rate >= 0.0
+
+
 def test_a_worker_that_served_nothing_has_no_hit_rate() -> None:
     (row,) = rows_of(look(1.0, worker()), None)
     assert row.hit_rate is None
@@ -113,6 +127,16 @@ def test_the_sparkline_is_of_the_last_looks_against_their_largest(
     rates: list[float], columns: int, line: str
 ) -> None:
     assert sparkline(rates, columns) == line
+
+
+@given(st.lists(st.floats() | st.integers(-1000, 1000), max_size=70), st.integers(1, 80))
+def test_a_sparkline_has_a_cell_for_each_of_the_last_numbers_whatever_they_are(
+    rates: list[float], columns: int
+) -> None:
+    line = sparkline(rates, columns)
+    assert len(line) == min(len(rates), columns)
+    assert set(line) <= set(SPARKS)
+    assert sparkline([rate if isfinite(rate) and rate > 0 else 0.0 for rate in rates], columns) == line
 
 
 @pytest.mark.parametrize(("share", "cells"), [(-1.0, "░░░░"), (0.0, "░░░░"), (0.5, "██░░"), (2.0, "████")])
@@ -183,13 +207,50 @@ def test_once_shows_what_a_real_worker_did_between_two_looks(cluster: Processes,
     assert document["generated_tokens_per_second"] == row["generated_tokens_per_second"]
 
 
+@pytest.mark.cluster
+def test_in_a_pipe_it_shows_one_plain_screen_and_ends(cluster: Processes, tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [*TOP, "--router", cluster.routers["router-0"].address],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={**os.environ, state.HOME_VARIABLE: str(tmp_path)},
+        text=True,
+        timeout=60,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "worker-0" in shown.stdout
+    assert "tokens/s" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+@pytest.mark.cluster
+def test_documents_end_with_the_pipe_that_they_go_to(cluster: Processes, tmp_path: Path) -> None:
+    address = cluster.routers["router-0"].address
+    with subprocess.Popen(
+        [*TOP, "--output", "json", "--router", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, state.HOME_VARIABLE: str(tmp_path)},
+        text=True,
+    ) as top:
+        try:
+            assert top.stdout is not None
+            assert top.stderr is not None
+            assert json.loads(top.stdout.readline())["cluster"]
+            top.stdout.close()
+            top.wait(60)
+            assert "Traceback" not in top.stderr.read()
+        finally:
+            top.kill()
+
+
 class Terminal:
     """`blockyard top` on a terminal of 80 columns."""
 
     def __init__(self, *arguments: str) -> None:
         self._main, there = pty.openpty()
         fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        command = [sys.executable, "-m", "blockyard.deploy.cli", "top", "--interval", "0.2", *arguments]
+        command = [*TOP, *arguments]
         environment = {**os.environ, "TERM": "xterm-256color"}
         self.process = subprocess.Popen(
             command,

@@ -1,15 +1,18 @@
 """What the commands' tables have room for."""
 
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from blockyard.deploy.commands.explain import explained_view
+from blockyard.deploy.commands.shown import console
 from blockyard.deploy.dashboard.sign_in import page_key
 from blockyard.deploy.nodes import RayNode
 from blockyard.deploy.places import Place, SupervisorReport
 from blockyard.deploy.state import ClusterState
+from blockyard.deploy.top import Look, rows_of, screen
 from blockyard.deploy.views import dashboard_lines, metrics_lines, plain_table, status_view, workers_table
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Console, RenderableType
@@ -30,6 +33,29 @@ def lines_of(*loads: cluster_pb2.WorkerLoad) -> list[list[str]]:
         for number, load in enumerate(loads)
     ]
     return [line.split() for line in printed(workers_table(workers)).splitlines()]
+
+
+def test_without_a_worker_there_is_a_sentence_and_no_empty_table() -> None:
+    told = printed(workers_table(()))
+    assert told.startswith("No worker is registered with this router.")
+    assert "hit rate" not in told
+
+
+@pytest.mark.parametrize("colours", ["", "1"])
+def test_in_a_pipe_no_row_is_cut_or_folded(colours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", colours)
+    monkeypatch.setenv("COLUMNS", "80")
+    output = StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    reason = "another model than the first worker has " * 8
+    worker = cluster_pb2.Worker(worker_id="worker-of-a-long-name-0", address="here", state_reason=reason)
+    seen = Look(at_seconds=1.0, info=cluster_pb2.ClusterInfo(), workers=(worker,))
+    to = console()
+    to.print(workers_table([worker]))
+    to.print(screen(seen, rows_of(seen, None), [], columns=to.width))
+    rows = [line for line in output.getvalue().splitlines() if worker.worker_id in line]
+    assert len(rows) == 2
+    assert all(reason.strip() in row for row in rows)
 
 
 def test_host_memory_has_a_column_once_a_worker_keeps_blocks_there() -> None:

@@ -5,7 +5,7 @@ import logging
 import time
 
 import pytest
-from blockyard.router.loop_watch import ALARM_PAUSE_SECONDS, Lateness, LoopWatch
+from blockyard.router.loop_watch import ALARM_PAUSE_SECONDS, START_SECONDS, Lateness, LoopWatch
 
 HELD_SECONDS = 0.1
 
@@ -76,6 +76,7 @@ def test_figures_add_up_until_they_are_taken() -> None:
 def test_one_warning_in_a_while_is_enough(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
     watch = LoopWatch(0.001, clock=lambda: now)
+    now += START_SECONDS
     with caplog.at_level(logging.WARNING):
         for pause_seconds in (0.04, 0.2, 0.3):
             watch.note(pause_seconds, 0.0)
@@ -85,3 +86,14 @@ def test_one_warning_in_a_while_is_enough(caplog: pytest.LogCaptureFixture) -> N
         now += ALARM_PAUSE_SECONDS
         watch.note(0.4, 0.0)
     assert len(caplog.records) == 2
+
+
+def test_a_short_pause_while_all_starts_is_counted_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    watch = LoopWatch(0.001, clock=lambda: now)
+    with caplog.at_level(logging.WARNING):
+        watch.note(0.5, 0.1)
+        assert not caplog.records
+        watch.note(1.5, 0.1)
+        assert len(caplog.records) == 1
+    assert (watch.seen.num_late, watch.seen.worst_seconds) == (2, 1.5)

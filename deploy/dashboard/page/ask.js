@@ -1,6 +1,6 @@
 // Questions about a prompt: who caches it, and where it would go. The prompt travels in headers, never in an address.
 
-import { ask, count, decimal, el, percent } from "./dom.js";
+import { ask, count, counted, decimal, el, percent } from "./dom.js";
 import { table } from "./details.js";
 
 const HEADER_CHARS = 7000;
@@ -47,7 +47,7 @@ function tokenId(text) {
 }
 
 function prefix(found, mark) {
-  const head = el("p", { "data-field": "prefix" }, `${count(found.prompt_tokens)} tokens, ${count(found.prompt_blocks)} full blocks. ` +
+  const head = el("p", { "data-field": "prefix" }, `${counted(found.prompt_tokens, "token")}, ${counted(found.prompt_blocks, "full block")}. ` +
     (found.index_available ? "" : "The prefix index does not answer."));
   if (!found.holders.length) return [head, el("p", {}, "No worker caches its beginning.")];
   const rows = found.holders.map((holder) =>

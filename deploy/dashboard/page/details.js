@@ -1,6 +1,6 @@
 // The panel beside the map: a block, some blocks, a worker's sequences, or one of them. Asked anew each second.
 
-import { ask, count, el, seconds, setText } from "./dom.js";
+import { ask, count, counted, el, seconds, setText } from "./dom.js";
 
 const MOST_BUTTONS = 400;
 
@@ -150,13 +150,13 @@ export class Details {
           ["request", "request_id", el("code", {}, sequence.request_id || "-")],
           ["output", "index", sequence.index],
           ["state", "state", sequence.state],
-          ["prompt", "prompt_tokens", `${count(sequence.prompt_tokens)} tokens, ${count(sequence.cached_tokens)} found cached`],
-          ["generated", "generated_tokens", `${count(sequence.generated_tokens)} tokens`],
-          ["computed", "computed_tokens", `${count(sequence.computed_tokens)} tokens`],
-          ["preempted", "preemptions", `${count(sequence.preemptions)} times`],
+          ["prompt", "prompt_tokens", `${counted(sequence.prompt_tokens, "token")}, ${count(sequence.cached_tokens)} found cached`],
+          ["generated", "generated_tokens", counted(sequence.generated_tokens, "token")],
+          ["computed", "computed_tokens", counted(sequence.computed_tokens, "token")],
+          ["preempted", "preemptions", counted(sequence.preemptions, "time")],
           ["priority", "priority", sequence.priority],
         ]),
-        el("h3", {}, `Block table: ${count(sequence.num_blocks)} blocks, marked on the map`),
+        el("h3", {}, `Block table: ${counted(sequence.num_blocks, "block")}, marked on the map`),
         el("div", { className: "blocks" }, ...chips),
         left > 0 ? el("p", { className: "quiet" }, `and ${count(left)} more`) : "",
         el("p", {}, el("button", { "data-key": "back", onclick: () => this.sequences(worker) }, "Other sequences")),

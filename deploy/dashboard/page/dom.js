@@ -19,6 +19,7 @@ export function setText(element, text) {
 }
 
 export const count = (number) => Number(number).toLocaleString("en");
+export const counted = (number, noun) => `${count(number)} ${noun}${Number(number) === 1 ? "" : "s"}`;
 export const decimal = (number) => Number(number).toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
 export const rate = (perMinute) => (perMinute === undefined ? "" : ` ${count(Number(perMinute.toPrecision(3)))}/min`);
 export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "-");
@@ -32,7 +33,7 @@ export function seconds(value) {
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  for (; value >= 1024 && unit < units.length - 1; unit += 1) value /= 1024;
+  for (; Number(value.toFixed(unit ? 1 : 0)) >= 1024 && unit < units.length - 1; unit += 1) value /= 1024;
   return `${value.toFixed(unit ? 1 : 0)} ${units[unit]}`;
 }
 

@@ -1,6 +1,6 @@
 // The tree of cached prefixes over all workers. Asked for only while it is unfolded.
 
-import { ask, count, el, seconds, setText } from "./dom.js";
+import { ask, count, counted, el, seconds, setText } from "./dom.js";
 
 const COLUMNS = ["prefix", "blocks", "after it", "workers", "sequences now", "newest block"];
 const byId = (id) => document.getElementById(id);
@@ -40,7 +40,7 @@ export async function showPrefixes(parameters, open) {
     const answer = await ask("prefixes", parameters);
     const { blocks, prefixes, hidden, silent } = answer;
     const more = hidden ? `${count(hidden)} colder branches are not shown` : "";
-    told = [`${count(blocks)} named blocks, ${count(prefixes)} ${prefixes === 1 ? "root" : "roots"}`, more, silent.length && `no answer of ${silent.join(", ")}`]
+    told = [`${counted(blocks, "named block")}, ${counted(prefixes, "root")}`, more, silent.length && `no answer of ${silent.join(", ")}`]
       .filter(Boolean).join(" · ");
     show(answer.runs, open);
   } catch (error) {
