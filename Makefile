@@ -5,6 +5,14 @@ PYTHON ?= python3
 RAY ?=
 # TORCH=cpu is PyTorch's own build for CPUs; cu130 and others are PyTorch's builds for a CUDA. Empty: what pip finds.
 TORCH ?=
+# TORCH_INDEX=URL takes PyTorch from that index, such as a mirror, in place of PyTorch's own.
+TORCH_INDEX ?=
+define TORCH_HINT
+PyTorch was not installed from $(or $(TORCH_INDEX),its own index for TORCH=$(TORCH)): see the error of uv above. \
+If the index is out of reach, give a mirror by 'make install TORCH_INDEX=URL', or run 'make install' without TORCH \
+for the build that pip finds, which is larger.
+endef
+TORCH_FROM := $(if $(TORCH_INDEX),--index $(TORCH_INDEX),--torch-backend $(TORCH))
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 LOCK := $(if $(RAY),$(VENV)/requirements.lock,requirements.lock)
 BIN := $(VENV)/bin
@@ -144,8 +152,8 @@ $(STAMP): pyproject.toml requirements.lock
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch, ray, grpc and the rest into $(VENV): some minutes, once; pip's own words are in $(VENV)/install.log"
 	@$(if $(RAY),sed 's/^ray==.*/ray==$(RAY)/' requirements.lock > $(LOCK))
-	@$(if $(TORCH),$(PIP) install --quiet --progress-bar off -c $(LOCK) uv)
-	@$(if $(TORCH),$(BIN)/uv pip install --python $(BIN)/python --torch-backend $(TORCH) -c $(LOCK) torch)
+	@$(if $(TORCH)$(TORCH_INDEX),$(PIP) install --quiet --progress-bar off -c $(LOCK) uv)
+	@$(if $(TORCH)$(TORCH_INDEX),$(BIN)/uv pip install --python $(BIN)/python $(TORCH_FROM) -c $(LOCK) torch || { echo "$(TORCH_HINT)" >&2; exit 1; })
 	@$(BIN)/python -P deploy/quietly.py $(VENV)/install.log \
 		$(PIP) install --progress-bar off -c $(LOCK) -e '.[serve,plots,dev]'
 	@touch $@

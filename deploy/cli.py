@@ -37,7 +37,8 @@ COMMANDS = {
     "token": "tokens.token",
 }
 """Where each command is, below blockyard.deploy."""
-INSTALL_SERVE = "pip install 'blockyard[serve]'"
+INSTALL_SERVE = "pip install '.[serve]' in a clone"
+"""Blockyard is on no package index: its name there would be somebody else's."""
 
 
 class _Commands(click.Group):
@@ -57,7 +58,7 @@ class _Commands(click.Group):
             if _is_ours(error):
                 raise
             if error.name == "matplotlib":
-                raise click.ClickException("pictures need: pip install 'blockyard[plots]'") from error
+                raise click.ClickException("pictures need: pip install '.[plots]' in a clone") from error
             raise click.ClickException(f"this needs the packages of a server: {INSTALL_SERVE}") from error
 
 
@@ -77,7 +78,7 @@ def _absent(name: str) -> click.Command:
     def tell(**_: object) -> None:
         raise click.ClickException(f"`blockyard {name}` needs the packages of a server: {INSTALL_SERVE}")
 
-    help_text = f"Needs the packages of a server: {INSTALL_SERVE}"
+    help_text = f"Needs a server's packages: {INSTALL_SERVE}"
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     return click.Command(
         name, callback=tell, help=help_text, context_settings=settings, add_help_option=False

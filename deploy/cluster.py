@@ -185,8 +185,8 @@ def _start_redis(cluster: ClusterState, options: UpOptions, report: Report) -> C
     server = start_private_redis(
         Path(cluster.directory) / "redis", password=secrets.token_hex(16), users=(worker, router)
     )
-    if (version := redis_given.look(server.url).version) is not None and version.told:
-        report(Progress(stage="starting Redis", warning=private_server_told(version)))
+    version = redis_given.look(server.url).version
+    report(Progress(stage="starting Redis", detail=str(version or ""), warning=private_server_told(version)))
     process = identify(server.pid)
     assert process is not None
     redis = RedisState(process=process, port=server.port, log_path=str(server.log_path))

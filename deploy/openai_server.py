@@ -1,7 +1,7 @@
 """A client for any server that speaks OpenAI's HTTP API: ours, vLLM's, or another one.
 
 Owns which failures there are, in words. Does not own what is asked (bench/targets.py). aiohttp speaks HTTP, so that a
-machine that calls such servers needs blockyard[serve].
+machine that calls such servers needs the extra [serve].
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class OpenAIServer:
         try:
             import aiohttp
         except ModuleNotFoundError:
-            told = "calls over HTTP need the packages of a server: pip install 'blockyard[serve]'"
+            told = "calls over HTTP need the packages of a server: pip install '.[serve]' in a clone"
             raise CallFailed(told, reason="NOT_INSTALLED") from None
         # The caller bounds how many calls there are at once.
         connector = aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls)

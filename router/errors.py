@@ -29,7 +29,8 @@
         ├── EngineFailed            INTERNAL              ENGINE_FAILED
         └── PoisonRequest           INTERNAL              POISON_REQUEST (+ tokens_emitted)
 
-Messages name fields, never their values: no text of a client may reach a log or another client.
+Messages name fields, never their values: no text of a client may reach a log or another client. UnknownModel alone
+repeats the model's name, to the client that sent it.
 """
 
 from collections.abc import Mapping, Sequence

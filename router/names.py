@@ -8,6 +8,7 @@ import re
 MAX_NAME_CHARS = 128
 NAME_RULE = f"[A-Za-z0-9._:-] with at most {MAX_NAME_CHARS} characters"
 _NAME = re.compile(r"[A-Za-z0-9._:-]*")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@-]+")
 
 
 def is_name(text: str) -> bool:
@@ -17,6 +18,11 @@ def is_name(text: str) -> bool:
 
 def is_id(text: str) -> bool:
     return bool(text) and is_name(text)
+
+
+def is_model_name(text: str) -> bool:
+    """Whether it reads as a model's: those of the hub have an owner before a slash."""
+    return len(text) <= MAX_NAME_CHARS and _MODEL_NAME.fullmatch(text) is not None
 
 
 def is_variable(text: str) -> bool:

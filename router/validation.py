@@ -1,7 +1,8 @@
 """What a request must look like before anything is done with it: messages in, domain values out.
 
-Pure. Says which field is wrong and what is allowed, never what was sent. Does not own limits that only hold
-once the prompt is in tokens (generation.py), except where the client sent tokens.
+Pure. Says which field is wrong and what is allowed, never what was sent, except for the name of a
+model that is not served. Does not own limits that only hold once the prompt is in tokens
+(generation.py), except where the client sent tokens.
 """
 
 import json
@@ -20,7 +21,7 @@ from blockyard.router.errors import (
     Unsupported,
 )
 from blockyard.router.model_facts import ModelFacts
-from blockyard.router.names import NAME_RULE, is_id, is_variable
+from blockyard.router.names import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.router.names import is_name as is_name
 from blockyard.router.placement_config import PolicyName
 from blockyard.router.sampling import SamplingRequest, parse_sampling
@@ -34,6 +35,8 @@ MAX_NAME_CHARS = 256
 MAX_TEMPLATE_KWARGS_BYTES = 16_384
 MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant"})
+MAX_NAMES_TOLD = 8
+"""Of the served model, in the answer to a request for another."""
 MAX_TOLD = 5
 """Violations in the text of an error; its details have all of them."""
 TENANT_KEY = "blockyard-tenant"
@@ -111,8 +114,19 @@ def check_model(
     message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
     facts: ModelFacts,
 ) -> None:
-    if message.HasField("model") and message.model not in facts.names:
-        raise UnknownModel.of("model", "not served here; the list of models says what is")
+    """Raises UnknownModel. A request without the field takes what is served."""
+    if message.HasField("model"):
+        check_model_name(message.model, facts)
+
+
+def check_model_name(name: str, facts: ModelFacts) -> None:
+    """Raises UnknownModel. It repeats no text that does not read as a model's name."""
+    if name in facts.names:
+        return
+    asked = f"model `{name}`" if is_model_name(name) else "model asked for"
+    served = ", ".join(f"`{known}`" for known in facts.names[:MAX_NAMES_TOLD])
+    violation = FieldViolation(field="model", description=f"must be one that is served: {served}")
+    raise UnknownModel(f"The {asked} does not exist. Served here: {served}.", violations=(violation,))
 
 
 def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:

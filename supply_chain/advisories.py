@@ -39,6 +39,8 @@ class Advisory:
     affected: tuple[Range, ...]
     summary: str
     source: str
+    private_redis: str = ""
+    """Why it does not reach the Redis that `up` starts; empty where it does, or where that is not known."""
 
     def affects(self, part: Part) -> bool:
         """False for a part whose version is not known: the report counts those."""
@@ -100,6 +102,7 @@ def _advisory(row: dict[str, Any]) -> Advisory:
         affected=ranges,
         summary=row["summary"],
         source=row["source"],
+        private_redis=row.get("private_redis", ""),
     )
 
 

@@ -7,12 +7,12 @@ from typing import Any
 from aiohttp.web import BaseRequest, Response
 from blockyard.proto.prometheus_export import CONTENT_TYPE
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.errors import UnknownModel
 from blockyard.router.generation import RouterParts
 from blockyard.router.openai.http_call import CallNotes
 from blockyard.router.openai.json_response import encoded, json_response
 from blockyard.router.openai.openapi import MODELS, PAGE_HEADERS, document, page
 from blockyard.router.service import model_message, model_messages
+from blockyard.router.validation import check_model_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,7 @@ class AboutRoutes:
         return json_response({"object": "list", "data": models})
 
     async def model(self, request: BaseRequest, notes: CallNotes) -> Response:
-        if request.path.removeprefix(f"{MODELS}/") not in self._parts.facts.names:
-            raise UnknownModel.of("model", "not served here; the list of models says what is")
+        check_model_name(request.path.removeprefix(f"{MODELS}/"), self._parts.facts)
         return json_response(self._model_object(model_message(self._parts)))
 
     async def health(self, request: BaseRequest, notes: CallNotes) -> Response:

@@ -1,6 +1,7 @@
 """The one mapping of errors to HTTP: status, headers and OpenAI's error body. gRPC's codes decide (../status.py).
 
-Owns also what only HTTP can get wrong. Messages name fields by their names in the JSON, never a value.
+Owns also what only HTTP can get wrong. Messages name fields by their names in the JSON, and no value
+but a model's name.
 """
 
 import re
@@ -88,9 +89,14 @@ def error_body(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> dict[
     for field, name in names.items():
         # What a message says beside the field that is wrong: "must be at most max_tokens".
         if field.startswith("sampling."):
-            message = re.sub(rf"\b{field.removeprefix('sampling.')}\b", name, message)
+            message = _renamed(message, field.removeprefix("sampling."), name)
     param = next((json_name(violation.field, names) for violation in error.violations), None)
     return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
+
+
+def _renamed(message: str, field: str, name: str) -> str:
+    """Leaves what stands between backticks: a model may be called as a field is."""
+    return re.sub(rf"`[^`]*`|\b{field}\b", lambda found: name if found[0] == field else found[0], message)
 
 
 def error_headers(error: RouterError) -> dict[str, str]:

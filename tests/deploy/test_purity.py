@@ -63,12 +63,12 @@ def test_a_client_and_the_commands_that_call_a_cluster_need_the_base_packages_al
         "sys.meta_path.insert(0, Absent())\n"
         "import blockyard.router.client\n"
         "from blockyard.deploy.cli import main\n"
-        "print(*(name for name, command in main.commands.items() if 'blockyard[serve]' in command.help))\n"
+        "print(*(name for name, command in main.commands.items() if '.[serve]' in command.help))\n"
         "main(['up', '--model', 'demo'])\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert told.stdout.split() == ["serve", "up", "down", "restart", "size", "figures", "doctor", "config"]
     assert told.returncode == 1
     assert told.stderr == (
-        "Error: `blockyard up` needs the packages of a server: pip install 'blockyard[serve]'\n"
+        "Error: `blockyard up` needs the packages of a server: pip install '.[serve]' in a clone\n"
     )

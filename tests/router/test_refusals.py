@@ -105,6 +105,7 @@ async def test_an_unknown_model_is_not_found_and_its_own_name_is_served(
 ) -> None:
     error = await refused(router.inference.Generate(request(model="other")))
     assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+    assert error.details() == "The model `other` does not exist. Served here: `demo`."
     models = (await router.inference.ListModels(inference_pb2.ListModelsRequest())).models
     assert [(model.id, model.max_model_len, model.block_size) for model in models] == [("demo", 512, 16)]
     assert await router.inference.Generate(request(model="demo"))

@@ -1,13 +1,14 @@
 """Each field that is wrong gets its code and its name, all of them at once, and nothing of it is echoed."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from blockyard.router.sampling_checks import SamplingLimits
-from blockyard.router.validation import check_prompt_report, kept_tokens, valid_generation
+from blockyard.router.validation import check_model_name, check_prompt_report, kept_tokens, valid_generation
 
 from .facts import FACTS
 
@@ -189,11 +190,27 @@ def test_a_text_that_no_context_could_hold_is_refused_before_it_is_tokenised(
             validate(**fields)
 
 
-def test_another_model_is_not_found_without_repeating_its_name() -> None:
+@pytest.mark.parametrize("name", ["gpt-99", "Qwen/Qwen3-0.6B", "max_tokens", "a@main", "a" * 128])
+def test_another_model_is_not_found_by_its_name_beside_what_is_served(name: str) -> None:
     with pytest.raises(UnknownModel) as refused:
-        validate(model="a-secret-model")
-    assert "secret" not in str(refused.value)
+        validate(model=name)
+    assert refused.value.message == f"The model `{name}` does not exist. Served here: `tiny`."
+    (violation,) = refused.value.violations
+    assert (violation.field, violation.description) == ("model", "must be one that is served: `tiny`")
     assert validate(model="tiny")
+
+
+@pytest.mark.parametrize("name", ["", "a" * 129, "a\nb", "a`b", "\x1b[31m", "é", "a model", "<b>", "\u202ea"])
+def test_what_does_not_read_as_a_models_name_is_not_repeated(name: str) -> None:
+    with pytest.raises(UnknownModel) as refused:
+        validate(model=name)
+    assert refused.value.message == "The model asked for does not exist. Served here: `tiny`."
+
+
+def test_of_many_served_names_the_first_are_told() -> None:
+    facts = replace(FACTS, names=tuple(f"m{number}" for number in range(9)))
+    with pytest.raises(UnknownModel, match=r"`m0`, .*, `m7`\.$"):
+        check_model_name("other", facts)
 
 
 def test_nothing_of_the_input_is_echoed() -> None:

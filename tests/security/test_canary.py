@@ -192,7 +192,7 @@ async def failing_requests(caller: Caller) -> None:
     schema = f'{{"properties": {{"{CANARY}": {{"not": {{"const": "{CANARY}"}}}}}}}}'
     for fields in (
         {"prompt": SENTENCE * 400},
-        {"prompt": SENTENCE, "model": CANARY},
+        {"prompt": SENTENCE, "model": f"{CANARY} {CANARY}"},
         {"prompt": SENTENCE, "request_id": f"{CANARY} {CANARY}"},
         {"prompt": SENTENCE, "cache_salt": f"{CANARY}\n"},
         {"prompt": SENTENCE, "session_id": f"{CANARY}/"},
@@ -206,6 +206,10 @@ async def failing_requests(caller: Caller) -> None:
     ):
         await caller.fails("Inference.Generate", generation(**fields))
         await caller.fails("Inference.GenerateStream", generation(**fields))
+    await caller.fails("Inference.Generate", generation(prompt=SENTENCE, model=CANARY))
+    # Its answer alone may repeat the name, to the client that sent it.
+    name = caller.told.pop(f"error {caller.num_failed} of Inference.Generate")
+    assert CANARY.encode() in name
     await caller.fails("Inference.Abort", inference_pb2.AbortRequest(request_id=CANARY))
     await caller.fails("Cluster.GetBlockPool", cluster_pb2.GetBlockPoolRequest(worker_id=CANARY))
     token = cluster_pb2.ListBlocksRequest(worker_id="worker-0", page_token=CANARY)
