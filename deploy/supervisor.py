@@ -53,6 +53,7 @@ from blockyard.deploy.reports import NAMESPACE, keep_reported
 from blockyard.deploy.wish import RayWishStore, Wish, WishStore
 from blockyard.proto.code_version import code_version
 from blockyard.proto.logs import configure_logging
+from blockyard.proto.sigterm import end_at_sigterm
 from blockyard.router.actor import StartedRouter
 from blockyard.worker.actor import StartedWorker
 
@@ -68,6 +69,7 @@ class Supervisor:
     """The actor. Every loop of its life is a child of one task group that its constructor starts."""
 
     def __init__(self, spec: ClusterSpec, store: WishStore | None = None) -> None:
+        end_at_sigterm()
         configure_logging(spec.router.log)
         self._spec = spec
         self._code = code_version()
