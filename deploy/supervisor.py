@@ -34,6 +34,7 @@ from blockyard.deploy.actors import (
 )
 from blockyard.deploy.dashboard.announcement import key_of
 from blockyard.deploy.dashboard.announcing import keep_announced, put, withdraw
+from blockyard.deploy.incidents import ended_line, serves_line
 from blockyard.deploy.joining import Joining
 from blockyard.deploy.liveness import STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.places import (
@@ -262,7 +263,7 @@ class Supervisor:
                 await self._run_once(place)
             except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
                 place.error = "" if place.is_leaving else reason(error)
-                logger.warning("%s ended: %s", place.name, place.error or "it was told to")
+                logger.warning("%s", ended_line(place.name, place.error))
                 if isinstance(error, HungError | TimeoutError) and place.pid:
                     self._end_process(place)
             if place.is_retiring:
@@ -333,7 +334,7 @@ class Supervisor:
         check_code(place, self._spec.code)
         place.num_starts += 1
         place.phase, place.serving_since = "serving", time.monotonic()
-        logger.info("%s serves at %s", place.name, place.address)
+        logger.info("%s", serves_line(place.name, place.address))
         self._changed.set()
 
     async def _watch_all(self) -> None:

@@ -2,6 +2,8 @@
 SECURITY.md says: a stranger in another network namespace."""
 
 import json
+import os
+import pty
 import re
 import shlex
 import shutil
@@ -10,11 +12,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from blockyard.deploy.state import HOME_VARIABLE
 
 from ..security.certificates import Authority  # noqa: TID252
 from .harness import Command
@@ -66,6 +69,39 @@ def _until_it_serves(process: "subprocess.Popen[str]") -> str:
             return told
     assert process.stderr is not None
     raise AssertionError(f"it ended: {told}{process.stderr.read()}")
+
+
+def test_serve_tells_that_a_worker_ended_at_sigterm_and_is_back(tmp_path: Path) -> None:
+    command = Command(home=tmp_path / "home", cluster="told")
+    with serving(command, *SIMULATED, "--port", "0", "--router-port", "0") as served:
+        assert served.process.stderr is not None
+        os.kill(command.place("worker-0")["pid"], signal.SIGTERM)
+        told = []
+        for line in served.process.stderr:
+            told += [line] if "worker-0" in line else []
+            if len(told) == 2:
+                break
+    assert re.match(r"\d\d:\d\d:\d\d worker-0 has ended: its process (died|was killed by SIGTERM)$", told[0])
+    assert re.match(r"\d\d:\d\d:\d\d worker-0 serves again at \S+$", told[1])
+
+
+def test_serve_takes_all_down_when_its_terminal_closes_and_its_session_is_told_to_end(tmp_path: Path) -> None:
+    command = Command(home=tmp_path / "home", cluster="closed")
+    arguments = ("serve", "demo", *SIMULATED, "--port", "0", "--router-port", "0", "--cluster", "closed")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = {**os.environ, HOME_VARIABLE: str(command.home)}
+        module = (sys.executable, "-m", "blockyard.deploy.cli")
+        os.execve(sys.executable, (*module, *arguments), environment)
+    told = b""
+    while b"Ctrl-C" not in told:
+        told += os.read(terminal, 1024)
+    os.close(terminal)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    _, status = os.waitpid(pid, 0)
+    assert (os.waitstatus_to_exitcode(status), processes_of(command.home)) == (0, [])
+    assert not command.home.exists() or list(command.home.iterdir()) == []
 
 
 def run(*command: str, **options: object) -> "subprocess.CompletedProcess[str]":
