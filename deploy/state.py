@@ -24,6 +24,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 class NoSuchClusterError(ValueError):
     """No state file: the cluster was not started here, or `down` has ended it."""
 
+    def __init__(self, cluster: str) -> None:
+        known = known_clusters()
+        others = f", only {', '.join(known)} (--cluster)" if known else ", and no other"
+        super().__init__(f"no cluster {cluster!r} is known here{others}")
+        self.cluster = cluster
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadState:
@@ -134,11 +140,7 @@ def load(cluster: str) -> ClusterState:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(known_clusters()) or "none"
-        raise NoSuchClusterError(
-            f"no cluster {cluster!r} is known here (known: {known}): start one with `blockyard up --model demo`, "
-            "or name a router with --router"
-        ) from None
+        raise NoSuchClusterError(cluster) from None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return _from_document(document)
