@@ -188,6 +188,23 @@ def test_who_opens_a_cluster_to_others_without_tokens_or_tls_is_warned(tmp_path:
     assert replace(guarded, security=replace(guarded.security, tls=tls)).exposure is None
 
 
+@pytest.mark.parametrize(("text", "told"), [("[]", "has no token"), ("", "it is empty")])
+def test_an_auth_file_without_a_token_opens_no_cluster(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "tokens.json"
+    file.touch(mode=0o600)
+    file.write_text(text)
+    wanted = options_of("serve", "demo", "--device", "cpu", "--auth-file", str(file))
+    ((subject, detail),) = preflight.problems(wanted)
+    assert (subject, told in detail, str(file) in detail) == ("security", True, True)
+
+
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    refused = CliRunner().invoke(main, ["workers", "--router", "127.0.0.1:1", "--token-file", str(file)])
+    assert (refused.exit_code, f"token file {file} holds no token" in refused.output) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("host", "head", "reach"),
     [
