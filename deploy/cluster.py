@@ -53,7 +53,12 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
 
     Raises ClusterStartError, RedisStartError, RayStartError, NameTakenError, or ValueError for a cluster that is up
     already or comes up, and for a model that the engine cannot run."""
-    refuse_if_up(options.cluster)
+    try:
+        refuse_if_up(options.cluster)
+    except ValueError:
+        # Whoever would take that cluster down for this one had better know first.
+        preflight.check_model(options)
+        raise
     options, moved_ports = preflight.ports_moved(options)
     preflight.check(options)
     for warning in (*moved_ports, *filter(None, (options.exposure, preflight.crowding(options)))):
