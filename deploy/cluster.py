@@ -39,6 +39,7 @@ from blockyard.proto.loopback import is_loopback
 from blockyard.router.config import RouterConfig
 
 DRAIN_SECONDS = 5.0
+STARTING_RAY = "starting Ray and its dashboard"
 LOOPBACK_AMONG_HOSTS = (
     "this Ray cluster has several machines, and each router serves programs of its own machine alone: --host opens it "
     "to others"
@@ -205,7 +206,7 @@ def _start_ray(cluster: ClusterState, options: UpOptions, report: Report) -> Clu
         # Remembered only once it has answered: nothing of ours is there before.
         token_path = ray_head.operators_token_path()
         return replace(cluster, ray_address=options.address, ray_token_path=token_path)
-    stage = Progress(stage="starting Ray and its dashboard")
+    stage = Progress(stage=STARTING_RAY)
     report(stage)
     assert cluster.directory is not None
     guarded = options.security.auth_file is not None
@@ -255,6 +256,8 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
                 options = with_one_dtype(options, asked, report)
             cluster = _start_redis(cluster, options, report)
         dashboard = info.get("webui_url")
+        if cluster.head is not None and dashboard and (moved := ray_head.moved_dashboard(dashboard)):
+            report(Progress(stage=STARTING_RAY, warning=moved))
         cluster = _saved(
             replace(
                 cluster,

@@ -274,6 +274,14 @@ def _dashboard_port() -> int:
     return DASHBOARD_PORT
 
 
+def moved_dashboard(address: str) -> str | None:
+    """What is said of a dashboard at this host:port; None for its usual port."""
+    port = address.rpartition(":")[2]
+    if port == str(DASHBOARD_PORT):
+        return None
+    return f"port {DASHBOARD_PORT} is taken: the dashboard and the live page are served on {port}"
+
+
 def _command(temp_dir: Path, num_cpus: int) -> list[str]:
     """Port 0 lets Ray pick. So does no port at all for the other ports of agents, where Ray 2.52 does not pick for 0.
     The dashboard and the client server take no 0."""

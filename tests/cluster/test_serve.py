@@ -13,10 +13,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from blockyard.deploy.ray_head import DASHBOARD_PORT
 from blockyard.deploy.state import HOME_VARIABLE
 
 from ..security.certificates import Authority  # noqa: TID252
@@ -38,6 +39,8 @@ class Served:
     process: subprocess.Popen[str]
     told: str
     """What it has printed."""
+    errors: list[str] = field(default_factory=list)
+    """What it has said beside that, once it has ended."""
 
     def value(self, name: str) -> str:
         """Of a line such as `HTTP       http://...`."""
@@ -49,11 +52,15 @@ class Served:
 def serving(command: Command, *arguments: str) -> Iterator[Served]:
     """Ends it by Ctrl-C, and nothing is left then."""
     with command.start("serve", "demo", *arguments, stdin=subprocess.DEVNULL) as process:
+        served = None
         try:
-            yield Served(process=process, told=_until_it_serves(process))
+            served = Served(process=process, told=_until_it_serves(process))
+            yield served
         finally:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=DOWN_SECONDS)
+            if served is not None:
+                served.errors.append(errors)
     assert (process.returncode, processes_of(command.home)) == (0, [])
     assert f"cluster {command.cluster} is down, nothing of it is left" in errors
     assert not command.home.exists() or list(command.home.iterdir()) == []
@@ -116,7 +123,7 @@ def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_pa
         port = str(taken.getsockname()[1])
         refused = command.run("serve", "demo", *SIMULATED, "--port", port)
         assert (refused.returncode, f"port {port} is taken" in refused.stderr) == (1, True)
-    with serving(command, *SIMULATED) as served:
+    with dashboard_port_taken(), serving(command, *SIMULATED) as served:
         first, *_ = served.told.splitlines()
         assert first == "cluster serve serves demo on 1 worker, for this machine alone (see --host)"
         curl = served.told.partition("try:\n")[2].partition("Ctrl-C")[0]
@@ -125,6 +132,18 @@ def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_pa
         address = served.value("gRPC")
         asked = command.run("generate", "--router", address, "--max-tokens", "4", "def f(x):")
         assert asked.returncode == 0, asked.stderr
+    port = served.value("dashboard").rpartition(":")[2]
+    moved = f"port {DASHBOARD_PORT} is taken: the dashboard and the live page are served on {port}"
+    assert moved in " ".join("".join(served.errors).split())
+
+
+@contextmanager
+def dashboard_port_taken() -> Iterator[None]:
+    with socket.socket() as occupant:
+        with suppress(OSError):  # taken by somebody else: as good
+            occupant.bind(("127.0.0.1", DASHBOARD_PORT))
+            occupant.listen()
+        yield
 
 
 @pytest.fixture

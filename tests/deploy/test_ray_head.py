@@ -16,6 +16,7 @@ from blockyard.deploy.ray_head import (
     _dashboard_port,
     _environment,
     check_listening,
+    moved_dashboard,
 )
 
 
@@ -26,6 +27,13 @@ def test_the_dashboard_moves_where_its_port_is_taken() -> None:
             occupant.bind(("127.0.0.1", DASHBOARD_PORT))
             occupant.listen()
         assert _dashboard_port() != DASHBOARD_PORT
+
+
+def test_a_dashboard_on_another_port_is_told_with_the_port() -> None:
+    assert moved_dashboard(f"127.0.0.1:{DASHBOARD_PORT}") is None
+    assert moved_dashboard("127.0.0.1:4711") == (
+        "port 8265 is taken: the dashboard and the live page are served on 4711"
+    )
 
 
 def test_a_web_server_is_no_ray_and_that_is_said_at_once() -> None:
