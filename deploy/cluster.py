@@ -264,6 +264,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
                 num_workers=shape.num_workers,
                 dashboard_url=f"http://{dashboard}" if dashboard else None,
                 metrics_port=info.get("metrics_export_port"),
+                node_address=info.get("node_ip_address") or cluster.node_address,
                 logs_directory=str(Path(info["session_dir"]) / "logs"),
             )
         )

@@ -65,7 +65,9 @@ class ClusterState:
     """The token that the head and its dashboard ask for; None on a cluster that we joined."""
     dashboard_url: str | None = None
     metrics_port: int | None = None
-    """Where the gauges of this node's actors can be scraped."""
+    """Where the gauges of this node's actors can be scraped, on every interface."""
+    node_address: str = LOOPBACK
+    """This node's, as Ray knows it."""
     logs_directory: str | None = None
     """Ray's session logs on this node, where the dashboard's Logs tab looks."""
     routers: tuple[str, ...] = ()

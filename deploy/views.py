@@ -145,9 +145,9 @@ def _first_line(cluster: ClusterState) -> str:
     if not is_loopback(cluster.host):
         reach = f"for whoever reaches {cluster.host}"
     elif cluster.head is None:
-        reach = "for its routers' own machine alone (see --host)"
+        reach = "its API for its routers' own machine alone (see --host)"
     else:
-        reach = "for this machine alone (see --host)"
+        reach = "its API for this machine alone (see --host)"
     return f"cluster {cluster.cluster} serves {cluster.model} on {workers}, {reach}"
 
 
@@ -202,12 +202,15 @@ def _named(cluster: ClusterState) -> str:
 
 
 def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> list[str]:
-    """Of each node, for its metrics are not those of the others; without nodes, of this machine's."""
+    """Of each node, for its metrics are not those of the others; without nodes, of this machine's. Ray binds them to
+    every interface and asks nobody for a token."""
     if nodes:
         where = [(node.metrics_address, f", of node {node.name}" if len(nodes) > 1 else "") for node in nodes]
     else:
-        where = [(f"127.0.0.1:{cluster.metrics_port}", "")] if cluster.metrics_port is not None else []
-    return [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
+        here = f"{cluster.node_address}:{cluster.metrics_port}"
+        where = [(here, "")] if cluster.metrics_port is not None else []
+    lines = [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
+    return [*lines, "           for whoever reaches that address, without a token"] if lines else []
 
 
 def place_dict(place: "Place") -> dict[str, object]:

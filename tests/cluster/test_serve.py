@@ -21,7 +21,7 @@ from blockyard.deploy.ray_head import DASHBOARD_PORT
 from blockyard.deploy.state import HOME_VARIABLE
 
 from ..security.certificates import Authority  # noqa: TID252
-from .harness import Command
+from .harness import Command, remembered_state
 from .test_interrupted_start import processes_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray]
@@ -78,10 +78,13 @@ def _until_it_serves(process: "subprocess.Popen[str]") -> str:
     raise AssertionError(f"it ended: {told}{process.stderr.read()}")
 
 
-def test_serve_tells_that_a_worker_ended_at_sigterm_and_is_back(tmp_path: Path) -> None:
+def test_serve_tells_that_a_worker_ended_at_sigterm_and_is_back_and_status_tells_when(tmp_path: Path) -> None:
     command = Command(home=tmp_path / "home", cluster="told")
     with serving(command, *SIMULATED, "--port", "0", "--router-port", "0") as served:
         assert served.process.stderr is not None
+        state = remembered_state(command)
+        (node,) = command.json("status")["nodes"]
+        assert node["metrics_address"] == f"{state.node_address}:{state.metrics_port}"
         os.kill(command.place("worker-0")["pid"], signal.SIGTERM)
         told = []
         for line in served.process.stderr:
@@ -125,7 +128,7 @@ def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_pa
         assert (refused.returncode, f"port {port} is taken" in refused.stderr) == (1, True)
     with dashboard_port_taken(), serving(command, *SIMULATED) as served:
         first, *_ = served.told.splitlines()
-        assert first == "cluster serve serves demo on 1 worker, for this machine alone (see --host)"
+        assert first == "cluster serve serves demo on 1 worker, its API for this machine alone (see --host)"
         curl = served.told.partition("try:\n")[2].partition("Ctrl-C")[0]
         answered = run("sh", "-c", curl)
         assert json.loads(answered.stdout)["model"] == "demo", answered.stderr

@@ -208,8 +208,8 @@ def test_a_token_file_without_a_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "head", "reach"),
     [
-        ("127.0.0.1", HEAD, "for this machine alone (see --host)"),
-        ("127.0.0.1", None, "for its routers' own machine alone (see --host)"),
+        ("127.0.0.1", HEAD, "its API for this machine alone (see --host)"),
+        ("127.0.0.1", None, "its API for its routers' own machine alone (see --host)"),
         ("0.0.0.0", HEAD, "for whoever reaches 0.0.0.0"),
     ],
 )

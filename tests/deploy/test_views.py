@@ -109,9 +109,16 @@ def test_with_one_node_status_names_no_nodes() -> None:
     assert "node" not in told
 
 
-def test_up_tells_the_metrics_port_of_its_own_machine() -> None:
-    cluster = ClusterState(cluster="default", model="demo", secret="s", metrics_port=4001)
-    assert metrics_lines(cluster) == ["metrics    http://127.0.0.1:4001/metrics (ray_blockyard_*)"]
+def test_up_and_status_tell_one_metrics_address_and_that_it_is_open() -> None:
+    cluster = ClusterState(
+        cluster="default", model="demo", secret="s", metrics_port=4001, node_address="10.0.0.1"
+    )
+    assert metrics_lines(cluster) == [
+        "metrics    http://10.0.0.1:4001/metrics (ray_blockyard_*)",
+        "           for whoever reaches that address, without a token",
+    ]
+    assert metrics_lines(cluster, [HEAD]) == metrics_lines(cluster)
+    assert metrics_lines(replace(cluster, metrics_port=None)) == []
 
 
 def test_where_the_dashboard_wants_our_token_its_own_advice_is_contradicted() -> None:
