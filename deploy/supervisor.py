@@ -104,6 +104,7 @@ class Supervisor:
             places=self._places,
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
+            at_seconds=time.monotonic(),
         )
 
     async def shut_down(self, grace_seconds: float) -> None:
@@ -150,7 +151,7 @@ class Supervisor:
             await self._retire_those_beyond()
             new = [place for place in self._workers() if place.num_starts == 0 and place.phase != "stopped"]
             for place in new:  # What failed for who asked before may have been mended.
-                place.num_failures_in_a_row, place.error = 0, ""
+                place.num_failures_in_a_row, place.error, place.failed_at = 0, "", None
         # Without the lock: whoever waits for a node that does not come can shrink the cluster again.
         await self._joining.wait_until_all_in_use(new)
 
@@ -263,6 +264,7 @@ class Supervisor:
                 await self._run_once(place)
             except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
                 place.error = "" if place.is_leaving else reason(error)
+                place.failed_at = time.monotonic() if place.error else None
                 logger.warning("%s", ended_line(place.name, place.error))
                 if isinstance(error, HungError | TimeoutError) and place.pid:
                     self._end_process(place)

@@ -245,21 +245,31 @@ def status_view(
             counts, Text("the supervisor has said nothing: what each place does is not known", "red")
         )
     where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
-    table = _places_table(report.places, nodes)
+    table = _places_table(report, nodes)
     return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
 
 
-def _places_table(places: Iterable["Place"], nodes: Sequence["RayNode"]) -> RenderableType:
+def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
     """With the node of each where there are several."""
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
-    for place in places:
+    for place in report.places:
         phase = Text(place.told_phase, style=_PHASE_STYLES.get(place.told_phase, "yellow"))
         node = (names.get(place.node_id, "-"),) if node_heading else ()
         facts = (place.address, str(place.pid or "-"), str(place.num_starts))
-        table.add_row(place.name, phase, *node, *facts, Text(place.error, style="red"))
+        age_seconds = report.error_age_seconds(place)
+        age = f" ({ago(age_seconds)})" if place.error and age_seconds is not None else ""
+        table.add_row(place.name, phase, *node, *facts, Text(f"{place.error}{age}", style="red"))
     return table
+
+
+def ago(seconds: float) -> str:
+    """Such as `12 s ago`, in the largest unit that there are two of."""
+    for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_seconds:
+            return f"{seconds // unit_seconds:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
 
 
 def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:

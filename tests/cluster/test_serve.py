@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +91,8 @@ def test_serve_tells_that_a_worker_ended_at_sigterm_and_is_back_and_status_tells
             told += [line] if "worker-0" in line else []
             if len(told) == 2:
                 break
+        place = command.place("worker-0")
+        assert (place["phase"], place["error_age_seconds"] > 0) == ("serving", True)
     assert re.match(r"\d\d:\d\d:\d\d worker-0 has ended: its process (died|was killed by SIGTERM)$", told[0])
     assert re.match(r"\d\d:\d\d:\d\d worker-0 serves again at \S+$", told[1])
 
@@ -142,10 +144,9 @@ def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_pa
 
 @contextmanager
 def dashboard_port_taken() -> Iterator[None]:
-    with socket.socket() as occupant:
+    with ExitStack() as stack:
         with suppress(OSError):  # taken by somebody else: as good
-            occupant.bind(("127.0.0.1", DASHBOARD_PORT))
-            occupant.listen()
+            stack.enter_context(socket.create_server(("127.0.0.1", DASHBOARD_PORT)))
         yield
 
 

@@ -189,7 +189,7 @@ def test_workers_fit_only_whole_on_a_node(
     free: list[dict[str, float]], gpus: float, missing: int, fits: bool
 ) -> None:
     report = SupervisorReport(
-        pid=1, code="", places=places_of(SPEC, 1), cpus_per_worker=1.0, gpus_per_worker=gpus
+        pid=1, code="", places=places_of(SPEC, 1), cpus_per_worker=1.0, gpus_per_worker=gpus, at_seconds=0.0
     )
     if fits:
         check_room(free, report, missing)
@@ -201,7 +201,9 @@ def test_workers_fit_only_whole_on_a_node(
 def test_who_counts_and_is_taken_out_is_said_with_the_way_back() -> None:
     places = [Place(name="router-0", kind="router", phase="draining"), *places_of(SPEC, 2)]
     places[2].phase = "stopped"
-    report = SupervisorReport(pid=1, code="", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0)
+    report = SupervisorReport(
+        pid=1, code="", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
+    )
     scaled = scaled_of(("worker-0", "worker-1"), report)
     assert (scaled.workers, scaled.taken_out) == (("worker-0", "worker-1"), ("worker-1",))
     assert scaled.line() == "nothing to do: 2 workers; worker-1 is taken out (`blockyard restart worker-1`)"
