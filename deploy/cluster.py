@@ -262,6 +262,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
             replace(
                 cluster,
                 num_workers=shape.num_workers,
+                cpus_per_worker=shape.num_cpus,
                 dashboard_url=f"http://{dashboard}" if dashboard else None,
                 metrics_port=info.get("metrics_export_port"),
                 node_address=info.get("node_ip_address") or cluster.node_address,

@@ -60,6 +60,8 @@ class ClusterState:
     """The workers'."""
     router_redis_url: str | None = field(default=None, repr=False)
     num_workers: int = 0
+    cpus_per_worker: float = 0.0
+    """0: of a version that did not say, or not known yet."""
     ray_address: str | None = None
     ray_token_path: str | None = None
     """The token that the head and its dashboard ask for; None on a cluster that we joined."""

@@ -96,6 +96,7 @@ def summary(cluster: ClusterState) -> RenderableType:
     lines = [
         _first_line(cluster),
         *(f"data type  {dtype}" for dtype in cluster.dtypes),
+        *cpus_lines(cluster),
         *(f"router     {address}" for address in cluster.routers),
         *(f"OpenAI     {address} (the base URL ends in /v1)" for address in cluster.gateways),
         *dashboard_lines(cluster, signs_in=True),
@@ -115,6 +116,7 @@ def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
     lines = [
         _first_line(cluster),
         *(f"data type  {dtype}" for dtype in cluster.dtypes),
+        *cpus_lines(cluster),
         *(f"HTTP       {url}" for url in urls),
         *(f"gRPC       {address}" for address in cluster.routers),
         *(f"alias      {alias}" for alias in options.served_names[1:]),
@@ -151,12 +153,20 @@ def _first_line(cluster: ClusterState) -> str:
     return f"cluster {cluster.cluster} serves {cluster.model} on {workers}, {reach}"
 
 
+def cpus_lines(cluster: ClusterState) -> list[str]:
+    """What each worker holds of them, so that nobody wonders why another one has no room."""
+    if not cluster.cpus_per_worker:
+        return []
+    return [f"CPUs       {cluster.cpus_per_worker:g} for each worker (see --cpus-per-worker)"]
+
+
 def summary_dict(cluster: ClusterState) -> dict[str, object]:
     """The same for programs."""
     fields = (
         "cluster",
         "model",
         "num_workers",
+        "cpus_per_worker",
         "routers",
         "gateways",
         "dtypes",

@@ -221,9 +221,12 @@ def test_the_first_line_says_who_reaches_it(host: str, head: state.HeadState | N
 
 def test_serve_says_how_to_call_it_in_lines_that_a_shell_takes() -> None:
     told = "float32: this CPU has no bfloat16 instructions"
-    served = replace(CLUSTER, gateways=("127.0.0.1:8000",), routers=("127.0.0.1:50051",), dtypes=(told,))
+    addresses = replace(CLUSTER, gateways=("127.0.0.1:8000",), routers=("127.0.0.1:50051",))
+    served = replace(addresses, dtypes=(told,), cpus_per_worker=2.0)
     lines = printed(views.serving(served, options_of("serve", "demo", "--served-model-name", "it's", "b")))
     assert f"data type  {told}" in lines
+    assert "CPUs       2 for each worker (see --cpus-per-worker)" in lines
+    assert not any(line.startswith("CPUs") for line in printed(views.summary(addresses)))
     assert "HTTP       http://127.0.0.1:8000/v1" in lines
     assert "gRPC       127.0.0.1:50051" in lines
     assert "alias      b" in lines
