@@ -145,13 +145,14 @@ def leftovers(cluster: ClusterState) -> list[str]:
 def _say_goodbye(cluster: ClusterState, drain_seconds: float) -> None:
     if cluster.ray_address is None or not cluster.is_supervised:
         return
-    if cluster.head is None:
-        with on_ray.driver(cluster):
-            on_ray.shut_down(drain_seconds)
-    elif owns_session(cluster.head.session, cluster.head.processes):
-        # A Ray that no longer answers must not keep us from ending its processes.
-        with contextlib.suppress(Exception), on_ray.driver(cluster):
-            on_ray.shut_down(drain_seconds)
+    with ray_head.words_kept(Path(cluster.directory or os.devnull) / "goodbye.log"):
+        if cluster.head is None:
+            with on_ray.driver(cluster):
+                on_ray.shut_down(drain_seconds)
+        elif owns_session(cluster.head.session, cluster.head.processes):
+            # A Ray that no longer answers must not keep us from ending its processes.
+            with contextlib.suppress(Exception), on_ray.driver(cluster):
+                on_ray.shut_down(drain_seconds)
 
 
 def refuse_if_up(cluster: str) -> ClusterState | None:
