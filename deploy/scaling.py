@@ -85,11 +85,11 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
     room = sum(_fit(node, needs) for node in free) if needs else missing
     if room >= missing:
         return
-    each = " and ".join(f"{amount:g} {name}{'s' if amount > 1 else ''}" for name, amount in needs.items())
+    each = " and ".join(counted(amount, name) for name, amount in needs.items())
     raise ValueError(
         f"{counted(missing, 'more worker')} of {each} each will not fit: the Ray cluster has room for {room}, "
-        "and each worker that runs holds as much. Add a node, have an autoscaler add it (--wait-for-nodes), or start the cluster with "
-        f"{_smaller_share(free, report, len(workers_of(report)) + missing)}"
+        "and each worker that runs holds as much. Add a node, have an autoscaler add it (--wait-for-nodes), or start "
+        f"the cluster with {_smaller_share(free, report, len(workers_of(report)) + missing)}"
     )
 
 

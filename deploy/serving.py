@@ -103,9 +103,9 @@ def next_stage(stage: str, places: Sequence["Place"], *, is_compiling: bool) -> 
 
 
 def _who_serves(places: Sequence["Place"]) -> str:
-    """Such as `1 of 2 workers and 1 of 1 routers serve`."""
+    """Such as `1 of 2 workers and 1 of 1 router serve`."""
     counts = [
-        f"{sum(place.phase == 'serving' for place in of_kind)} of {len(of_kind)} {kind}s"
+        f"{sum(place.phase == 'serving' for place in of_kind)} of {counted(len(of_kind), kind)}"
         for kind in ("worker", "router")
         if (of_kind := [place for place in places if place.kind == kind])
     ]

@@ -97,4 +97,4 @@ def test_workers_and_routers_are_counted_apart() -> None:
         ("router-0", "router", "serving"),
     ]
     places = [Place(name=name, kind=kind, phase=phase) for name, kind, phase in phases]
-    assert serving._who_serves(places) == "1 of 2 workers and 1 of 1 routers serve"
+    assert serving._who_serves(places) == "1 of 2 workers and 1 of 1 router serve"
