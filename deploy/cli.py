@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import grpc
+from blockyard.deploy.state import NoSuchClusterError
 from blockyard.router.client import BlockyardError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 
@@ -52,6 +53,8 @@ class _Commands(click.Group):
             raise  # RuntimeErrors and an OSError too, but click's own ways to end
         except BlockyardError as error:
             raise click.ClickException(_told(error)) from error
+        except NoSuchClusterError as error:
+            raise click.ClickException(_with_a_way_on(error, ctx.invoked_subcommand)) from error
         except (ValueError, RuntimeError, OSError) as error:
             raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:
@@ -70,6 +73,16 @@ def _told(error: BlockyardError) -> str:
     elif error.request_id:
         hint = f" (request {error.request_id})"
     return f"{error}{hint}"
+
+
+def _with_a_way_on(error: NoSuchClusterError, command: str | None) -> str:
+    """What starts such a cluster, and what else the command would take instead. There is no way to end one that is
+    not."""
+    if command == "down":
+        return str(error)
+    named = "" if error.cluster == "default" else f" --cluster {error.cluster}"
+    ways = (f"`blockyard up --model MODEL{named}` starts it", *getattr(error, "__notes__", ()))
+    return f"{error}: {', '.join(ways)}"
 
 
 def _absent(name: str) -> click.Command:

@@ -39,6 +39,7 @@ from blockyard.proto.loopback import is_loopback
 from blockyard.router.config import RouterConfig
 
 DRAIN_SECONDS = 5.0
+STARTING_RAY = "starting Ray and its dashboard"
 LOOPBACK_AMONG_HOSTS = (
     "this Ray cluster has several machines, and each router serves programs of its own machine alone: --host opens it "
     "to others"
@@ -53,7 +54,12 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
 
     Raises ClusterStartError, RedisStartError, RayStartError, NameTakenError, or ValueError for a cluster that is up
     already or comes up, and for a model that the engine cannot run."""
-    refuse_if_up(options.cluster)
+    try:
+        refuse_if_up(options.cluster)
+    except ValueError:
+        # Whoever would take that cluster down for this one had better know first.
+        preflight.check_model(options)
+        raise
     options, moved_ports = preflight.ports_moved(options)
     preflight.check(options)
     for warning in (*moved_ports, *filter(None, (options.exposure, preflight.crowding(options)))):
@@ -139,13 +145,14 @@ def leftovers(cluster: ClusterState) -> list[str]:
 def _say_goodbye(cluster: ClusterState, drain_seconds: float) -> None:
     if cluster.ray_address is None or not cluster.is_supervised:
         return
-    if cluster.head is None:
-        with on_ray.driver(cluster):
-            on_ray.shut_down(drain_seconds)
-    elif owns_session(cluster.head.session, cluster.head.processes):
-        # A Ray that no longer answers must not keep us from ending its processes.
-        with contextlib.suppress(Exception), on_ray.driver(cluster):
-            on_ray.shut_down(drain_seconds)
+    with ray_head.words_kept(Path(cluster.directory or os.devnull) / "goodbye.log"):
+        if cluster.head is None:
+            with on_ray.driver(cluster):
+                on_ray.shut_down(drain_seconds)
+        elif owns_session(cluster.head.session, cluster.head.processes):
+            # A Ray that no longer answers must not keep us from ending its processes.
+            with contextlib.suppress(Exception), on_ray.driver(cluster):
+                on_ray.shut_down(drain_seconds)
 
 
 def refuse_if_up(cluster: str) -> ClusterState | None:
@@ -200,7 +207,7 @@ def _start_ray(cluster: ClusterState, options: UpOptions, report: Report) -> Clu
         # Remembered only once it has answered: nothing of ours is there before.
         token_path = ray_head.operators_token_path()
         return replace(cluster, ray_address=options.address, ray_token_path=token_path)
-    stage = Progress(stage="starting Ray and its dashboard")
+    stage = Progress(stage=STARTING_RAY)
     report(stage)
     assert cluster.directory is not None
     guarded = options.security.auth_file is not None
@@ -250,12 +257,16 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
                 options = with_one_dtype(options, asked, report)
             cluster = _start_redis(cluster, options, report)
         dashboard = info.get("webui_url")
+        if cluster.head is not None and dashboard and (moved := ray_head.moved_dashboard(dashboard)):
+            report(Progress(stage=STARTING_RAY, warning=moved))
         cluster = _saved(
             replace(
                 cluster,
                 num_workers=shape.num_workers,
+                cpus_per_worker=shape.num_cpus,
                 dashboard_url=f"http://{dashboard}" if dashboard else None,
                 metrics_port=info.get("metrics_export_port"),
+                node_address=info.get("node_ip_address") or cluster.node_address,
                 logs_directory=str(Path(info["session_dir"]) / "logs"),
             )
         )

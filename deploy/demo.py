@@ -21,7 +21,7 @@ from blockyard.deploy import on_ray, views
 from blockyard.deploy.cluster import down, leftovers, up
 from blockyard.deploy.demo_model.prompts import DEMO_GROUPS
 from blockyard.deploy.demo_traffic import ALONE_ROUNDS, Alone, Chat, chats_of, run_chats, time_alone
-from blockyard.deploy.interruption import end_like_ctrl_c
+from blockyard.deploy.interruption import end_like_ctrl_c, undisturbed
 from blockyard.deploy.options import model_path
 from blockyard.deploy.pool_map import cells_of_map, pool_map
 from blockyard.deploy.progress import StageProgress
@@ -84,7 +84,7 @@ def run(console: Console, *, keep: bool) -> int:
         kept = keep or (asks and _is_wanted_on())
     finally:
         if not kept:
-            with StageProgress() as progress:
+            with undisturbed(), StageProgress() as progress:
                 down(cluster, report=progress.report)
     return _farewell(console, cluster, kept=kept, seconds=time.monotonic() - started_at)
 

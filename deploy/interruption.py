@@ -1,11 +1,15 @@
 """Makes a time-out's SIGTERM and a closed terminal's SIGHUP end a command as Ctrl-C does: with everything undone."""
 
+import contextlib
+import errno
+import os
 import signal
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 _asked = threading.Event()
@@ -13,14 +17,38 @@ _asked = threading.Event()
 
 
 def end_like_ctrl_c() -> None:
-    """From here on all three raise KeyboardInterrupt in the main thread."""
+    """From here on all three raise KeyboardInterrupt in the main thread, but for a SIGHUP that `nohup` ignores."""
     for number in (*ENDS, signal.SIGINT):
-        signal.signal(number, _end)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def _end(number: int, frame: FrameType | None) -> None:
+    _leave_closed_terminal()
+    # The session of a closed terminal may send both: the second must not end the undoing that the first began.
+    if number != signal.SIGINT and _asked.is_set():
+        return
     _asked.set()
     raise KeyboardInterrupt
+
+
+def _leave_closed_terminal() -> None:
+    """Sends further output to nowhere: each write to a terminal that is gone would fail, and end what it is about."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            descriptor = stream.fileno()  # type: ignore[union-attr]
+            if _is_closed_terminal(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
+
+def _is_closed_terminal(descriptor: int) -> bool:
+    try:
+        termios.tcgetattr(descriptor)
+    except termios.error as error:
+        return bool(error.args[0] == errno.EIO)
+    return False
 
 
 def raise_if_asked() -> None:
@@ -31,7 +59,8 @@ def raise_if_asked() -> None:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Puts back, afterwards, what a library has set meanwhile (Ray's handler of SIGTERM aborts the process)."""
+    """Puts back, afterwards, what a library has set meanwhile: Ray's handler of SIGTERM aborts the process, and its
+    shutdown leaves none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

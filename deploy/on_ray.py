@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockyard.deploy import ray_head
 from blockyard.deploy.deadline import Budget, Child
+from blockyard.deploy.interruption import handlers_kept
 from blockyard.deploy.places import SUPERVISOR_NAME
 from blockyard.deploy.state import ClusterState
 
@@ -78,7 +79,8 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
         try:
             yield info
         finally:
-            ray.shutdown()
+            with handlers_kept():
+                ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -173,7 +175,8 @@ def joined(address: str) -> Iterator[None]:
         try:
             yield
         finally:
-            ray.shutdown()
+            with handlers_kept():
+                ray.shutdown()
 
 
 def _rays_words_on_stderr() -> contextlib.AbstractContextManager[object]:

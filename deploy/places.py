@@ -79,6 +79,8 @@ class Place:
     """It was told to stop for good: the cluster shrinks."""
     error: str = ""
     """Why the last one ended or did not start: a kind of failure, never a prompt."""
+    failed_at: float | None = None
+    """When that was, by the supervisor's monotonic clock."""
 
     @property
     def was_taken_out(self) -> bool:
@@ -106,6 +108,12 @@ class SupervisorReport:
     places: list[Place]
     cpus_per_worker: float
     gpus_per_worker: float
+    at_seconds: float
+    """When it was made, by the supervisor's monotonic clock. A reader's clock may be another machine's."""
+
+    def error_age_seconds(self, place: Place) -> float | None:
+        """How long ago the last error of a place was; None without one."""
+        return None if place.failed_at is None else max(0.0, self.at_seconds - place.failed_at)
 
 
 def worker_name(number: int) -> str:

@@ -42,7 +42,7 @@ def problems(options: "UpOptions") -> Iterator[tuple[str, str]]:
     """Each with its subject."""
     checks: tuple[tuple[str, Callable[[UpOptions], object]], ...] = (
         ("security", lambda options: options.security.check()),
-        ("model", _check_model),
+        ("model", check_model),
         ("workers", _check_workers),
         ("router port", _check_ports),
         ("metrics tab", _check_metrics_tab),
@@ -133,7 +133,8 @@ def other_hosts() -> int:
     return len({node["NodeManagerAddress"] for node in nodes if node["Alive"]} - {here, "127.0.0.1"})
 
 
-def _check_model(options: "UpOptions") -> None:
+def check_model(options: "UpOptions") -> None:
+    """Raises ValueError for a model that is nowhere, that the engine cannot run, or that does not fit."""
     engine = options.engine
     if options.address is not None and not Path(engine.model).is_dir():
         return  # the nodes may have what this machine has not

@@ -201,6 +201,26 @@ def _refusals_told(address: str) -> Iterator[None]:
         raise RayConnectError(f"Ray at {address} does not let us in: {error}{hint}") from error
 
 
+@contextlib.contextmanager
+def words_kept(path: Path) -> Iterator[None]:
+    """Inside, what Ray's C++ code writes to stderr goes to a file. It complains there of a cluster that is half gone,
+    in words that help nobody. What Python writes to sys.stderr goes where it did."""
+    heard, ours = os.dup(2), sys.stderr
+    try:
+        try:
+            kept = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:
+            kept = os.open(os.devnull, os.O_WRONLY)
+        with os.fdopen(heard, "w", buffering=1, errors="replace", closefd=False) as sys.stderr:
+            os.dup2(kept, 2)
+            os.close(kept)
+            yield
+    finally:
+        sys.stderr = ours
+        os.dup2(heard, 2)
+        os.close(heard)
+
+
 def host_and_port(address: str) -> tuple[str, int]:
     """Raises ValueError."""
     host, separator, port = address.rpartition(":")
@@ -272,6 +292,14 @@ def _dashboard_port() -> int:
         except OSError:
             return free_port()
     return DASHBOARD_PORT
+
+
+def moved_dashboard(address: str) -> str | None:
+    """What is said of a dashboard at this host:port; None for its usual port."""
+    port = address.rpartition(":")[2]
+    if port == str(DASHBOARD_PORT):
+        return None
+    return f"port {DASHBOARD_PORT} is taken: the dashboard and the live page are served on {port}"
 
 
 def _command(temp_dir: Path, num_cpus: int) -> list[str]:

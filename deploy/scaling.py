@@ -3,8 +3,9 @@
 Owns whether there is room, and what is said meanwhile. How workers come and leave is the supervisor's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import floor
 
 from blockyard.deploy import on_ray, state
 from blockyard.deploy.places import SupervisorReport, taken_out_of
@@ -80,14 +81,27 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
     """Raises ValueError where the nodes cannot take so many more workers."""
     needs = {"CPU": report.cpus_per_worker, "GPU": report.gpus_per_worker}
     needs = {name: amount for name, amount in needs.items() if amount}
+    free = list(free)
     room = sum(_fit(node, needs) for node in free) if needs else missing
-    if room < missing:
-        each = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
-        raise ValueError(
-            f"{counted(missing, 'more worker')} of {each} each will not fit: the Ray cluster has "
-            f"room for {room}: add a node, have an autoscaler add it (--wait-for-nodes), or bring the cluster up with "
-            "smaller shares (--cpus-per-worker)"
-        )
+    if room >= missing:
+        return
+    each = " and ".join(counted(amount, name) for name, amount in needs.items())
+    raise ValueError(
+        f"{counted(missing, 'more worker')} of {each} each will not fit: the Ray cluster has room for {room}, "
+        "and each worker that runs holds as much. Add a node, have an autoscaler add it (--wait-for-nodes), or start "
+        f"the cluster with {_smaller_share(free, report, len(workers_of(report)) + missing)}"
+    )
+
+
+def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport, num_workers: int) -> str:
+    """What would let so many workers fit, as far as it shows: where other nodes have what, it does not."""
+    if report.gpus_per_worker:
+        return "fewer workers"
+    if len(free) != 1:
+        return "fewer CPUs for each (--cpus-per-worker)"
+    cpus = free[0].get("CPU", 0.0) + report.cpus_per_worker * len(workers_of(report))
+    share = cpus // num_workers or floor(100 * cpus / num_workers) / 100
+    return f"--cpus-per-worker {share:g}"
 
 
 def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:

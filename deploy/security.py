@@ -30,8 +30,11 @@ class SecurityOptions:
 
     def check(self) -> None:
         """Before anything starts. Raises ValueError for what routers or workers could not use."""
-        if self.auth_file is not None:
-            TokenFile(self.auth_file)
+        if self.auth_file is not None and not TokenFile(self.auth_file).tokens:
+            raise ValueError(
+                f"auth file {self.auth_file} has no token, so that nobody could call the cluster: "
+                f"`blockyard token new --auth-file {self.auth_file}` adds one"
+            )
         server_credentials(self.tls)
         server_credentials(self.session_tls)
         session_channels(self.session_tls, secret="", cluster="")
@@ -121,6 +124,9 @@ def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
 
 def _read_token(path: str) -> str:
     try:
-        return read_secret_file(path, "token file")[0].decode("ascii").strip()
+        token = read_secret_file(path, "token file")[0].decode("ascii").strip()
     except UnicodeDecodeError:
-        raise ValueError(f"token file {path} holds no token") from None
+        token = ""
+    if not token:
+        raise ValueError(f"token file {path} holds no token")
+    return token

@@ -4,12 +4,16 @@ Owns how long that may take and what is an error. Does not own starting anything
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from blockyard.deploy import on_ray
 from blockyard.deploy.quantities import counted
 from blockyard.kernels import cpu_extension
+
+if TYPE_CHECKING:
+    from blockyard.deploy.places import Place
 
 SERVE_SECONDS = 600.0
 """Loading a large model from a slow disk takes minutes."""
@@ -17,6 +21,10 @@ CONNECT_SECONDS = 30.0
 FIRST_WORD_SECONDS = 60.0
 """Of the supervisor, which has much to import on a busy machine."""
 _POLL_SECONDS = 0.1
+STARTING, DOWNLOADING, LOADING = "starting workers", "downloading the model", "loading the model"
+COMPILING, WARMING = "compiling kernels (first start on this machine)", "warming up"
+STAGES = (STARTING, DOWNLOADING, LOADING, COMPILING, WARMING)
+"""Of a start, in their order. Not every start has all of them."""
 
 
 class ClusterStartError(RuntimeError):
@@ -53,13 +61,15 @@ class Serving:
 def wait_until_all_serve(report: Report) -> Serving:
     """Raises ClusterStartError when one keeps failing, with its reason."""
     deadline = time.monotonic() + SERVE_SECONDS
+    stage = STAGES[0]
     while time.monotonic() < deadline:
         everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).places
         serving = [place for place in everyone if place.phase == "serving"]
         is_downloading = any(place.phase == "downloading" for place in everyone)
         if is_downloading:
             deadline = time.monotonic() + SERVE_SECONDS
-        report(_loading(is_downloading, len(serving), len(everyone)))
+        stage = next_stage(stage, everyone, is_compiling=cpu_extension.is_being_built())
+        report(Progress(stage=stage, done=len(serving), total=len(everyone), detail=_who_serves(everyone)))
         if len(serving) == len(everyone):
             routers = [place for place in everyone if place.kind == "router"]
             gateways = (place.http_address for place in routers if place.http_address)
@@ -77,13 +87,29 @@ def wait_until_all_serve(report: Report) -> Serving:
     raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
 
 
-def _loading(is_downloading: bool, num_serving: int, total: int) -> Progress:
-    stage = "loading the model"
-    if is_downloading:
-        stage = "downloading the model"
-    elif cpu_extension.is_being_built():
-        stage = "compiling kernels (first start on this machine)"
-    return Progress(stage=stage, done=num_serving, total=total, detail=f"{num_serving} of {total} serve")
+def next_stage(stage: str, places: Sequence["Place"], *, is_compiling: bool) -> str:
+    """The stage after a look. Never one before `stage`: workers take them at times of their own."""
+    if is_compiling:
+        now = COMPILING
+    elif stage == COMPILING:
+        now = WARMING
+    elif any(place.phase == "downloading" for place in places):
+        now = DOWNLOADING
+    elif any(place.pid for place in places if place.kind == "worker"):
+        now = LOADING
+    else:
+        now = STARTING
+    return max(stage, now, key=STAGES.index)
+
+
+def _who_serves(places: Sequence["Place"]) -> str:
+    """Such as `1 of 2 workers and 1 of 1 router serve`."""
+    counts = [
+        f"{sum(place.phase == 'serving' for place in of_kind)} of {counted(len(of_kind), kind)}"
+        for kind in ("worker", "router")
+        if (of_kind := [place for place in places if place.kind == kind])
+    ]
+    return f"{' and '.join(counts)} serve"
 
 
 def wait_until_connected(num_workers: int, report: Report) -> None:

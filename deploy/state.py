@@ -24,6 +24,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 class NoSuchClusterError(ValueError):
     """No state file: the cluster was not started here, or `down` has ended it."""
 
+    def __init__(self, cluster: str) -> None:
+        known = known_clusters()
+        others = f", only {', '.join(known)} (--cluster)" if known else ", and no other"
+        super().__init__(f"no cluster {cluster!r} is known here{others}")
+        self.cluster = cluster
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadState:
@@ -54,12 +60,16 @@ class ClusterState:
     """The workers'."""
     router_redis_url: str | None = field(default=None, repr=False)
     num_workers: int = 0
+    cpus_per_worker: float = 0.0
+    """0: of a version that did not say, or not known yet."""
     ray_address: str | None = None
     ray_token_path: str | None = None
     """The token that the head and its dashboard ask for; None on a cluster that we joined."""
     dashboard_url: str | None = None
     metrics_port: int | None = None
-    """Where the gauges of this node's actors can be scraped."""
+    """Where the gauges of this node's actors can be scraped, on every interface."""
+    node_address: str = LOOPBACK
+    """This node's, as Ray knows it."""
     logs_directory: str | None = None
     """Ray's session logs on this node, where the dashboard's Logs tab looks."""
     routers: tuple[str, ...] = ()
@@ -134,11 +144,7 @@ def load(cluster: str) -> ClusterState:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(known_clusters()) or "none"
-        raise NoSuchClusterError(
-            f"no cluster {cluster!r} is known here (known: {known}): start one with `blockyard up --model demo`, "
-            "or name a router with --router"
-        ) from None
+        raise NoSuchClusterError(cluster) from None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return _from_document(document)

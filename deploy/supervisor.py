@@ -34,6 +34,7 @@ from blockyard.deploy.actors import (
 )
 from blockyard.deploy.dashboard.announcement import key_of
 from blockyard.deploy.dashboard.announcing import keep_announced, put, withdraw
+from blockyard.deploy.incidents import ended_line, serves_line
 from blockyard.deploy.joining import Joining
 from blockyard.deploy.liveness import STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.places import (
@@ -53,6 +54,7 @@ from blockyard.deploy.reports import NAMESPACE, keep_reported
 from blockyard.deploy.wish import RayWishStore, Wish, WishStore
 from blockyard.proto.code_version import code_version
 from blockyard.proto.logs import configure_logging
+from blockyard.proto.sigterm import end_at_sigterm
 from blockyard.router.actor import StartedRouter
 from blockyard.worker.actor import StartedWorker
 
@@ -68,6 +70,7 @@ class Supervisor:
     """The actor. Every loop of its life is a child of one task group that its constructor starts."""
 
     def __init__(self, spec: ClusterSpec, store: WishStore | None = None) -> None:
+        end_at_sigterm()
         configure_logging(spec.router.log)
         self._spec = spec
         self._code = code_version()
@@ -101,6 +104,7 @@ class Supervisor:
             places=self._places,
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
+            at_seconds=time.monotonic(),
         )
 
     async def shut_down(self, grace_seconds: float) -> None:
@@ -147,7 +151,7 @@ class Supervisor:
             await self._retire_those_beyond()
             new = [place for place in self._workers() if place.num_starts == 0 and place.phase != "stopped"]
             for place in new:  # What failed for who asked before may have been mended.
-                place.num_failures_in_a_row, place.error = 0, ""
+                place.num_failures_in_a_row, place.error, place.failed_at = 0, "", None
         # Without the lock: whoever waits for a node that does not come can shrink the cluster again.
         await self._joining.wait_until_all_in_use(new)
 
@@ -260,7 +264,8 @@ class Supervisor:
                 await self._run_once(place)
             except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
                 place.error = "" if place.is_leaving else reason(error)
-                logger.warning("%s ended: %s", place.name, place.error or "it was told to")
+                place.failed_at = time.monotonic() if place.error else None
+                logger.warning("%s", ended_line(place.name, place.error))
                 if isinstance(error, HungError | TimeoutError) and place.pid:
                     self._end_process(place)
             if place.is_retiring:
@@ -331,7 +336,7 @@ class Supervisor:
         check_code(place, self._spec.code)
         place.num_starts += 1
         place.phase, place.serving_since = "serving", time.monotonic()
-        logger.info("%s serves at %s", place.name, place.address)
+        logger.info("%s", serves_line(place.name, place.address))
         self._changed.set()
 
     async def _watch_all(self) -> None:

@@ -96,6 +96,7 @@ def summary(cluster: ClusterState) -> RenderableType:
     lines = [
         _first_line(cluster),
         *(f"data type  {dtype}" for dtype in cluster.dtypes),
+        *cpus_lines(cluster),
         *(f"router     {address}" for address in cluster.routers),
         *(f"OpenAI     {address} (the base URL ends in /v1)" for address in cluster.gateways),
         *dashboard_lines(cluster, signs_in=True),
@@ -115,6 +116,7 @@ def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
     lines = [
         _first_line(cluster),
         *(f"data type  {dtype}" for dtype in cluster.dtypes),
+        *cpus_lines(cluster),
         *(f"HTTP       {url}" for url in urls),
         *(f"gRPC       {address}" for address in cluster.routers),
         *(f"alias      {alias}" for alias in options.served_names[1:]),
@@ -145,10 +147,17 @@ def _first_line(cluster: ClusterState) -> str:
     if not is_loopback(cluster.host):
         reach = f"for whoever reaches {cluster.host}"
     elif cluster.head is None:
-        reach = "for its routers' own machine alone (see --host)"
+        reach = "its API for its routers' own machine alone (see --host)"
     else:
-        reach = "for this machine alone (see --host)"
+        reach = "its API for this machine alone (see --host)"
     return f"cluster {cluster.cluster} serves {cluster.model} on {workers}, {reach}"
+
+
+def cpus_lines(cluster: ClusterState) -> list[str]:
+    """What each worker holds of them, so that nobody wonders why another one has no room."""
+    if not cluster.cpus_per_worker:
+        return []
+    return [f"CPUs       {cluster.cpus_per_worker:g} for each worker (see --cpus-per-worker)"]
 
 
 def summary_dict(cluster: ClusterState) -> dict[str, object]:
@@ -157,6 +166,7 @@ def summary_dict(cluster: ClusterState) -> dict[str, object]:
         "cluster",
         "model",
         "num_workers",
+        "cpus_per_worker",
         "routers",
         "gateways",
         "dtypes",
@@ -202,12 +212,15 @@ def _named(cluster: ClusterState) -> str:
 
 
 def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> list[str]:
-    """Of each node, for its metrics are not those of the others; without nodes, of this machine's."""
+    """Of each node, for its metrics are not those of the others; without nodes, of this machine's. Ray binds them to
+    every interface and asks nobody for a token."""
     if nodes:
         where = [(node.metrics_address, f", of node {node.name}" if len(nodes) > 1 else "") for node in nodes]
     else:
-        where = [(f"127.0.0.1:{cluster.metrics_port}", "")] if cluster.metrics_port is not None else []
-    return [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
+        here = f"{cluster.node_address}:{cluster.metrics_port}"
+        where = [(here, "")] if cluster.metrics_port is not None else []
+    lines = [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
+    return [*lines, "           for whoever reaches that address, without a token"] if lines else []
 
 
 def place_dict(place: "Place") -> dict[str, object]:
@@ -242,21 +255,31 @@ def status_view(
             counts, Text("the supervisor has said nothing: what each place does is not known", "red")
         )
     where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
-    table = _places_table(report.places, nodes)
+    table = _places_table(report, nodes)
     return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
 
 
-def _places_table(places: Iterable["Place"], nodes: Sequence["RayNode"]) -> RenderableType:
+def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
     """With the node of each where there are several."""
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
-    for place in places:
+    for place in report.places:
         phase = Text(place.told_phase, style=_PHASE_STYLES.get(place.told_phase, "yellow"))
         node = (names.get(place.node_id, "-"),) if node_heading else ()
         facts = (place.address, str(place.pid or "-"), str(place.num_starts))
-        table.add_row(place.name, phase, *node, *facts, Text(place.error, style="red"))
+        age_seconds = report.error_age_seconds(place)
+        age = f" ({ago(age_seconds)})" if place.error and age_seconds is not None else ""
+        table.add_row(place.name, phase, *node, *facts, Text(f"{place.error}{age}", style="red"))
     return table
+
+
+def ago(seconds: float) -> str:
+    """Such as `12 s ago`, in the largest unit that there are two of."""
+    for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_seconds:
+            return f"{seconds // unit_seconds:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
 
 
 def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:

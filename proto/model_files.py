@@ -53,11 +53,29 @@ def resolve_model(model: str | Path, *, patterns: Sequence[str], ignored: Sequen
     try:
         snapshot = hub_snapshot(str(model), patterns=patterns, ignored=ignored)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {str(model)!r} is no folder here, and the hub did not give it ({type(error).__name__}): "
-            "give a folder, or a name that the hub knows and a way to reach it"
-        ) from error
+        raise ValueError(f"model {str(model)!r} is no folder here, and {_why_not(error)}") from error
     return check_model_files(Path(snapshot))
+
+
+def _why_not(error: Exception) -> str:
+    """Why the hub did not give a model, of what its client raises."""
+    from huggingface_hub import constants, errors
+
+    match error:
+        case errors.GatedRepoError():
+            return "the hub gives it only to those whom its owner has let in (HF_TOKEN)"
+        case errors.RepositoryNotFoundError():
+            return "the hub knows none of this name, unless it is private (HF_TOKEN)"
+        case errors.RevisionNotFoundError():
+            return "the hub has no such revision of it"
+        case errors.HFValidationError():
+            return "no model on the hub can have this name"
+    if constants.HF_HUB_OFFLINE:
+        return "the hub's cache here does not have it, and HF_HUB_OFFLINE forbids to ask the hub"
+    for told in (error, error.__cause__):
+        if (answer := getattr(told, "response", None)) is not None:
+            return f"the hub refuses it with HTTP status {answer.status_code}"
+    return "the hub's cache here does not have it, and the hub cannot be reached"
 
 
 def hub_snapshot(

@@ -15,6 +15,7 @@ from blockyard.proto.code_version import code_version
 from blockyard.proto.logs import configure_logging
 from blockyard.proto.loopback import is_every_interface
 from blockyard.proto.ray_export import keep_reporting
+from blockyard.proto.sigterm import end_at_sigterm
 from blockyard.router.config import RouterConfig
 from blockyard.router.supervision import SupervisorWatch
 
@@ -37,6 +38,7 @@ class RouterActor:
 
     def __init__(self, config: RouterConfig, router_id: str, supervisor: str) -> None:
         """`supervisor` is the name of the actor that made this one."""
+        end_at_sigterm()
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         configure_logging(config.log, router_id=router_id)
         self._router_id = router_id

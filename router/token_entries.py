@@ -42,6 +42,8 @@ class Document:
 
 def parse_document(text: str) -> Document:
     """Its entries are not looked at. Raises ValueError."""
+    if not text.strip():
+        raise ValueError("it is empty")
     try:
         document = json.loads(text)
     except (json.JSONDecodeError, RecursionError):

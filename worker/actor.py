@@ -18,6 +18,7 @@ from blockyard.proto.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.logs import configure_logging
 from blockyard.proto.model_files import resolve_tokenizer
 from blockyard.proto.ray_export import keep_reporting
+from blockyard.proto.sigterm import end_at_sigterm
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.metrics import worker_source
 from blockyard.worker.openmp import bound_spinning
@@ -44,6 +45,7 @@ class WorkerActor:
     """Made an actor by the supervisor. Raises from `start` what the engine raises."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        end_at_sigterm()
         self._worker_id = config.worker_id
         self._model = Path(config.engine.model).name
         self._config = config

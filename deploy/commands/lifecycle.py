@@ -5,6 +5,8 @@ dry_run.py.
 """
 
 import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
@@ -12,7 +14,9 @@ from blockyard.deploy import administration, dry_run, effective, hub, on_ray, st
 from blockyard.deploy import cluster as clusters
 from blockyard.deploy.commands.shown import show
 from blockyard.deploy.from_vllm import VllmCommand
-from blockyard.deploy.interruption import end_like_ctrl_c, undisturbed
+from blockyard.deploy.incidents import SupervisorLog
+from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked, undisturbed
+from blockyard.deploy.log_files import logs_of
 from blockyard.deploy.options import cluster_option, grace_option, output_option
 from blockyard.deploy.processes import owns_session
 from blockyard.deploy.progress import StageProgress
@@ -22,6 +26,8 @@ from click.core import ParameterSource
 
 END_LOOK_SECONDS = 1.0
 MOST_LOOKS_WITHOUT_RAY = 10
+LOG_SECONDS = 5.0
+"""A joined Ray has so long to tell where the supervisor's log is."""
 
 
 _dry_run_option = click.option(
@@ -54,7 +60,7 @@ def up(is_dry: bool, output: str, **values: Any) -> None:
 @_dry_run_option
 @output_option
 def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> None:
-    """Serve MODEL until Ctrl-C: OpenAI's API over HTTP, and gRPC.
+    """Serve MODEL until Ctrl-C or SIGTERM: OpenAI's API over HTTP, and gRPC.
 
     MODEL is a folder, a hub name, or `demo`. Takes the settings of `up`, and vLLM's names of them (docs/cli.md)."""
     if given_model is not None:
@@ -69,7 +75,7 @@ def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> 
     started = _bring_up(options)
     try:
         show(output, views.summary_dict(started), views.serving(started, options))
-        wait_for_end(started)
+        wait_for_end(started, incidents_of(started))
     except KeyboardInterrupt:
         pass  # the usual end
     finally:
@@ -95,10 +101,24 @@ def _bring_up(options: UpOptions) -> state.ClusterState:
         return clusters.up(options, progress.report)
 
 
-def wait_for_end(started: state.ClusterState) -> None:
-    """Returns once another command has taken the cluster down. Raises RuntimeError where its Ray has ended."""
+def incidents_of(started: state.ClusterState) -> Callable[[], Iterable[str]]:
+    """What has befallen workers and routers since the last call. Nothing where no log of the supervisor can be had."""
+    try:
+        log = SupervisorLog(logs_of(started, LOG_SECONDS))
+    except ValueError:
+        return tuple
+    return lambda: log.told(time.monotonic())
+
+
+def wait_for_end(started: state.ClusterState, incidents: Callable[[], Iterable[str]] = tuple) -> None:
+    """Returns once another command has taken the cluster down, and tells incidents meanwhile. Raises RuntimeError where
+    its Ray has ended."""
     looks_without_ray = 0
     while _is_remembered(started):
+        raise_if_asked()
+        for line in incidents():
+            with suppress(OSError):  # nobody reads any more
+                click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
         time.sleep(END_LOOK_SECONDS)
         head = started.head
         has_ended = head is not None and not owns_session(head.session, head.processes)

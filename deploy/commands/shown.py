@@ -35,7 +35,11 @@ def connected(
 
 def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
     """Return the given routers, or else the cluster's. Raises ValueError for a cluster that is still starting."""
-    addresses = list(routers or state.load(cluster).routers)
+    try:
+        addresses = list(routers or state.load(cluster).routers)
+    except state.NoSuchClusterError as error:
+        error.add_note("or name a router with --router")
+        raise
     if not addresses:
         raise ValueError(f"cluster {cluster!r} is still starting: no router of it serves yet")
     return addresses

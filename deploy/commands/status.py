@@ -6,7 +6,7 @@ the others said is printed. How it looks is views.py's.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from blockyard.deploy import on_ray, state, views
@@ -17,6 +17,9 @@ from blockyard.deploy.security import client_connection, connection_options
 from blockyard.deploy.settings import wrong_values_are_usage
 from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
+
+if TYPE_CHECKING:
+    from blockyard.deploy.places import SupervisorReport
 
 LOOK_SECONDS = 3.0
 """Limits how long the routers, asked at the same time as the supervisor, may take."""
@@ -48,13 +51,20 @@ def status(cluster: str, output: str) -> None:
     document = {
         "supervisor_pid": None if report is None else report.pid,
         "code": None if report is None else report.code,
-        "places": [] if report is None else [views.place_dict(place) for place in report.places],
+        "places": [] if report is None else _places(report),
         "nodes": [asdict(node) for node in living],
         "cluster": None if info is None else as_dict(info),
     }
     show(output, document, views.status_view(remembered, report, info, living))
     if silence is not None:
         raise silence
+
+
+def _places(report: "SupervisorReport") -> list[dict[str, Any]]:
+    return [
+        views.place_dict(place) | {"error_age_seconds": report.error_age_seconds(place)}
+        for place in report.places
+    ]
 
 
 def _cluster_info(

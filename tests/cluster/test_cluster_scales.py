@@ -79,7 +79,7 @@ def test_prefixes_are_still_found(cluster: Cluster) -> None:
 def test_more_workers_than_there_is_room_for_are_refused_before_anything_is_changed(cluster: Cluster) -> None:
     result = cluster.command.run("scale", "9")
     assert result.returncode == 1
-    assert "8 more workers of 0.5 CPU each will not fit: the Ray cluster has room for" in result.stderr
+    assert "8 more workers of 0.5 CPUs each will not fit: the Ray cluster has room for" in result.stderr
     assert supervised(cluster) == {"worker-0": "serving"}
 
 

@@ -2,6 +2,8 @@
 SECURITY.md says: a stranger in another network namespace."""
 
 import json
+import os
+import pty
 import re
 import shlex
 import shutil
@@ -10,14 +12,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from blockyard.deploy.ray_head import DASHBOARD_PORT
+from blockyard.deploy.state import HOME_VARIABLE
 
 from ..security.certificates import Authority  # noqa: TID252
-from .harness import Command
+from .harness import Command, remembered_state
 from .test_interrupted_start import processes_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray]
@@ -35,6 +39,8 @@ class Served:
     process: subprocess.Popen[str]
     told: str
     """What it has printed."""
+    errors: list[str] = field(default_factory=list)
+    """What it has said beside that, once it has ended."""
 
     def value(self, name: str) -> str:
         """Of a line such as `HTTP       http://...`."""
@@ -46,11 +52,15 @@ class Served:
 def serving(command: Command, *arguments: str) -> Iterator[Served]:
     """Ends it by Ctrl-C, and nothing is left then."""
     with command.start("serve", "demo", *arguments, stdin=subprocess.DEVNULL) as process:
+        served = None
         try:
-            yield Served(process=process, told=_until_it_serves(process))
+            served = Served(process=process, told=_until_it_serves(process))
+            yield served
         finally:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=DOWN_SECONDS)
+            if served is not None:
+                served.errors.append(errors)
     assert (process.returncode, processes_of(command.home)) == (0, [])
     assert f"cluster {command.cluster} is down, nothing of it is left" in errors
     assert not command.home.exists() or list(command.home.iterdir()) == []
@@ -68,6 +78,44 @@ def _until_it_serves(process: "subprocess.Popen[str]") -> str:
     raise AssertionError(f"it ended: {told}{process.stderr.read()}")
 
 
+def test_serve_tells_that_a_worker_ended_at_sigterm_and_is_back_and_status_tells_when(tmp_path: Path) -> None:
+    command = Command(home=tmp_path / "home", cluster="told")
+    with serving(command, *SIMULATED, "--port", "0", "--router-port", "0") as served:
+        assert served.process.stderr is not None
+        state = remembered_state(command)
+        (node,) = command.json("status")["nodes"]
+        assert node["metrics_address"] == f"{state.node_address}:{state.metrics_port}"
+        os.kill(command.place("worker-0")["pid"], signal.SIGTERM)
+        told = []
+        for line in served.process.stderr:
+            told += [line] if "worker-0" in line else []
+            if len(told) == 2:
+                break
+        place = command.place("worker-0")
+        assert (place["phase"], place["error_age_seconds"] > 0) == ("serving", True)
+    assert re.match(r"\d\d:\d\d:\d\d worker-0 has ended: its process (died|was killed by SIGTERM)$", told[0])
+    assert re.match(r"\d\d:\d\d:\d\d worker-0 serves again at \S+$", told[1])
+
+
+def test_serve_takes_all_down_when_its_terminal_closes_and_its_session_is_told_to_end(tmp_path: Path) -> None:
+    command = Command(home=tmp_path / "home", cluster="closed")
+    arguments = ("serve", "demo", *SIMULATED, "--port", "0", "--router-port", "0", "--cluster", "closed")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = {**os.environ, HOME_VARIABLE: str(command.home)}
+        module = (sys.executable, "-m", "blockyard.deploy.cli")
+        os.execve(sys.executable, (*module, *arguments), environment)
+    told = b""
+    while b"Ctrl-C" not in told:
+        told += os.read(terminal, 1024)
+    os.close(terminal)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    _, status = os.waitpid(pid, 0)
+    assert (os.waitstatus_to_exitcode(status), processes_of(command.home)) == (0, [])
+    assert not command.home.exists() or list(command.home.iterdir()) == []
+
+
 def run(*command: str, **options: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False, **options
@@ -80,15 +128,26 @@ def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_pa
         port = str(taken.getsockname()[1])
         refused = command.run("serve", "demo", *SIMULATED, "--port", port)
         assert (refused.returncode, f"port {port} is taken" in refused.stderr) == (1, True)
-    with serving(command, *SIMULATED) as served:
+    with dashboard_port_taken(), serving(command, *SIMULATED) as served:
         first, *_ = served.told.splitlines()
-        assert first == "cluster serve serves demo on 1 worker, for this machine alone (see --host)"
+        assert first == "cluster serve serves demo on 1 worker, its API for this machine alone (see --host)"
         curl = served.told.partition("try:\n")[2].partition("Ctrl-C")[0]
         answered = run("sh", "-c", curl)
         assert json.loads(answered.stdout)["model"] == "demo", answered.stderr
         address = served.value("gRPC")
         asked = command.run("generate", "--router", address, "--max-tokens", "4", "def f(x):")
         assert asked.returncode == 0, asked.stderr
+    port = served.value("dashboard").rpartition(":")[2]
+    moved = f"port {DASHBOARD_PORT} is taken: the dashboard and the live page are served on {port}"
+    assert moved in " ".join("".join(served.errors).split())
+
+
+@contextmanager
+def dashboard_port_taken() -> Iterator[None]:
+    with ExitStack() as stack:
+        with suppress(OSError):  # taken by somebody else: as good
+            stack.enter_context(socket.create_server(("127.0.0.1", DASHBOARD_PORT)))
+        yield
 
 
 @pytest.fixture

@@ -182,6 +182,32 @@ def test_a_cluster_that_is_not_known_is_named(command: str) -> None:
     assert result.output.startswith("Error: no cluster 'nowhere' is known here")
 
 
+@pytest.mark.parametrize(
+    ("command", "ways"),
+    [
+        (("down",), ""),
+        (("open",), ": `blockyard up --model MODEL --cluster nowhere` starts it"),
+        (("status",), ": `blockyard up --model MODEL --cluster nowhere` starts it"),
+        (
+            ("workers",),
+            ": `blockyard up --model MODEL --cluster nowhere` starts it, or name a router with --router",
+        ),
+    ],
+)
+def test_who_names_no_known_cluster_is_told_those_that_are_and_what_this_command_takes(
+    command: tuple[str, ...], ways: str
+) -> None:
+    told = "Error: no cluster 'nowhere' is known here"
+    assert run(*command, "--cluster", "nowhere").output.strip() == f"{told}, and no other{ways}"
+    for name in ("one", "two"):
+        state.save(state.ClusterState(cluster=name, model="m", secret="s"))
+    assert run(*command, "--cluster", "nowhere").output.strip() == f"{told}, only one, two (--cluster){ways}"
+
+
+def test_the_default_cluster_needs_no_name() -> None:
+    assert run("status").output.strip().endswith("`blockyard up --model MODEL` starts it")
+
+
 def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:
     result = run("generate", "def", "--router", "127.0.0.1:1", "--timeout", "0.5")
     assert result.exit_code == 1

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.options import model_path
+from blockyard.deploy.processes import identify
+from blockyard.deploy.state import HOME_VARIABLE, ClusterState, HeadState, save
 
 REPOSITORY = "someone/small-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -63,10 +65,19 @@ def serving(folder: Path) -> Iterator[Hub]:
 
         def log_message(self, *_: Any) -> None: ...
 
+        def _refuse(self, status: int, why: str = "") -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", why)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
         def _answer(self, *, with_body: bool) -> None:
             path = self.path.partition("?")[0]
             hub.asked.append(path)
             headers: dict[str, str] = {}
+            if path.endswith("/gone"):
+                self._refuse(404, "RevisionNotFound")
+                return
             if path.startswith(f"/api/models/{REPOSITORY}/tree/"):
                 files = sorted(hub.folder.iterdir())
                 body = json.dumps([as_in_tree(file) for file in files]).encode()
@@ -80,7 +91,10 @@ def serving(folder: Path) -> Iterator[Hub]:
                 if with_body:
                     hub.fetched.append(name)
             else:
-                self.send_error(404)
+                if "/broken" in path:
+                    self._refuse(503)
+                else:
+                    self._refuse(404, "RepoNotFound")
                 return
             self.send_response(200)
             for header, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -111,10 +125,12 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def run(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    hub: Hub, home: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        env=hub.environment(home),
+        env={**hub.environment(home), **(environment or {})},
         capture_output=True,
         text=True,
         timeout=120,
@@ -141,10 +157,31 @@ def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) 
     assert "downloading" not in again.stdout
 
 
-def test_a_name_that_the_hub_does_not_know_is_refused_by_a_sentence(hub: Hub, tmp_path: Path) -> None:
-    result = run(hub, tmp_path, "-c", REPORTS, "nobody/nothing")
+@pytest.mark.parametrize(
+    ("name", "environment", "told"),
+    [
+        ("nobody/nothing", {}, "the hub knows none of this name, unless it is private (HF_TOKEN)"),
+        (f"{REPOSITORY}@gone", {}, "the hub has no such revision of it"),
+        ("a/broken", {}, "the hub refuses it with HTTP status 503"),
+        ("a/b/c", {}, "no model on the hub can have this name"),
+        (
+            "nobody/nothing",
+            {"HF_HUB_OFFLINE": "1"},
+            "the hub's cache here does not have it, and HF_HUB_OFFLINE forbids to ask the hub",
+        ),
+        (
+            "nobody/nothing",
+            {"HF_ENDPOINT": "http://127.0.0.1:1"},
+            "the hub's cache here does not have it, and the hub cannot be reached",
+        ),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_by_a_sentence(
+    hub: Hub, tmp_path: Path, name: str, environment: dict[str, str], told: str
+) -> None:
+    result = run(hub, tmp_path, "-c", REPORTS, name, environment=environment)
     assert result.returncode == 1
-    assert "the hub did not give it" in result.stderr
+    assert result.stderr.strip().splitlines()[-1] == f"model {name!r} is no folder here, and {told}"
     assert "Traceback" not in result.stderr
 
 
@@ -178,3 +215,19 @@ def test_a_tokenizer_of_another_repository_comes_without_its_weights(hub: Hub, t
     assert result.returncode == 0, result.stderr
     assert "tokenizer.json" in hub.fetched
     assert "model.safetensors" not in hub.fetched
+
+
+def test_a_wrong_model_is_told_before_a_cluster_that_is_up_would_be_taken_down_for_it(
+    hub: Hub, tmp_path: Path
+) -> None:
+    own = identify(os.getpid())
+    assert own is not None
+    head = HeadState(session=os.getsid(0), processes=(own,))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(HOME_VARIABLE, str(tmp_path))
+        save(ClusterState(cluster="default", model="demo", secret="s", head=head))
+    serve = ("-m", "blockyard.deploy.cli", "serve", "--device", "cpu")
+    wrong, sound = (run(hub, tmp_path, *serve, model) for model in ("nosuchmodel", str(hub.folder)))
+    assert (wrong.returncode, sound.returncode) == (1, 1)
+    assert "the hub knows none of this name" in wrong.stderr
+    assert "cluster 'default' is up already" in sound.stderr

@@ -2,9 +2,20 @@
 
 import pytest
 from blockyard.deploy import progress, serving
+from blockyard.deploy.places import Kind, Phase, Place
 from blockyard.deploy.progress import StageProgress
-from blockyard.deploy.serving import Progress
-from blockyard.kernels import cpu_extension
+from blockyard.deploy.serving import (
+    COMPILING,
+    DOWNLOADING,
+    LOADING,
+    STAGES,
+    STARTING,
+    WARMING,
+    Progress,
+    next_stage,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def told(capsys: pytest.CaptureFixture[str], *reports: Progress) -> list[str]:
@@ -43,10 +54,47 @@ def test_a_long_line_is_not_folded_in_a_pipe(capsys: pytest.CaptureFixture[str])
     assert second.rstrip() == f"warning: {warning}".rstrip()
 
 
-def test_a_first_start_says_that_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_extension, "is_being_built", lambda: True)
-    assert serving._loading(False, 0, 2).stage == "compiling kernels (first start on this machine)"
-    assert serving._loading(True, 0, 2).stage == "downloading the model"
-    monkeypatch.setattr(cpu_extension, "is_being_built", lambda: False)
-    assert serving._loading(False, 1, 2).stage == "loading the model"
-    assert serving._loading(False, 1, 2).detail == "1 of 2 serve"
+def look(*phases: Phase) -> list[Place]:
+    """Workers that run; without a phase, one that has no process yet."""
+    workers = [Place(name="worker-0", kind="worker", phase=phase, pid=7) for phase in phases]
+    return [
+        Place(name="router-0", kind="router", pid=8),
+        *(workers or [Place(name="worker-0", kind="worker")]),
+    ]
+
+
+def test_a_first_start_says_that_kernels_are_compiled_and_then_that_it_warms_up() -> None:
+    stage, stages = STARTING, []
+    for places, is_compiling in (
+        (look(), False),
+        (look("starting", "downloading"), False),
+        (look("starting"), False),
+        (look("starting"), True),
+        (look("starting"), False),
+        (look("serving"), False),
+    ):
+        stage = next_stage(stage, places, is_compiling=is_compiling)
+        stages.append(stage)
+    assert stages == [STARTING, DOWNLOADING, LOADING, COMPILING, WARMING, WARMING]
+
+
+phases = st.lists(st.sampled_from(("starting", "downloading", "serving", "waiting")), max_size=2)
+
+
+@given(st.lists(st.tuples(phases, st.booleans())))
+def test_stages_go_forward_only(looks: list[tuple[list[Phase], bool]]) -> None:
+    stage = STARTING
+    for workers, is_compiling in looks:
+        before = stage
+        stage = next_stage(stage, look(*workers), is_compiling=is_compiling)
+        assert STAGES.index(stage) >= STAGES.index(before)
+
+
+def test_workers_and_routers_are_counted_apart() -> None:
+    phases: list[tuple[str, Kind, Phase]] = [
+        ("worker-0", "worker", "serving"),
+        ("worker-1", "worker", "starting"),
+        ("router-0", "router", "serving"),
+    ]
+    places = [Place(name=name, kind=kind, phase=phase) for name, kind, phase in phases]
+    assert serving._who_serves(places) == "1 of 2 workers and 1 of 1 router serve"

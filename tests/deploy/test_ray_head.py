@@ -1,6 +1,8 @@
 """A head comes up beside another one, and what answers where one should be is looked at before Ray waits for it."""
 
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +18,7 @@ from blockyard.deploy.ray_head import (
     _dashboard_port,
     _environment,
     check_listening,
+    moved_dashboard,
 )
 
 
@@ -26,6 +29,13 @@ def test_the_dashboard_moves_where_its_port_is_taken() -> None:
             occupant.bind(("127.0.0.1", DASHBOARD_PORT))
             occupant.listen()
         assert _dashboard_port() != DASHBOARD_PORT
+
+
+def test_a_dashboard_on_another_port_is_told_with_the_port() -> None:
+    assert moved_dashboard(f"127.0.0.1:{DASHBOARD_PORT}") is None
+    assert moved_dashboard("127.0.0.1:4711") == (
+        "port 8265 is taken: the dashboard and the live page are served on 4711"
+    )
 
 
 def test_a_web_server_is_no_ray_and_that_is_said_at_once() -> None:
@@ -59,3 +69,34 @@ def test_rays_memory_monitor_is_off_unless_the_operator_wants_it(monkeypatch: py
     assert _environment(Path("token"))[MEMORY_MONITOR_VARIABLE] == "0"
     monkeypatch.setenv(MEMORY_MONITOR_VARIABLE, "250")
     assert _environment(Path("token"))[MEMORY_MONITOR_VARIABLE] == "250"
+
+
+COMPLAINT = """
+import sys
+from pathlib import Path
+from blockyard.deploy.progress import StageProgress
+from blockyard.deploy.ray_head import words_kept
+from blockyard.deploy.serving import Progress
+from ray import NodeID
+
+with StageProgress() as progress:
+    for path in map(Path, sys.argv[1:]):
+        with words_kept(path):
+            NodeID.from_hex("half")
+            progress.report(Progress(stage=f"goodbye to {path.name}"))
+            print("by Python", file=sys.stderr)
+print("after", file=sys.stderr)
+NodeID.from_hex("after")
+"""
+
+
+def test_what_ray_complains_of_while_a_cluster_ends_is_kept_from_the_terminal(tmp_path: Path) -> None:
+    log, nowhere = tmp_path / "log", tmp_path / "gone" / "other"
+    result = subprocess.run(
+        [sys.executable, "-c", COMPLAINT, str(log), str(nowhere)], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    *told, complaint = (line.partition("] ")[2] or line for line in result.stderr.splitlines())
+    assert told == ["goodbye to log", "by Python", "goodbye to other", "by Python", "after"]
+    assert "hex string: after" in complaint, "else there was nothing to keep"
+    assert "hex string: half" in log.read_text(encoding="utf-8")

@@ -31,6 +31,7 @@ places = st.builds(
     kind=st.sampled_from(("worker", "router")),
     phase=st.sampled_from(("starting", "downloading", "serving", "draining", "waiting", "stopped")),
     serving_since=st.none() | st.floats(0, 1e9),
+    failed_at=st.none() | st.floats(0, 1e9),
     is_leaving=st.booleans(),
     is_retiring=st.booleans(),
 )
@@ -41,11 +42,14 @@ reports = st.builds(
     places=st.lists(places, max_size=4),
     cpus_per_worker=st.floats(0, 64),
     gpus_per_worker=st.floats(0, 8),
+    at_seconds=st.floats(0, 1e9),
 )
 
 
 def report_of(pid: int) -> SupervisorReport:
-    return SupervisorReport(pid=pid, code="", places=[], cpus_per_worker=1.0, gpus_per_worker=0.0)
+    return SupervisorReport(
+        pid=pid, code="", places=[], cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
+    )
 
 
 @given(reports, counts)

@@ -11,6 +11,8 @@ from blockyard.deploy.places import FIRST_BACKOFF_SECONDS, Place, SupervisorRepo
 from blockyard.deploy.reports import NAMESPACE
 from blockyard.deploy.scaling import Scaled, check_room, scaled_of, workers_of
 from blockyard.deploy.wish import Wish, decoded, encoded
+from hypothesis import given
+from hypothesis import strategies as st
 
 from .lives import SPEC, Lives, Outlives, until
 
@@ -189,7 +191,7 @@ def test_workers_fit_only_whole_on_a_node(
     free: list[dict[str, float]], gpus: float, missing: int, fits: bool
 ) -> None:
     report = SupervisorReport(
-        pid=1, code="", places=places_of(SPEC, 1), cpus_per_worker=1.0, gpus_per_worker=gpus
+        pid=1, code="", places=places_of(SPEC, 1), cpus_per_worker=1.0, gpus_per_worker=gpus, at_seconds=0.0
     )
     if fits:
         check_room(free, report, missing)
@@ -198,10 +200,51 @@ def test_workers_fit_only_whole_on_a_node(
             check_room(free, report, missing)
 
 
+def refusal(free: list[dict[str, float]], missing: int, *, cpus: float = 2.0, gpus: float = 0.0) -> str:
+    report = SupervisorReport(
+        pid=1,
+        code="",
+        places=places_of(SPEC, 1),
+        cpus_per_worker=cpus,
+        gpus_per_worker=gpus,
+        at_seconds=0.0,
+    )
+    with pytest.raises(ValueError, match="will not fit") as refused:
+        check_room(free, report, missing)
+    return str(refused.value)
+
+
+def test_who_has_no_room_is_told_what_workers_hold_and_how_to_start_with_less() -> None:
+    assert refusal([{}], 1) == (
+        "1 more worker of 2 CPUs each will not fit: the Ray cluster has room for 0, and each worker that runs "
+        "holds as much. Add a node, have an autoscaler add it (--wait-for-nodes), or start the cluster with "
+        "--cpus-per-worker 1"
+    )
+    assert refusal([{}], 2).endswith("--cpus-per-worker 0.66")
+    assert refusal([{"CPU": 6.0}], 4).endswith("--cpus-per-worker 1")
+    assert refusal([{}, {}], 1).endswith("with fewer CPUs for each (--cpus-per-worker)")
+    assert "2 CPUs and 1 GPU each" in refusal([{"CPU": 8.0}], 1, gpus=1.0)
+
+
+@given(cpus=st.integers(1, 64), num_running=st.integers(1, 8), missing=st.integers(1, 8))
+def test_the_share_that_a_refusal_names_lets_all_fit(cpus: int, num_running: int, missing: int) -> None:
+    each = cpus / num_running
+    places = places_of(SPEC, num_running)
+    report = SupervisorReport(
+        pid=1, code="", places=places, cpus_per_worker=each, gpus_per_worker=0.0, at_seconds=0.0
+    )
+    with pytest.raises(ValueError, match="will not fit") as refused:
+        check_room([{}], report, missing)
+    share = float(str(refused.value).rpartition(" ")[2])
+    assert 0 < share * (num_running + missing) <= cpus + 1e-6
+
+
 def test_who_counts_and_is_taken_out_is_said_with_the_way_back() -> None:
     places = [Place(name="router-0", kind="router", phase="draining"), *places_of(SPEC, 2)]
     places[2].phase = "stopped"
-    report = SupervisorReport(pid=1, code="", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0)
+    report = SupervisorReport(
+        pid=1, code="", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
+    )
     scaled = scaled_of(("worker-0", "worker-1"), report)
     assert (scaled.workers, scaled.taken_out) == (("worker-0", "worker-1"), ("worker-1",))
     assert scaled.line() == "nothing to do: 2 workers; worker-1 is taken out (`blockyard restart worker-1`)"

@@ -188,11 +188,28 @@ def test_who_opens_a_cluster_to_others_without_tokens_or_tls_is_warned(tmp_path:
     assert replace(guarded, security=replace(guarded.security, tls=tls)).exposure is None
 
 
+@pytest.mark.parametrize(("text", "told"), [("[]", "has no token"), ("", "it is empty")])
+def test_an_auth_file_without_a_token_opens_no_cluster(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "tokens.json"
+    file.touch(mode=0o600)
+    file.write_text(text)
+    wanted = options_of("serve", "demo", "--device", "cpu", "--auth-file", str(file))
+    ((subject, detail),) = preflight.problems(wanted)
+    assert (subject, told in detail, str(file) in detail) == ("security", True, True)
+
+
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    refused = CliRunner().invoke(main, ["workers", "--router", "127.0.0.1:1", "--token-file", str(file)])
+    assert (refused.exit_code, f"token file {file} holds no token" in refused.output) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("host", "head", "reach"),
     [
-        ("127.0.0.1", HEAD, "for this machine alone (see --host)"),
-        ("127.0.0.1", None, "for its routers' own machine alone (see --host)"),
+        ("127.0.0.1", HEAD, "its API for this machine alone (see --host)"),
+        ("127.0.0.1", None, "its API for its routers' own machine alone (see --host)"),
         ("0.0.0.0", HEAD, "for whoever reaches 0.0.0.0"),
     ],
 )
@@ -204,9 +221,12 @@ def test_the_first_line_says_who_reaches_it(host: str, head: state.HeadState | N
 
 def test_serve_says_how_to_call_it_in_lines_that_a_shell_takes() -> None:
     told = "float32: this CPU has no bfloat16 instructions"
-    served = replace(CLUSTER, gateways=("127.0.0.1:8000",), routers=("127.0.0.1:50051",), dtypes=(told,))
+    addresses = replace(CLUSTER, gateways=("127.0.0.1:8000",), routers=("127.0.0.1:50051",))
+    served = replace(addresses, dtypes=(told,), cpus_per_worker=2.0)
     lines = printed(views.serving(served, options_of("serve", "demo", "--served-model-name", "it's", "b")))
     assert f"data type  {told}" in lines
+    assert "CPUs       2 for each worker (see --cpus-per-worker)" in lines
+    assert not any(line.startswith("CPUs") for line in printed(views.summary(addresses)))
     assert "HTTP       http://127.0.0.1:8000/v1" in lines
     assert "gRPC       127.0.0.1:50051" in lines
     assert "alias      b" in lines

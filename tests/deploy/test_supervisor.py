@@ -162,6 +162,18 @@ async def test_a_worker_that_was_drained_and_dies_stays_out_until_it_is_asked_fo
     assert (worker.phase, len(supervisor.lives)) == ("serving", 2)
 
 
+async def test_a_death_has_its_time_and_an_end_that_was_asked_for_has_none(supervisor: Lives) -> None:
+    worker = await supervisor.place("worker")
+    assert (await supervisor.report()).error_age_seconds(worker) is None
+    supervisor.lives[0].ended.set()
+    await until(lambda: worker.num_starts == 2)
+    report = await supervisor.report()
+    assert worker.failed_at is not None
+    assert report.error_age_seconds(worker) == report.at_seconds - worker.failed_at
+    await supervisor.restart("worker-0", 0.0)
+    assert (await supervisor.report()).error_age_seconds(worker) is None
+
+
 async def test_a_drain_that_is_taken_back_is_seen_and_a_death_afterwards_healed(supervisor: Lives) -> None:
     worker = await supervisor.place("worker")
     supervisor.lives[0].draining = True

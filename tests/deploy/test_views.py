@@ -82,7 +82,9 @@ def status_on(*nodes: RayNode) -> str:
         Place(name=f"worker-{number}", kind="worker", node_id=id)
         for number, id in enumerate(("aaaa", "bbbb"))
     ]
-    report = SupervisorReport(pid=1, code="c", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0)
+    report = SupervisorReport(
+        pid=1, code="c", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
+    )
     cluster = ClusterState(cluster="default", model="demo", secret="s", metrics_port=4001)
     return printed(status_view(cluster, report, None, nodes))
 
@@ -93,6 +95,27 @@ def test_status_tells_each_nodes_metrics_port_and_which_node_a_place_is_on() -> 
         assert f"http://{node.metrics_address}/metrics (ray_blockyard_*, of node {node.name})" in told
     rows = {line.split()[0]: line.split()[2] for line in told.splitlines() if line.startswith("worker-")}
     assert rows == {"worker-0": "10.0.0.1", "worker-1": "10.0.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.2, "0 s ago"),
+        (119, "119 s ago"),
+        (120, "2 min ago"),
+        (7199, "119 min ago"),
+        (7200, "2 h ago"),
+        (200_000, "2 days ago"),
+    ],
+)
+def test_status_tells_how_long_ago_the_last_error_was(seconds: float, told: str) -> None:
+    killed = Place(name="worker-0", kind="worker", error="its process was killed by SIGKILL", failed_at=50.0)
+    report = SupervisorReport(
+        pid=1, code="c", places=[killed], cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=50.0 + seconds
+    )
+    cluster = ClusterState(cluster="default", model="demo", secret="s")
+    shown = printed(status_view(cluster, report, None, ()))
+    assert f"its process was killed by SIGKILL ({told})" in shown
 
 
 def test_without_the_supervisors_word_status_tells_what_the_routers_say() -> None:
@@ -109,9 +132,16 @@ def test_with_one_node_status_names_no_nodes() -> None:
     assert "node" not in told
 
 
-def test_up_tells_the_metrics_port_of_its_own_machine() -> None:
-    cluster = ClusterState(cluster="default", model="demo", secret="s", metrics_port=4001)
-    assert metrics_lines(cluster) == ["metrics    http://127.0.0.1:4001/metrics (ray_blockyard_*)"]
+def test_up_and_status_tell_one_metrics_address_and_that_it_is_open() -> None:
+    cluster = ClusterState(
+        cluster="default", model="demo", secret="s", metrics_port=4001, node_address="10.0.0.1"
+    )
+    assert metrics_lines(cluster) == [
+        "metrics    http://10.0.0.1:4001/metrics (ray_blockyard_*)",
+        "           for whoever reaches that address, without a token",
+    ]
+    assert metrics_lines(cluster, [HEAD]) == metrics_lines(cluster)
+    assert metrics_lines(replace(cluster, metrics_port=None)) == []
 
 
 def test_where_the_dashboard_wants_our_token_its_own_advice_is_contradicted() -> None:

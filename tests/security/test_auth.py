@@ -73,6 +73,7 @@ def test_the_live_pages_own_token_is_a_viewers_beside_the_files_and_stays_when_t
     ("document", "told"),
     [
         ("{", "it is not JSON"),
+        ("\n", "it is empty"),
         ("[" * 100_000, "it is not JSON"),
         ({}, "must be a JSON list"),
         ({"tokens": [], "hunter2": {}}, "must be a JSON list"),

@@ -1,0 +1,74 @@
+"""What `serve` says of ends and returns: each of them, in one line, and no flood."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from blockyard.deploy.incidents import (
+    FLOOD_SECONDS,
+    MAX_TOLD,
+    Incidents,
+    SupervisorLog,
+    ended_line,
+    serves_line,
+)
+from blockyard.deploy.log_files import LocalLogs
+from blockyard.proto.logs import JsonFormatter, TextFormatter
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .test_logs_command import Writer, record
+
+KILLED = "its process was killed by SIGKILL"
+
+
+def told(incidents: Incidents, now: float, *lines: str) -> list[str]:
+    for line in lines:
+        incidents.read(line)
+    return list(incidents.told(now))
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter({})])
+def test_an_end_and_a_return_are_one_line_each_and_a_first_start_is_none(
+    formatter: logging.Formatter, tmp_path: Path
+) -> None:
+    supervisor = Writer(tmp_path, "supervisor(2 workers, 1 routers)", 7)
+    worker = Writer(tmp_path, "worker-0(demo)", 8)
+    log = SupervisorLog(LocalLogs(tmp_path))
+    supervisor.write(record(1, serves_line("worker-0", "a:1"), formatter=formatter))
+    worker.write(record(1, ended_line("worker-1", "of its own log"), formatter=formatter))
+    assert log.told(0.0) == []
+    supervisor.write(record(2, ended_line("worker-0", KILLED), formatter=formatter))
+    assert log.told(1.0) == [f"worker-0 has ended: {KILLED}"]
+    assert log.told(2.0) == []
+    supervisor.write(record(3, serves_line("worker-0", "a:2"), formatter=formatter))
+    assert log.told(3.0) == ["worker-0 serves again at a:2"]
+
+
+def test_an_end_that_was_asked_for_says_so_and_a_reason_is_one_line() -> None:
+    assert told(Incidents(), 0.0, ended_line("router-0", "")) == ["router-0 has ended: it was told to"]
+    assert ended_line("worker-0", "ValueError: first\nsecond") == "worker-0 ended: ValueError: first second"
+
+
+def test_a_log_that_is_gone_tells_nothing(tmp_path: Path) -> None:
+    assert SupervisorLog(LocalLogs(tmp_path / "gone")).told(0.0) == []
+
+
+@given(
+    pauses=st.lists(st.floats(0.1, 20.0), min_size=1, max_size=60),
+    comes_back=st.lists(st.booleans(), min_size=60, max_size=60),
+)
+def test_ends_are_no_flood_and_the_last_word_is_true(pauses: list[float], comes_back: list[bool]) -> None:
+    incidents, now = Incidents(), 0.0
+    said: list[tuple[float, str]] = []
+    for pause, returns in zip(pauses, comes_back, strict=False):
+        now += pause
+        lines = [ended_line("worker-0", KILLED)] + ([serves_line("worker-0", "a:1")] if returns else [])
+        said += [(now, line) for line in told(incidents, now, *lines)]
+    ends = [at for at, line in said if "has ended" in line]
+    for first, later in zip(ends, ends[MAX_TOLD:], strict=False):
+        assert later - first >= FLOOD_SECONDS
+    said += [(now, line) for line in incidents.told(now + FLOOD_SECONDS)]
+    assert ("serves again" in said[-1][1]) == comes_back[len(pauses) - 1]
+    counted = [int(line.split()[3]) if " times" in line else 1 for _, line in said if "has ended" in line]
+    assert sum(counted) == len(pauses), "each end is told or counted"
