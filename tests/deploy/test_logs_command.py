@@ -108,6 +108,10 @@ def test_a_process_is_named_by_the_marker_of_ray(actor: str, name: str | None) -
     assert process_name(f":job_id:{JOB}\n".encode()) is None
 
 
+def _age(path: Path) -> int:
+    return int(path.suffix[1:])
+
+
 class Writer:
     """An actor's log, as Ray writes and rotates it."""
 
@@ -125,9 +129,9 @@ class Writer:
         self.num_lines += 1
 
     def rotate(self) -> None:
-        aged = sorted(self.path.parent.glob(f"{self.path.name}.*"), reverse=True)
+        aged = sorted(self.path.parent.glob(f"{self.path.name}.*"), key=_age, reverse=True)
         for path in aged:
-            path.rename(path.with_suffix(f".{int(path.suffix[1:]) + 1}"))
+            path.rename(path.with_suffix(f".{_age(path) + 1}"))
         self.path.rename(f"{self.path}.1")
         self.path.touch()
 
