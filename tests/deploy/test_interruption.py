@@ -19,6 +19,7 @@ class Lost:
         for _ in range(1000):
             pass
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under nohup.
 end_like_ctrl_c()
 raise_if_asked()
 Lost()
@@ -44,6 +45,7 @@ from blockyard.deploy.interruption import end_like_ctrl_c
 from blockyard.deploy.progress import StageProgress
 from blockyard.deploy.serving import Progress
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 end_like_ctrl_c()
 try:
     print("serves", flush=True)
