@@ -21,9 +21,9 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 OUT_OF_REACH = frozenset({"NO_CONNECTION", "NO_TLS", "NOT_HTTP"})
 """These reasons end a run, since no line would be answered now."""
 RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""In seconds. Each is multiplied by a random factor of 0.5 to 1.5."""
+"""Seconds to wait before each retry. Each is multiplied by a random factor of 0.5 to 1.5."""
 MOST_REASON_CHARACTERS = 300
-"""A server may tell a long story."""
+"""Longest part of a server's error text that is printed."""
 STREAMS = "a batch has whole answers: leave stream out"
 
 
@@ -47,10 +47,10 @@ class Counts:
     succeeded: int = 0
     failed: int = 0
     first_failure: str = ""
-    """Which line failed first in this run, and why."""
+    """Id of the line that failed first in this run, and the reason. Empty if none failed."""
 
     def count(self, custom_id: str | None, error: str) -> None:
-        """Counts one line; `error` is empty for one that was answered."""
+        """Count one line. `error` is empty for a line that was answered."""
         self.failed += bool(error)
         self.succeeded += not error
         if error and not self.first_failure:

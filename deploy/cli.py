@@ -39,7 +39,7 @@ COMMANDS = {
 }
 """Where each command is, below blockyard.deploy."""
 INSTALL_SERVE = "pip install '.[serve]' in a clone"
-"""Blockyard is on no package index: its name there would be somebody else's."""
+"""Blockyard is not on a package index. A package of that name there would be somebody else's."""
 
 
 class _Commands(click.Group):
@@ -76,8 +76,10 @@ def _told(error: BlockyardError) -> str:
 
 
 def _with_a_way_on(error: NoSuchClusterError, command: str | None) -> str:
-    """What starts such a cluster, and what else the command would take instead. There is no way to end one that is
-    not."""
+    """Return the error with the command that starts such a cluster, and with other ways that this command accepts.
+
+    `down` gets no hint: a cluster that does not exist needs no start before its end.
+    """
     if command == "down":
         return str(error)
     named = "" if error.cluster == "default" else f" --cluster {error.cluster}"

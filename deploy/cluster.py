@@ -57,7 +57,7 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
     try:
         refuse_if_up(options.cluster)
     except ValueError:
-        # Whoever would take that cluster down for this one had better know first.
+        # The operator should learn of a wrong model before taking the running cluster down for it.
         preflight.check_model(options)
         raise
     options, moved_ports = preflight.ports_moved(options)

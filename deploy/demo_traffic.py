@@ -20,7 +20,7 @@ MAX_TOKENS = 64
 TEMPERATURE = 0.7
 ALONE_ROUNDS = 5
 INDEX_SECONDS = 0.2
-"""A worker publishes its new blocks meanwhile."""
+"""Seconds for a worker to publish its new blocks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,15 +88,17 @@ class Alone:
     """Medians of requests that had the cluster to themselves, in seconds to the first token."""
 
     new_seconds: float
-    """With nothing of the prompt cached."""
+    """Median if nothing of the prompt is cached."""
     cached_seconds: float
     prompt_tokens: int
     cached_tokens: int
 
 
 async def time_alone(routers: Sequence[str], question: Chat) -> Alone | None:
-    """Asks the same question twice, again and again, each time under a cache salt of its own: first nothing of it is
-    cached, then all full blocks are. None where they were not found."""
+    """Ask one question in several rounds, twice in each, under a new cache salt.
+
+    At first nothing of its prompt is cached, then all full blocks are. Return None if they were never found.
+    """
     pairs: list[tuple[Chat, Chat]] = []
     async with AsyncClient(routers) as client:
         for _ in range(ALONE_ROUNDS):

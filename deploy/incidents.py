@@ -1,7 +1,7 @@
-"""What `serve` says of workers and routers that end and come back, read from the supervisor's log.
+"""Ends and returns of workers and routers, which `serve` reads from the supervisor's log and prints.
 
-Owns the supervisor's two sentences, both ways, and how many of them are told. Does not own finding the log
-(log_files.py).
+Owns the two sentences of the supervisor, both to write and to read them, and a limit on how many are printed. Does not
+own finding the log (log_files.py).
 """
 
 import contextlib
@@ -16,10 +16,11 @@ from blockyard.deploy.log_files import LogFile, Logs
 from blockyard.deploy.places import SUPERVISOR_NAME
 
 MAX_TOLD = 3
-"""Ends of one place that are told within FLOOD_SECONDS. Those beyond are counted."""
+"""Ends of one process that are printed within FLOOD_SECONDS. Further ones are only counted."""
 FLOOD_SECONDS = 60.0
 FIND_SECONDS = 10.0
-"""Between looks for another supervisor's log."""
+"""Seconds between two searches for a new supervisor's log."""
+MAX_LINE_CHARS = 500
 _NAME = r"(?P<name>(?:worker|router)-\d+)"
 _ENDED = re.compile(rf"{_NAME} ended: (?P<why>.+)")
 _SERVES = re.compile(rf"{_NAME} serves at (?P<address>\S+)")
@@ -36,7 +37,7 @@ def serves_line(name: str, address: str) -> str:
 @dataclass(slots=True)
 class _Place:
     address: str = ""
-    """Empty while it does not serve."""
+    """Empty while the process does not serve."""
     why: str = ""
     num_untold: int = 0
     is_told_to_be_away: bool = False
@@ -44,13 +45,13 @@ class _Place:
 
 
 class Incidents:
-    """Takes what the supervisor logs, and gives what an operator is told."""
+    """Turns lines of the supervisor's log into lines for the operator."""
 
     def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
 
     def read(self, line: str) -> None:
-        """Any line of the supervisor's log, as text or JSON. Remembers what it says of a place."""
+        """Read any line of the supervisor's log, as text or JSON, and remember what it says of a process."""
         message = _message(line)
         if found := _ENDED.search(message):
             place = self._places.setdefault(found["name"], _Place())
@@ -60,7 +61,7 @@ class Incidents:
             self._places.setdefault(found["name"], _Place()).address = found["address"]
 
     def told(self, now: float) -> Iterator[str]:
-        """What there is to say at this time: ends with their reasons, and that a place serves again."""
+        """Yield the lines to print now: ends with their reasons, and returns."""
         for name, place in self._places.items():
             is_flood = len(place.told_at) == MAX_TOLD and now - place.told_at[0] < FLOOD_SECONDS
             if place.num_untold and not is_flood:
@@ -75,7 +76,7 @@ class Incidents:
 
 @dataclass(slots=True)
 class SupervisorLog:
-    """Reads on in the log of a cluster's supervisor, and of the next one after its death."""
+    """Reads the log of a cluster's supervisor as it grows, and that of the next supervisor after its death."""
 
     logs: Logs
     _incidents: Incidents = field(default_factory=Incidents, init=False)
@@ -83,8 +84,11 @@ class SupervisorLog:
     _found_at: float = field(default=-inf, init=False)
 
     def told(self, now: float) -> list[str]:
-        """What has happened since the last call. Nothing while the log cannot be read."""
-        with contextlib.suppress(OSError):
+        """Return what happened since the last call. Return nothing while the log cannot be read.
+
+        A log that comes from a joined Ray's dashboard may hold anything. `serve` must not end because of it.
+        """
+        with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
             if now - self._found_at >= FIND_SECONDS:
                 self._found_at = now
                 self._files = [file for file in self.logs.files() if file.name == SUPERVISOR_NAME]
@@ -95,7 +99,8 @@ class SupervisorLog:
 
 
 def _message(line: str) -> str:
-    """Of a line in the format of JSON; of another all of it."""
+    """Return the message of a line in JSON, or the line itself. It is safe to print on a terminal."""
+    message = line
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        return str(json.loads(line)["message"])
-    return line
+        message = str(json.loads(line)["message"])
+    return "".join(char if char.isprintable() else "?" for char in message[:MAX_LINE_CHARS])

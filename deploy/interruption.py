@@ -17,7 +17,7 @@ _asked = threading.Event()
 
 
 def end_like_ctrl_c() -> None:
-    """From here on all three raise KeyboardInterrupt in the main thread, but for a SIGHUP that `nohup` ignores."""
+    """Make all three signals raise KeyboardInterrupt in the main thread, except a SIGHUP that `nohup` ignores."""
     for number in (*ENDS, signal.SIGINT):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
@@ -25,7 +25,7 @@ def end_like_ctrl_c() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     _leave_closed_terminal()
-    # The session of a closed terminal may send both: the second must not end the undoing that the first began.
+    # A closed terminal may send both signals. The second one must not stop the shutdown that the first one began.
     if number != signal.SIGINT and _asked.is_set():
         return
     _asked.set()
@@ -33,7 +33,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _leave_closed_terminal() -> None:
-    """Sends further output to nowhere: each write to a terminal that is gone would fail, and end what it is about."""
+    """Discard further output, because each write to a closed terminal would fail and stop the shutdown."""
     for stream in (sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
             descriptor = stream.fileno()  # type: ignore[union-attr]
@@ -59,8 +59,10 @@ def raise_if_asked() -> None:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Puts back, afterwards, what a library has set meanwhile: Ray's handler of SIGTERM aborts the process, and its
-    shutdown leaves none."""
+    """Restore the signal handlers that a library changes meanwhile.
+
+    Ray's handler of SIGTERM aborts the process, and its shutdown resets the signal to the default.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -80,7 +80,7 @@ class Place:
     error: str = ""
     """Why the last one ended or did not start: a kind of failure, never a prompt."""
     failed_at: float | None = None
-    """When that was, by the supervisor's monotonic clock."""
+    """Time of that error, by the supervisor's monotonic clock."""
 
     @property
     def was_taken_out(self) -> bool:
@@ -109,10 +109,10 @@ class SupervisorReport:
     cpus_per_worker: float
     gpus_per_worker: float
     at_seconds: float
-    """When it was made, by the supervisor's monotonic clock. A reader's clock may be another machine's."""
+    """Time of the report, by the supervisor's monotonic clock. A reader may be on another machine."""
 
     def error_age_seconds(self, place: Place) -> float | None:
-        """How long ago the last error of a place was; None without one."""
+        """Return the age of a process's last error, or None without one."""
         return None if place.failed_at is None else max(0.0, self.at_seconds - place.failed_at)
 
 

@@ -134,7 +134,7 @@ def other_hosts() -> int:
 
 
 def check_model(options: "UpOptions") -> None:
-    """Raises ValueError for a model that is nowhere, that the engine cannot run, or that does not fit."""
+    """Raise ValueError for a model that is not found, that the engine cannot run, or that does not fit."""
     engine = options.engine
     if options.address is not None and not Path(engine.model).is_dir():
         return  # the nodes may have what this machine has not

@@ -203,8 +203,10 @@ def _refusals_told(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def words_kept(path: Path) -> Iterator[None]:
-    """Inside, what Ray's C++ code writes to stderr goes to a file. It complains there of a cluster that is half gone,
-    in words that help nobody. What Python writes to sys.stderr goes where it did."""
+    """Send what Ray's C++ code writes to stderr to a file. What Python writes to sys.stderr is not affected.
+
+    The C++ code complains about a cluster that is partly gone, in messages that do not help an operator.
+    """
     heard, ours = os.dup(2), sys.stderr
     try:
         try:
@@ -295,7 +297,7 @@ def _dashboard_port() -> int:
 
 
 def moved_dashboard(address: str) -> str | None:
-    """What is said of a dashboard at this host:port; None for its usual port."""
+    """Return a warning for a dashboard that is not on its usual port, from its host:port."""
     port = address.rpartition(":")[2]
     if port == str(DASHBOARD_PORT):
         return None

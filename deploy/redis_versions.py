@@ -26,8 +26,8 @@ SOUND_IF_PRIVATE: dict[str, tuple[Version, ...]] = {
     "Redis": ((6, 2, 24), (7, 2, 16), (7, 4, 11), (8, 2, 9), (8, 4, 6), (8, 6, 6), (8, 8, 2)),
     "Valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4), (9, 0, 0), (9, 1, 2)),
 }
-"""The same for a private server, which its settings and its users' rights keep from some holes
-(`private_redis` in advisories.json). Script holes count: workers may load scripts."""
+"""The same for a private server, whose settings and permissions close some holes (`private_redis` in
+advisories.json). Holes of scripts count, because workers may load scripts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +42,20 @@ class ServerVersion:
 
     @property
     def told(self) -> str:
-        """Tells an operator of its known holes; empty if it has none."""
+        """Return a warning about its known security holes. Empty if it has none."""
         return self._told(SOUND, "known security holes")
 
     @property
     def told_if_private(self) -> str:
-        """Tells of the known holes that a private server does not shut off; empty if it has none."""
+        """Return a warning about the known holes that a private server does not close. Empty if it has none."""
         reach = "within reach of programs on this machine or of a worker that was taken over"
         return self._told(SOUND_IF_PRIVATE, f"known security holes {reach}")
 
     def _told(self, table: dict[str, tuple[Version, ...]], holes: str) -> str:
-        """A line that the table lacks has the next line's first sound release. One newer than all has no holes."""
+        """Compare with the first sound release of this line, or of the next line in the table.
+
+        A line newer than all in the table has no known holes.
+        """
         sound = next((first for first in table[self.product] if first[:2] >= self.version[:2]), None)
         if sound is None or self.version >= sound:
             return ""

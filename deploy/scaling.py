@@ -94,7 +94,7 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
 
 
 def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport, num_workers: int) -> str:
-    """What would let so many workers fit, as far as it shows: where other nodes have what, it does not."""
+    """Suggest how so many workers could fit. With several nodes the right number of CPUs is not known."""
     if report.gpus_per_worker:
         return "fewer workers"
     if len(free) != 1:

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.1
 STARTING, DOWNLOADING, LOADING = "starting workers", "downloading the model", "loading the model"
 COMPILING, WARMING = "compiling kernels (first start on this machine)", "warming up"
 STAGES = (STARTING, DOWNLOADING, LOADING, COMPILING, WARMING)
-"""Of a start, in their order. Not every start has all of them."""
+"""Stages of a start in their order. A start may skip some."""
 
 
 class ClusterStartError(RuntimeError):
@@ -88,7 +88,7 @@ def wait_until_all_serve(report: Report) -> Serving:
 
 
 def next_stage(stage: str, places: Sequence["Place"], *, is_compiling: bool) -> str:
-    """The stage after a look. Never one before `stage`: workers take them at times of their own."""
+    """Return the current stage, never an earlier one than `stage`. Workers pass the stages at different times."""
     if is_compiling:
         now = COMPILING
     elif stage == COMPILING:
@@ -103,7 +103,7 @@ def next_stage(stage: str, places: Sequence["Place"], *, is_compiling: bool) -> 
 
 
 def _who_serves(places: Sequence["Place"]) -> str:
-    """Such as `1 of 2 workers and 1 of 1 router serve`."""
+    """Format, for example, `1 of 2 workers and 1 of 1 router serve`."""
     counts = [
         f"{sum(place.phase == 'serving' for place in of_kind)} of {counted(len(of_kind), kind)}"
         for kind in ("worker", "router")

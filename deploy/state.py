@@ -61,15 +61,15 @@ class ClusterState:
     router_redis_url: str | None = field(default=None, repr=False)
     num_workers: int = 0
     cpus_per_worker: float = 0.0
-    """0: of a version that did not say, or not known yet."""
+    """CPUs of each worker. 0 if unknown: not decided yet, or saved by an older version."""
     ray_address: str | None = None
     ray_token_path: str | None = None
     """The token that the head and its dashboard ask for; None on a cluster that we joined."""
     dashboard_url: str | None = None
     metrics_port: int | None = None
-    """Where the gauges of this node's actors can be scraped, on every interface."""
+    """Port of this node's metrics, on every interface."""
     node_address: str = LOOPBACK
-    """This node's, as Ray knows it."""
+    """Address of this node, as Ray knows it."""
     logs_directory: str | None = None
     """Ray's session logs on this node, where the dashboard's Logs tab looks."""
     routers: tuple[str, ...] = ()

@@ -67,7 +67,7 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
     has_rate = before is not None and seconds > 0
 
     def rate(total: int, earlier: int) -> float:
-        # Two routers may answer in the wrong order, and a new life counts from 0: then nothing is known.
+        # Counters go back if two routers answer in the wrong order, or if a new incarnation counts from 0.
         return max(total - earlier, 0) / seconds if has_rate else 0.0
 
     return WorkerRow(
@@ -105,7 +105,7 @@ def as_document(now: Look, rows: Sequence[WorkerRow]) -> dict[str, Any]:
 
 
 def sparkline(rates: Sequence[float], columns: int) -> str:
-    """The last ones, one a column, against the largest of them. A negative or infinite one, and NaN, is 0."""
+    """Draw the last rates, one a column, relative to the largest. Negative, infinite and NaN rates count as 0."""
     shown = [rate if isfinite(rate) and rate > 0 else 0.0 for rate in rates[-columns:]]
     most = max(shown, default=0.0)
     return "".join(SPARKS[int(rate / most * (len(SPARKS) - 1)) if most else 0] for rate in shown)

@@ -41,7 +41,7 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
 
 
 ANY_WIDTH = 10_000
-"""In columns: wide enough that nothing is cut or folded."""
+"""Columns of a table that is neither cut nor folded."""
 NO_WORKER = "No worker is registered with this router. `blockyard status` says what each is doing."
 _PHASE_STYLES = {"serving": "green", "not answering": "red", "waiting": "red", "stopped": "red"}
 
@@ -154,7 +154,7 @@ def _first_line(cluster: ClusterState) -> str:
 
 
 def cpus_lines(cluster: ClusterState) -> list[str]:
-    """What each worker holds of them, so that nobody wonders why another one has no room."""
+    """Say how many CPUs each worker holds, which decides whether another one has room."""
     if not cluster.cpus_per_worker:
         return []
     return [f"CPUs       {cluster.cpus_per_worker:g} for each worker (see --cpus-per-worker)"]
@@ -212,15 +212,19 @@ def _named(cluster: ClusterState) -> str:
 
 
 def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> list[str]:
-    """Of each node, for its metrics are not those of the others; without nodes, of this machine's. Ray binds them to
-    every interface and asks nobody for a token."""
+    """Return the metrics address of each node, or of this machine if no nodes are given.
+
+    Ray binds these ports to every interface and asks for no token.
+    """
     if nodes:
         where = [(node.metrics_address, f", of node {node.name}" if len(nodes) > 1 else "") for node in nodes]
     else:
         here = f"{cluster.node_address}:{cluster.metrics_port}"
         where = [(here, "")] if cluster.metrics_port is not None else []
     lines = [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
-    return [*lines, "           for whoever reaches that address, without a token"] if lines else []
+    return (
+        [*lines, "           anybody who reaches that address can read them without a token"] if lines else []
+    )
 
 
 def place_dict(place: "Place") -> dict[str, object]:
@@ -275,7 +279,7 @@ def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> Ren
 
 
 def ago(seconds: float) -> str:
-    """Such as `12 s ago`, in the largest unit that there are two of."""
+    """Format an age, for example `12 s ago`, in the largest unit of which there are at least two."""
     for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * unit_seconds:
             return f"{seconds // unit_seconds:.0f} {unit} ago"

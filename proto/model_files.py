@@ -58,20 +58,20 @@ def resolve_model(model: str | Path, *, patterns: Sequence[str], ignored: Sequen
 
 
 def _why_not(error: Exception) -> str:
-    """Why the hub did not give a model, of what its client raises."""
+    """Say why the hub did not provide a model, from the error of its client."""
     from huggingface_hub import constants, errors
 
     match error:
         case errors.GatedRepoError():
-            return "the hub gives it only to those whom its owner has let in (HF_TOKEN)"
+            return "it is gated on the hub: its owner must grant you access (HF_TOKEN)"
         case errors.RepositoryNotFoundError():
-            return "the hub knows none of this name, unless it is private (HF_TOKEN)"
+            return "the hub has no model of this name, unless it is private (HF_TOKEN)"
         case errors.RevisionNotFoundError():
-            return "the hub has no such revision of it"
+            return "the hub does not have this revision of it"
         case errors.HFValidationError():
             return "no model on the hub can have this name"
     if constants.HF_HUB_OFFLINE:
-        return "the hub's cache here does not have it, and HF_HUB_OFFLINE forbids to ask the hub"
+        return "the hub's cache here does not have it, and HF_HUB_OFFLINE does not allow a download"
     for told in (error, error.__cause__):
         if (answer := getattr(told, "response", None)) is not None:
             return f"the hub refuses it with HTTP status {answer.status_code}"

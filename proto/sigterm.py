@@ -1,10 +1,12 @@
-"""Has SIGTERM end a process of Ray at once, as without Ray. Needs libc, since Python sets signals in its main thread
-alone, and an actor's code runs in another."""
+"""Lets SIGTERM end an actor's process at once, as in a process without Ray.
+
+Python sets signal handlers only in the main thread, and an actor's code runs in another thread. So this uses libc.
+"""
 
 import ctypes
 import signal
 
 
 def end_at_sigterm() -> None:
-    """For an actor, which under Ray's own handler waits for calls that never end: it hangs until it is killed."""
+    """Restore the default action of SIGTERM. Ray's own handler waits for calls that never end, until it is killed."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 0.005
 ALARM_SECONDS = 0.05
 START_SECONDS = 60.0
-"""While a router starts, workers load their models on the same cores, and pauses are usual."""
+"""Seconds for which a router starts. Workers then load their models on the same cores, so pauses are usual."""
 START_ALARM_SECONDS = 1.0
 ALARM_PAUSE_SECONDS = 10.0
 """Between two warnings at least."""

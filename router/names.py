@@ -21,7 +21,7 @@ def is_id(text: str) -> bool:
 
 
 def is_model_name(text: str) -> bool:
-    """Whether it reads as a model's: those of the hub have an owner before a slash."""
+    """Return True if the text reads as a model's name. Names on the hub have an owner before a slash."""
     return len(text) <= MAX_NAME_CHARS and _MODEL_NAME.fullmatch(text) is not None
 
 

@@ -36,7 +36,7 @@ MAX_TEMPLATE_KWARGS_BYTES = 16_384
 MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_NAMES_TOLD = 8
-"""Of the served model, in the answer to a request for another."""
+"""Names of the served model in the answer to a request for another model."""
 MAX_TOLD = 5
 """Violations in the text of an error; its details have all of them."""
 TENANT_KEY = "blockyard-tenant"
@@ -114,13 +114,13 @@ def check_model(
     message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
     facts: ModelFacts,
 ) -> None:
-    """Raises UnknownModel. A request without the field takes what is served."""
+    """Raise UnknownModel. A request without the field takes the served model."""
     if message.HasField("model"):
         check_model_name(message.model, facts)
 
 
 def check_model_name(name: str, facts: ModelFacts) -> None:
-    """Raises UnknownModel. It repeats no text that does not read as a model's name."""
+    """Raise UnknownModel. The error repeats the name only if it reads as a model's name."""
     if name in facts.names:
         return
     asked = f"model `{name}`" if is_model_name(name) else "model asked for"

@@ -1,4 +1,4 @@
-"""What is measured of a request, and the arithmetic on it. Pure. The definitions are those of vLLM's `bench serve`:
+"""Measurements of a request, and the arithmetic on them. Pure. The definitions are those of vLLM's `bench serve`:
 
 - TTFT, time to first token: from sending to the first message with a token in it.
 - E2EL, end-to-end latency: from sending to the last message with a token in it.
@@ -27,11 +27,11 @@ class Sample:
     """When it should have been sent: in an open loop by its plan, in a closed one when it was."""
     sent: float
     arrivals: list[float] = field(default_factory=list)
-    """Of each message with tokens in it."""
+    """Times of the messages that carry tokens."""
     planned_prompt_tokens: int = 0
     planned_output_tokens: int = 0
     prompt_tokens: int = 0
-    """By the server's own count."""
+    """Prompt tokens as the server counts them."""
     output_tokens: int = 0
     cached_tokens: int = 0
     worker: str = ""
@@ -59,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of some times, in ms. All are None without any."""
+    """Mean and percentiles of times, in ms. All are None if there are no times."""
 
     mean: float | None
     p50: float | None
@@ -84,7 +84,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """What a request must keep to count as goodput; None asks nothing."""
+    """Limits that a request must keep to count as goodput. None sets no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -99,7 +99,7 @@ class Objectives:
 
 
 def finished(samples: Iterable[Sample]) -> list[Sample]:
-    """Those with an answer."""
+    """Return the samples that have an answer."""
     return [sample for sample in samples if not sample.error and sample.arrivals]
 
 

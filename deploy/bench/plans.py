@@ -20,7 +20,7 @@ def at_once() -> Iterator[float]:
 
 
 def at_rate(rate: float, seed: int) -> Iterator[float]:
-    """So many a second on average, by chance, for ever."""
+    """Yield random arrival times without end, at a mean rate per second."""
     return poisson(rate, inf, Random(f"arrivals {seed}"))
 
 

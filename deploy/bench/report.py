@@ -27,7 +27,7 @@ class Result:
     setting: Mapping[str, Any]
     """Cluster, workload, seed and how it was sent."""
     rounds: Mapping[str, Sequence[Summary]]
-    """By policy."""
+    """Results of each policy."""
     whole: Mapping[str, Summary]
     """The rounds of each policy together."""
 
@@ -122,7 +122,7 @@ def _warnings(found: Summary) -> list[RenderableType]:
 
 
 def _other_counts(found: Summary) -> Iterator[str]:
-    """A line where the server counted other tokens than were planned, as for words that its tokeniser splits."""
+    """Yield a line if the server counted other tokens than planned, for example words that its tokenizer splits."""
     planned = (found.planned_prompt_tokens, found.planned_output_tokens)
     by_server = (found.prompt_tokens, found.output_tokens)
     if planned != by_server:

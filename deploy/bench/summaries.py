@@ -16,7 +16,7 @@ _PLAIN = (
     *("prompt_tokens", "planned_prompt_tokens", "output_tokens", "planned_output_tokens"),
     *("hit_rate", "predicted_hit_rate"),
 )
-"""Of a summary, what its document has as it is."""
+"""Fields of a summary that its document has unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Traffic:
 
 
 def together(parts: Iterable[Traffic]) -> Traffic:
-    """Of several runs, one after the other."""
+    """Join several runs, one after the other."""
     parts = list(parts)
     promised = [part.promised_tokens for part in parts if part.promised_tokens is not None]
     return Traffic(
@@ -77,10 +77,10 @@ class Summary:
     seconds: float
     finished: int
     failed: dict[str, int]
-    """By reason."""
+    """Number of failed requests by reason."""
     unsent: int
     prompt_tokens: int
-    """Of finished requests, by the server's count."""
+    """Prompt tokens of finished requests, as the server counts them."""
     planned_prompt_tokens: int
     output_tokens: int
     planned_output_tokens: int

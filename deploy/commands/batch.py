@@ -38,7 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 @click.option(
     "--url",
     metavar="URL",
-    help="Of a server of OpenAI's API. Default: the cluster's own (`up --http-port`).",
+    help="URL of a server of OpenAI's API. Default: the cluster's own (`up --http-port`).",
 )
 @click.option(
     "--concurrency",

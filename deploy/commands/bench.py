@@ -72,7 +72,7 @@ class _Workloads(click.Group):
 
 
 _OTHER_NAMES = ("--requests", "--num-prompts")
-"""What people try: the short form, and the name that vLLM's `bench serve` has."""
+"""Options that people try: a short form, and the name that vLLM's `bench serve` has."""
 _COUNTS = (
     "The others have as many requests as follows: `bench shared-prefix` from --groups times (1 + --followers), "
     "`bench chat` from --sessions and --turns, `bench trace` from its file and --seconds."

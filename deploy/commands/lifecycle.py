@@ -27,7 +27,7 @@ from click.core import ParameterSource
 END_LOOK_SECONDS = 1.0
 MOST_LOOKS_WITHOUT_RAY = 10
 LOG_SECONDS = 5.0
-"""A joined Ray has so long to tell where the supervisor's log is."""
+"""Seconds for a joined Ray to say where the supervisor's log is."""
 
 
 _dry_run_option = click.option(
@@ -102,7 +102,10 @@ def _bring_up(options: UpOptions) -> state.ClusterState:
 
 
 def incidents_of(started: state.ClusterState) -> Callable[[], Iterable[str]]:
-    """What has befallen workers and routers since the last call. Nothing where no log of the supervisor can be had."""
+    """Return a function that lists the ends and returns of workers and routers since its last call.
+
+    It lists nothing if the supervisor's log cannot be found.
+    """
     try:
         log = SupervisorLog(logs_of(started, LOG_SECONDS))
     except ValueError:
@@ -111,13 +114,12 @@ def incidents_of(started: state.ClusterState) -> Callable[[], Iterable[str]]:
 
 
 def wait_for_end(started: state.ClusterState, incidents: Callable[[], Iterable[str]] = tuple) -> None:
-    """Returns once another command has taken the cluster down, and tells incidents meanwhile. Raises RuntimeError where
-    its Ray has ended."""
+    """Print incidents until another command has taken the cluster down. Raise RuntimeError if its Ray has ended."""
     looks_without_ray = 0
     while _is_remembered(started):
         raise_if_asked()
         for line in incidents():
-            with suppress(OSError):  # nobody reads any more
+            with suppress(OSError):  # The terminal is gone.
                 click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
         time.sleep(END_LOOK_SECONDS)
         head = started.head

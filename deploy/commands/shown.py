@@ -105,8 +105,11 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Made for each use: it looks at stdout, which tests and pipes replace. Cuts and folds nothing off a terminal, also
-    where FORCE_COLOR makes rich take a pipe for one."""
+    """Make a console for each use, because tests and pipes replace stdout.
+
+    If stdout is not a terminal, nothing is cut or folded. FORCE_COLOR makes rich take a pipe for a terminal, so rich is
+    not asked.
+    """
     console = Console(highlight=False)
     if not sys.stdout.isatty():
         console.width = ANY_WIDTH

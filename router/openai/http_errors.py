@@ -1,7 +1,7 @@
 """The one mapping of errors to HTTP: status, headers and OpenAI's error body. gRPC's codes decide (../status.py).
 
-Owns also what only HTTP can get wrong. Messages name fields by their names in the JSON, and no value
-but a model's name.
+Owns also what only HTTP can get wrong. Messages name fields as the JSON body does, and quote
+no value except a model's name.
 """
 
 import re
@@ -95,7 +95,7 @@ def error_body(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> dict[
 
 
 def _renamed(message: str, field: str, name: str) -> str:
-    """Leaves what stands between backticks: a model may be called as a field is."""
+    """Replace a field's name, except between backticks: a model may have the name of a field."""
     return re.sub(rf"`[^`]*`|\b{field}\b", lambda found: name if found[0] == field else found[0], message)
 
 

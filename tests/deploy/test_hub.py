@@ -160,14 +160,14 @@ def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "environment", "told"),
     [
-        ("nobody/nothing", {}, "the hub knows none of this name, unless it is private (HF_TOKEN)"),
-        (f"{REPOSITORY}@gone", {}, "the hub has no such revision of it"),
+        ("nobody/nothing", {}, "the hub has no model of this name, unless it is private (HF_TOKEN)"),
+        (f"{REPOSITORY}@gone", {}, "the hub does not have this revision of it"),
         ("a/broken", {}, "the hub refuses it with HTTP status 503"),
         ("a/b/c", {}, "no model on the hub can have this name"),
         (
             "nobody/nothing",
             {"HF_HUB_OFFLINE": "1"},
-            "the hub's cache here does not have it, and HF_HUB_OFFLINE forbids to ask the hub",
+            "the hub's cache here does not have it, and HF_HUB_OFFLINE does not allow a download",
         ),
         (
             "nobody/nothing",
@@ -229,5 +229,5 @@ def test_a_wrong_model_is_told_before_a_cluster_that_is_up_would_be_taken_down_f
     serve = ("-m", "blockyard.deploy.cli", "serve", "--device", "cpu")
     wrong, sound = (run(hub, tmp_path, *serve, model) for model in ("nosuchmodel", str(hub.folder)))
     assert (wrong.returncode, sound.returncode) == (1, 1)
-    assert "the hub knows none of this name" in wrong.stderr
+    assert "the hub has no model of this name" in wrong.stderr
     assert "cluster 'default' is up already" in sound.stderr

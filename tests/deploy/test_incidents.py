@@ -1,6 +1,7 @@
 """What `serve` says of ends and returns: each of them, in one line, and no flood."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from blockyard.deploy.incidents import (
     ended_line,
     serves_line,
 )
-from blockyard.deploy.log_files import LocalLogs
+from blockyard.deploy.log_files import LocalLogs, LogFile
 from blockyard.proto.logs import JsonFormatter, TextFormatter
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,3 +73,32 @@ def test_ends_are_no_flood_and_the_last_word_is_true(pauses: list[float], comes_
     assert ("serves again" in said[-1][1]) == comes_back[len(pauses) - 1]
     counted = [int(line.split()[3]) if " times" in line else 1 for _, line in said if "has ended" in line]
     assert sum(counted) == len(pauses), "each end is told or counted"
+
+
+class StrangeLogs:
+    """Logs as a joined Ray's dashboard could answer: not what was asked for, and no text for a terminal."""
+
+    def __init__(self, lines: list[bytes] | Exception) -> None:
+        self._lines = lines
+
+    def files(self) -> list[LogFile]:
+        return [LogFile(key="1", name="supervisor", parts=())]
+
+    def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
+        if isinstance(self._lines, Exception):
+            raise self._lines
+        yield from self._lines
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("gone"), KeyError("pid"), TypeError("str"), ValueError("x")]
+)
+def test_a_log_that_cannot_be_read_tells_nothing_and_ends_nothing(error: Exception) -> None:
+    assert SupervisorLog(StrangeLogs(error)).told(0.0) == []
+
+
+def test_what_a_log_says_is_cut_and_reaches_no_terminal_as_a_control_sequence() -> None:
+    line = f"worker-0 ended: \x1b]0;title\x07 {'x' * 10_000}".encode()
+    (told,) = SupervisorLog(StrangeLogs([line])).told(0.0)
+    assert told.isprintable()
+    assert len(told) < 600

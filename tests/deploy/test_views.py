@@ -138,7 +138,7 @@ def test_up_and_status_tell_one_metrics_address_and_that_it_is_open() -> None:
     )
     assert metrics_lines(cluster) == [
         "metrics    http://10.0.0.1:4001/metrics (ray_blockyard_*)",
-        "           for whoever reaches that address, without a token",
+        "           anybody who reaches that address can read them without a token",
     ]
     assert metrics_lines(cluster, [HEAD]) == metrics_lines(cluster)
     assert metrics_lines(replace(cluster, metrics_port=None)) == []

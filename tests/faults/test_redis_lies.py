@@ -21,7 +21,7 @@ from .redis_course import survives
 from .redis_rig import RedisCluster
 
 FOREIGN_BERTH = 4711
-REFUSED_SECONDS = 60.0
+REFUSED_SECONDS = 30.0
 """A router finds forged records within this time; it looks each second."""
 
 

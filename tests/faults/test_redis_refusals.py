@@ -129,13 +129,9 @@ async def test_a_redis_20_ms_away_costs_one_round_trip_a_request(
     assert survived.added_p50_ms < 10_000 * LATENCY_SECONDS
     async with redis_cluster.client() as client:
         before, began = _num_scripts(redis), time.monotonic()
-        answered = [
-            (await client.explain_placement(f"question {number} " * 30)).index_available
-            for number in range(NUM_QUESTIONS)
-        ]
+        for number in range(NUM_QUESTIONS):
+            assert (await client.explain_placement(f"question {number} " * 30)).index_available
         num_scripts, took = _num_scripts(redis) - before, time.monotonic() - began
-    # A busy machine may let one of them run into its time limit; its script runs all the same.
-    assert sum(answered) > NUM_QUESTIONS // 2
     # Beside them each process renews its lease or reads the directory each second, and may purge.
     assert NUM_QUESTIONS <= num_scripts <= NUM_QUESTIONS + 10 * (1 + took)
 
