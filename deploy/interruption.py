@@ -38,9 +38,14 @@ def _leave_closed_terminal() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
             descriptor = stream.fileno()  # type: ignore[union-attr]
             if _is_closed_terminal(descriptor):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+                discard_output(descriptor)
+
+
+def discard_output(descriptor: int) -> None:
+    """Send what is written to this file descriptor from now on to the null device. Raise OSError for no such file."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _is_closed_terminal(descriptor: int) -> bool:

@@ -4,6 +4,7 @@ of it. On stderr, which is not output."""
 import time
 from types import TracebackType
 
+from blockyard.deploy.interruption import discard_output
 from blockyard.deploy.serving import Progress
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -14,10 +15,12 @@ REPEAT_SECONDS = 10.0
 
 
 class _PipeTolerantConsole(Console):
-    """Falls silent when its reader has gone. rich would end the program, and with it a start or a `down`."""
+    """Becomes silent when its reader has gone. rich would end the program, and with it a start or a `down`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+        # What is still in the buffer would fail again when Python ends, with exit code 120.
+        discard_output(self.file.fileno())
 
 
 class StageProgress:

@@ -90,7 +90,8 @@ def test_nohup_keeps_its_word() -> None:
     assert (result.returncode, result.stdout) == (0, "goes on\n")
 
 
-def test_a_reader_that_has_gone_ends_no_start_and_no_end() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_ends_no_start_and_no_end(unbuffered: str) -> None:
     code = (
         "import sys\n"
         "from blockyard.deploy.progress import StageProgress\n"
@@ -107,6 +108,7 @@ def test_a_reader_that_has_gone_ends_no_start_and_no_end() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )
     assert process.stderr is not None
     process.stderr.close()
