@@ -79,7 +79,7 @@ check: install .typing/blockyard
 	$(BIN)/ruff check .
 	MYPYPATH=.typing $(BIN)/mypy
 	$(BIN)/python -m proto.generate --check
-	$(BIN)/python -m blockyard.deploy.api_reference --check
+	$(BIN)/python -m tools.api_reference --check
 	$(BIN)/python -m supply_chain.sbom --check
 	$(BIN)/python -m supply_chain.advisories
 	$(SITE) --quiet
@@ -94,7 +94,7 @@ format: install
 
 proto: install
 	$(BIN)/python -m proto.generate
-	$(BIN)/python -m blockyard.deploy.api_reference
+	$(BIN)/python -m tools.api_reference
 
 # What `make install` and the images install: resolved anew from plain PyPI; needs the network.
 lock: install
@@ -154,7 +154,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@$(if $(RAY),sed 's/^ray==.*/ray==$(RAY)/' requirements.lock > $(LOCK))
 	@$(if $(TORCH)$(TORCH_INDEX),$(PIP) install --quiet --progress-bar off -c $(LOCK) uv)
 	@$(if $(TORCH)$(TORCH_INDEX),$(BIN)/uv pip install --python $(BIN)/python $(TORCH_FROM) -c $(LOCK) torch || { echo "$(TORCH_HINT)" >&2; exit 1; })
-	@$(BIN)/python -P deploy/quietly.py $(VENV)/install.log \
+	@$(BIN)/python -P tools/quietly.py $(VENV)/install.log \
 		$(PIP) install --progress-bar off -c $(LOCK) -e '.[serve,plots,dev]'
 	@touch $@
 

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from blockyard.deploy.demo_model.corpus import HELD_OUT_MODULES, read_corpus
 from blockyard.deploy.demo_model.tokens import encode_documents
-from blockyard.deploy.options import model_path
-from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.backend import BackendName, LinearsName, choose_backend
-from blockyard.kernels.cpu_extension import load_extension
+from blockyard.deploy.settings.options import model_path
+from blockyard.kernels.attention.plan import plan_attention
+from blockyard.kernels.cpu.extension import load_extension
+from blockyard.kernels.interface import BackendName, LinearsName
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, pool_shape
-from blockyard.worker.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
+from blockyard.kernels.selection import choose_backend
+from blockyard.worker.memory.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import load_weights

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from blockyard.deploy.options import model_path
+from blockyard.deploy.settings.options import model_path
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.loading import load_engine
-from blockyard.worker.sequence import BlockName, SamplingParams
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.startup.loading import load_engine
 
 from bench.reporting import Floor, write_report
 

@@ -7,12 +7,12 @@ import time
 from asyncio import current_task, run
 from collections.abc import Callable
 
-from blockyard.deploy.options import model_path
-from blockyard.proto.metric_table import METRICS
-from blockyard.proto.metrics import Histogram, by_name
+from blockyard.deploy.settings.options import model_path
+from blockyard.proto.metrics.readings import Histogram, by_name
+from blockyard.proto.metrics.table import METRICS
 from blockyard.proto.text import TextOutput, load_tokenizer
-from blockyard.router.metrics import RequestMeter, RouterMetrics
-from blockyard.router.requests import RequestRecord
+from blockyard.router.generation.metrics import RequestMeter, RouterMetrics
+from blockyard.router.generation.registry import RequestRecord
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as LibraryHistogram
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockyard.deploy.plot_style import save, styled
+from blockyard.deploy.figures.plot_style import save, styled
 
 from bench.reporting import origin
 
@@ -24,8 +24,8 @@ PLOTS = {
     "runs": "bench.engine.plot",
     "rows": "bench.kernels.plot",
     "placement_ms": "bench.router.plot",
-    "sharing": "bench.index_plot",
-    "dynamo_simulator": "bench.placement_plot",
+    "sharing": "bench.index.plot",
+    "dynamo_simulator": "bench.placement.plot",
 }
 """By the figure that only such a report has. A machine that runs one benchmark may lack what another one imports."""
 

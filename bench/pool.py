@@ -31,10 +31,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from blockyard.deploy.figures_loads import Drive, mixed, random_tokens
-from blockyard.worker.block_pool import BlockPool
-from blockyard.worker.prefix_cache import PrefixCache
-from blockyard.worker.sequence import BlockName, Sequence
+from blockyard.deploy.figures.loads import Drive, mixed, random_tokens
+from blockyard.worker.cache.block_pool import BlockPool
+from blockyard.worker.cache.prefix_cache import PrefixCache
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sequence import Sequence
 
 from bench.reporting import Floor, write_report
 

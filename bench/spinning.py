@@ -3,7 +3,8 @@
     python -m bench.spinning --model llama-166m
 
 Twice: by itself, and beside a program that keeps one core busy. Prints and keeps a report; the floor is that the count
-which a worker takes (`blockyard.worker.openmp.SPIN_COUNT`) is at most a fifth slower than the best of all, in both.
+which a worker takes (`blockyard.worker.startup.openmp.SPIN_COUNT`) is at most a fifth slower than the best of all, in
+both.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from blockyard.worker.openmp import SPIN_COUNT
+from blockyard.worker.startup.openmp import SPIN_COUNT
 
 from bench.engine.figures import DISTURBING_CORES, middle
 from bench.engine.shapes import model_folder

@@ -26,7 +26,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
 from blockyard.router.client import AsyncClient, BlockyardError
 
 from bench.proof import prove

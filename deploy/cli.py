@@ -14,20 +14,20 @@ from typing import Any
 
 import click
 import grpc
-from blockyard.deploy.state import NoSuchClusterError
+from blockyard.deploy.machine.state import NoSuchClusterError
 from blockyard.router.client import BlockyardError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 
 COMMANDS = {
     **{name: f"commands.lifecycle.{name}" for name in ("serve", "up", "down", "restart")},
-    "scale": "commands.scale.scale",
+    "scale": "commands.lifecycle.scale",
     "status": "commands.status.status",
     **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush")},
     **{name: f"commands.look.{name}" for name in ("workers", "blocks", "index")},
     "logs": "commands.logs.logs",
     "top": "commands.watch.top",
     "open": "commands.open_page.open_page",
-    "explain": "commands.explain.explain",
+    "explain": "commands.look.explain",
     **{name: f"commands.ask.{name}" for name in ("generate", "chat")},
     "run-batch": "commands.batch.run_batch",
     "bench": "commands.bench.bench",
@@ -35,7 +35,7 @@ COMMANDS = {
     "figures": "commands.reckon.figures_command",
     "doctor": "commands.reckon.doctor",
     "config": "commands.configure.config",
-    "token": "tokens.token",
+    "token": "commands.tokens.token",
 }
 """Where each command is, below blockyard.deploy."""
 INSTALL_SERVE = "pip install '.[serve]' in a clone"

@@ -5,7 +5,7 @@ MODEL is a folder in Hugging Face format; without one the demo's small model is 
 
 import sys
 
-from blockyard.deploy.options import model_path
+from blockyard.deploy.settings.options import model_path
 from blockyard.worker.llm import LLM, SamplingParams
 
 model = LLM(

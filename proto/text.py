@@ -1,8 +1,8 @@
 """From tokens to text, piece by piece: one rule for what the router streams and the offline engine returns.
 
 Owns loading a tokenizer, incremental decoding that never splits a character, stop strings that may span pieces, and
-what of an output's tokens is shown. Does not own prompts (see router/prompts.py) nor which tokens end an output (the
-engine knows those).
+what of an output's tokens is shown. Does not own prompts (see router/tokenizing/prompts.py) nor which tokens end an
+output (the engine knows those).
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
-from blockyard.proto.metrics import MetricNames
-from blockyard.proto.prometheus_export import MAX_PORT, metrics_endpoint
-from blockyard.proto.redis_prefix_index import check_url
-from blockyard.proto.tls_files import server_tls, session_tls
+from blockyard.proto.index.redis import check_url
+from blockyard.proto.metrics.prometheus import MAX_PORT, metrics_endpoint
+from blockyard.proto.metrics.readings import MetricNames
+from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configure_logging
+from blockyard.proto.security.tls_files import server_tls, session_tls
+from blockyard.router.admission.fair_queue import parse_weights
 from blockyard.router.config import (
     DEFAULT_MAX_BEAM_WIDTH,
     DEFAULT_MAX_OUTPUTS,
@@ -29,10 +30,9 @@ from blockyard.router.config import (
     RouterConfig,
     checked_origins,
 )
-from blockyard.router.model_facts import GenerationConfig
-from blockyard.router.placement_config import PolicyName, parse_placement
+from blockyard.router.placement.config import PolicyName, parse_placement
 from blockyard.router.server import RouterServer
-from blockyard.router.tenants import parse_weights
+from blockyard.router.tokenizing.model_facts import GenerationConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import ray
-from blockyard.proto.code_version import code_version
-from blockyard.proto.logs import configure_logging
-from blockyard.proto.loopback import is_every_interface
-from blockyard.proto.ray_export import keep_reporting
-from blockyard.proto.sigterm import end_at_sigterm
+from blockyard.proto.metrics.ray import keep_reporting
+from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.runtime.logs import configure_logging
+from blockyard.proto.runtime.sigterm import end_at_sigterm
+from blockyard.proto.security.loopback import is_every_interface
 from blockyard.router.config import RouterConfig
 from blockyard.router.supervision import SupervisorWatch
 

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from blockyard.proto.logs import LogConfig
-from blockyard.proto.metrics import MetricNames
-from blockyard.proto.tls_files import ServerTls, SessionTls
-from blockyard.router.model_facts import GenerationConfig
-from blockyard.router.placement_config import PlacementConfig, PolicyName
-from blockyard.router.tenants import checked_weights
+from blockyard.proto.metrics.readings import MetricNames
+from blockyard.proto.runtime.logs import LogConfig
+from blockyard.proto.security.tls_files import ServerTls, SessionTls
+from blockyard.router.admission.fair_queue import checked_weights
+from blockyard.router.placement.config import PlacementConfig, PolicyName
+from blockyard.router.tokenizing.model_facts import GenerationConfig
 
 DEFAULT_MAX_OUTPUTS = 16
 DEFAULT_MAX_BEAM_WIDTH = 16
@@ -102,7 +102,7 @@ class RouterConfig:
     chat_template: str | None = field(default=None, repr=False)
     """The text of a Jinja template that replaces the tokenizer's own."""
     model_names: tuple[str, ...] = ()
-    """Names of the model for clients: its id, then aliases. If empty, model_facts.py names it."""
+    """Names of the model for clients: its id, then aliases. If empty, tokenizing/model_facts.py names it."""
     generation_config: GenerationConfig = "auto"
     """`auto` takes the sampling defaults of the model's generation_config.json; `none` ignores them."""
     cluster: str = "default"
@@ -120,9 +120,9 @@ class RouterConfig:
     cors_origins: tuple[str, ...] = ()
     """Scripts of web pages from these origins, such as "https://chat.example", may call the gateway."""
     auth_file: str | None = None
-    """The clients' tokens (auth.py), read again when it changes. None: whoever reaches the port may call everything."""
+    """The clients' tokens (admission/auth.py), read again when it changes. None: every caller may call everything."""
     page_token_sha256: str | None = field(default=None, repr=False)
-    """Of the live page's own token, known beside the auth file's (deploy/dashboard/page_token.py)."""
+    """Of the live page's own token, known beside the auth file's (deploy/settings/page_token.py)."""
     tls: ServerTls | None = None
     """Of the public port. None: in plaintext."""
     session_tls: SessionTls | None = None
@@ -146,7 +146,7 @@ class RouterConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     """Shares of the waiting line and of the limits by tenant; 1 for who is not named."""
     tokenizer_processes: int = DEFAULT_TOKENIZER_PROCESSES
-    """Prompts that are tokenised at once, beside those of long texts (tokenizing.py)."""
+    """Prompts that are tokenised at once, beside those of long texts (tokenizing/service.py)."""
     loop_tick_seconds: float = 0.005
     """How often the event loop is watched: a pause is told too long by so much at most. 1 ms takes 3 % of a core."""
     reuse_port: bool = False

@@ -1,4 +1,4 @@
-"""Everything that can go wrong for a client, as one tree. Pure: how it travels is in status.py.
+"""Everything that can go wrong for a client, as one tree. Pure: how it travels is in services/status.py.
 
     RouterError                     code                  reason
     ├── InvalidRequest              INVALID_ARGUMENT      INVALID_REQUEST (+ field violations)
@@ -47,7 +47,7 @@ class FieldViolation:
 
 
 class RouterError(Exception):
-    """An answer to a client that is not a result. Subclasses fix the reason, status.py their code."""
+    """An answer to a client that is not a result. Subclasses fix the reason, services/status.py their code."""
 
     reason: ClassVar[str]
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blockyard.proto.metric_table import ROUTER_METRICS
-from blockyard.proto.metrics import Histogram, by_name
+from blockyard.proto.metrics.readings import Histogram, by_name
+from blockyard.proto.metrics.table import ROUTER_METRICS
 
 logger = logging.getLogger(__name__)
 

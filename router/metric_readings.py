@@ -1,19 +1,19 @@
-"""All of a router's readings at one moment, under the names of the table (proto/metric_table.py).
+"""All of a router's readings at one moment, under the names of the table (proto/metrics/table.py).
 
-Owns where each is found. Does not own what becomes of requests (metrics.py) nor how readings leave the process
-(actor.py, __main__.py). To be taken on the event loop, once a second: it looks at each request that is held.
+Owns where each is found. Does not own what becomes of requests (generation/metrics.py) nor how readings leave the
+process (actor.py, __main__.py). To be taken on the event loop, once a second: it looks at each request that is held.
 """
 
 from collections import Counter
 
-from blockyard.proto.metric_table import ROUTER_METRICS
-from blockyard.proto.metrics import Histogram, Readings, Source, labels_of
-from blockyard.proto.model_files import model_names
+from blockyard.proto.metrics.readings import Histogram, Readings, Source, labels_of
+from blockyard.proto.metrics.table import ROUTER_METRICS
+from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.config import RouterConfig
-from blockyard.router.generation import RouterParts
-from blockyard.router.index_report import current_condition
-from blockyard.router.prefix_index import PrefixLookup
+from blockyard.router.dispatch.index_report import current_condition
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.generation.generation import RouterParts
 
 
 def router_source(config: RouterConfig, router_id: str) -> Source:

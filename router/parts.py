@@ -6,25 +6,25 @@ Owns which part is given what. Does not own how long they live nor what serves t
 import asyncio
 from contextlib import AsyncExitStack
 
-from blockyard.proto.code_version import code_version
-from blockyard.proto.fingerprint import tokenizer_fingerprint
-from blockyard.proto.model_files import TOKENIZER_FILES, model_names, resolve_model, resolve_tokenizer
-from blockyard.proto.prefix_index import PrefixIndex
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.proto.tls import session_channels
-from blockyard.router.admission import AdmissionLedger
+from blockyard.proto.index.contract import PrefixIndex
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
+from blockyard.proto.naming.model_files import TOKENIZER_FILES, model_names, resolve_model, resolve_tokenizer
+from blockyard.proto.security.tls import session_channels
+from blockyard.router.admission.ledger import AdmissionLedger
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.link import CHANNEL_OPTIONS
 from blockyard.router.config import RouterConfig
-from blockyard.router.engine_link import CHANNEL_OPTIONS
-from blockyard.router.fleet import Fleet
-from blockyard.router.generation import RouterParts
-from blockyard.router.grammar_places import GrammarPlaces
-from blockyard.router.model_facts import read_facts
-from blockyard.router.placer import Placer
-from blockyard.router.prefix_index import PrefixLookup
-from blockyard.router.relay import Relay
-from blockyard.router.requests import RequestRegistry
-from blockyard.router.sampling_checks import SamplingLimits
-from blockyard.router.tokenizing import TokenizerService
+from blockyard.router.dispatch.placer import Placer
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.generation.generation import RouterParts
+from blockyard.router.generation.grammar_quota import GrammarPlaces
+from blockyard.router.generation.registry import RequestRegistry
+from blockyard.router.generation.relay import Relay
+from blockyard.router.request.sampling_checks import SamplingLimits
+from blockyard.router.tokenizing.model_facts import read_facts
+from blockyard.router.tokenizing.service import TokenizerService
 
 DIRECTORY_SECONDS = 1.0
 """How often the index is asked which workers live, and how long that may take."""

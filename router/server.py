@@ -13,36 +13,36 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
-from blockyard.proto.garbage_collection import spared_by_garbage_collection
-from blockyard.proto.loopback import is_loopback
-from blockyard.proto.metrics import Readings
-from blockyard.proto.prefix_index import PrefixIndex, PrefixIndexError
-from blockyard.proto.prometheus_export import exposition
-from blockyard.proto.tls import listen, server_credentials
+from blockyard.proto.index.contract import PrefixIndex, PrefixIndexError
+from blockyard.proto.metrics.prometheus import exposition
+from blockyard.proto.metrics.readings import Readings
+from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.security.loopback import is_loopback
+from blockyard.proto.security.tls import listen, server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from blockyard.proto.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from blockyard.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from blockyard.router.admin_service import AdminService
-from blockyard.router.call_bounds import CallBounds
-from blockyard.router.call_gate import CallGate
-from blockyard.router.calls import Calls, outputs_a_call
-from blockyard.router.cluster_service import ClusterService
+from blockyard.router.admission.rate_limits import NO_LIMIT
+from blockyard.router.admission.token_file import TokenFile
+from blockyard.router.calls.bounds import CallBounds
+from blockyard.router.calls.gate import CallGate
+from blockyard.router.calls.generating import Calls, outputs_a_call
+from blockyard.router.calls.intake import Intake
+from blockyard.router.cluster.directory import Directory
+from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.config import RouterConfig
-from blockyard.router.directory import Directory
-from blockyard.router.fleet import Fleet
-from blockyard.router.generation import RouterParts
-from blockyard.router.intake import Intake
-from blockyard.router.interceptor import AuthInterceptor, BoundaryInterceptor
+from blockyard.router.generation.generation import RouterParts
 from blockyard.router.loop_watch import LoopWatch
 from blockyard.router.metric_readings import router_readings, router_source
 from blockyard.router.openai.about import AboutRouter
 from blockyard.router.openai.gateway import gateway
 from blockyard.router.parts import DIRECTORY_SECONDS, build_parts
-from blockyard.router.rate_limits import NO_LIMIT
-from blockyard.router.server_options import max_message_bytes, server_options
-from blockyard.router.service import InferenceService
-from blockyard.router.token_file import TokenFile
+from blockyard.router.services.admin import AdminService
+from blockyard.router.services.cluster import ClusterService
+from blockyard.router.services.inference import InferenceService
+from blockyard.router.services.interceptor import AuthInterceptor, BoundaryInterceptor
+from blockyard.router.services.options import max_message_bytes, server_options
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 

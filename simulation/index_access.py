@@ -1,7 +1,7 @@
 """A process's calls to the index twin: late, refused, hung, or with the reply lost.
 
 As on a real server, a call may still be executed after its caller hung up, later and in another order. Does not own
-the rules of the index (proto/prefix_index_twin.py).
+the rules of the index (proto/index/twin.py).
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeVar
 
-from blockyard.proto.prefix_index import (
+from blockyard.proto.index.contract import (
     MAX_LISTED,
     ApplyResult,
     Batch,
@@ -25,7 +25,7 @@ from blockyard.proto.prefix_index import (
     SpotCheck,
     WorkerRecord,
 )
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.index.twin import TwinPrefixIndex
 
 from simulation.network import Network
 

@@ -1,7 +1,7 @@
 """One incarnation of a router: the real fleet, placer, relay, look-up, ledger and registry, in a simulated process.
 
-Joins them as router/server.py and router/generation.py do, without gRPC's server and without text. Owns the order of
-admission, placement and relay. Does not own what a client makes of its tokens.
+Joins them as router/server.py and router/generation/generation.py do, without gRPC's server and without text. Owns the
+order of admission, placement and relay. Does not own what a client makes of its tokens.
 """
 
 import asyncio
@@ -11,10 +11,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from blockyard.proto.block_hash import chain, pack_tokens
+from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.v1 import session_pb2
-from blockyard.router.admission import AdmissionLedger
-from blockyard.router.bookings import Placed
+from blockyard.router.admission.ledger import AdmissionLedger
+from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.config import (
     DEFAULT_LOST_SECONDS,
     DEFAULT_MAX_MIGRATIONS,
@@ -22,14 +23,13 @@ from blockyard.router.config import (
     DEFAULT_STALL_SECONDS,
     DEFAULT_SUSPECT_SECONDS,
 )
+from blockyard.router.dispatch.placer import Placer
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from blockyard.router.errors import DeadlinePassed, RouterError
-from blockyard.router.fleet import Fleet
-from blockyard.router.outputs import TokenChunk
-from blockyard.router.placement_config import PlacementConfig, PolicyName
-from blockyard.router.placer import Placer
-from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
-from blockyard.router.relay import Generation, Progress, Relay
-from blockyard.router.requests import RequestRegistry
+from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.registry import RequestRegistry
+from blockyard.router.generation.relay import Generation, Progress, Relay
+from blockyard.router.placement.config import PlacementConfig, PolicyName
 
 from simulation.calls import Connections, MemoryChannel
 from simulation.index_access import IndexServer, RemoteIndex

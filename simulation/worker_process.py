@@ -11,21 +11,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
-from blockyard.worker.administration import Administration
-from blockyard.worker.draining import DrainTakenBack
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import StepResult
-from blockyard.worker.index_report import index_message
-from blockyard.worker.pool_view import load_message
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.publisher_state import PublisherConfig
-from blockyard.worker.runner import Runner
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.session import SessionService
-from blockyard.worker.trial import try_out
+from blockyard.worker.execution.runner import Runner
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.report import index_message
+from blockyard.worker.indexing.state import PublisherConfig
+from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.session.administration import Administration
+from blockyard.worker.session.draining import DrainTakenBack
+from blockyard.worker.session.session import SessionService
+from blockyard.worker.startup.trial import try_out
 
 from simulation.calls import Connections, Listener
 from simulation.engine_thread import StepClock, VirtualEngineThread

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.redis_server import find_redis_servers
-from blockyard.deploy.redis_versions import version_of_program
+from blockyard.deploy.machine.redis_server import find_redis_servers
+from blockyard.deploy.machine.redis_versions import version_of_program
 
 SERVERS_VARIABLE = "BLOCKYARD_REDIS_SERVERS"
 LEAST = 2

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, get_args
 
-from blockyard.proto.garbage_collection import spared_by_garbage_collection
-from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
-from blockyard.proto.logs import LogConfig, LogFormat, LogLevel, configure_logging
-from blockyard.proto.metrics import MetricNames
-from blockyard.proto.prometheus_export import metrics_endpoint
-from blockyard.proto.tls_files import session_tls
+from blockyard.proto.metrics.prometheus import metrics_endpoint
+from blockyard.proto.metrics.readings import MetricNames
+from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
+from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configure_logging
+from blockyard.proto.security.tls_files import session_tls
 from blockyard.worker.config import (
     DEFAULT_LEASE_SECONDS,
     DEFAULT_MAX_WAITING,
@@ -29,7 +29,7 @@ from blockyard.worker.config import (
     engine_config,
 )
 from blockyard.worker.metrics import worker_source
-from blockyard.worker.openmp import bound_spinning
+from blockyard.worker.startup.openmp import bound_spinning
 
 if TYPE_CHECKING:
     from blockyard.worker.server import WorkerServer

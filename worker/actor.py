@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from blockyard.proto.code_version import code_version
-from blockyard.proto.garbage_collection import spared_by_garbage_collection
-from blockyard.proto.logs import configure_logging
-from blockyard.proto.model_files import resolve_tokenizer
-from blockyard.proto.ray_export import keep_reporting
-from blockyard.proto.sigterm import end_at_sigterm
+from blockyard.proto.metrics.ray import keep_reporting
+from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.naming.model_files import resolve_tokenizer
+from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.logs import configure_logging
+from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.metrics import worker_source
-from blockyard.worker.openmp import bound_spinning
+from blockyard.worker.startup.openmp import bound_spinning
 
 if TYPE_CHECKING:
     from blockyard.worker.server import WorkerServer

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from blockyard.proto.text import TextOutput
 from blockyard.worker.engine_types import SequenceOutput
-from blockyard.worker.sequence import FinishReason, SamplingParams, TokenLogprob
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

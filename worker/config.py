@@ -5,13 +5,13 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from blockyard.proto.grace import DEFAULT_GRACE_SECONDS
-from blockyard.proto.logs import LogConfig
-from blockyard.proto.metrics import MetricNames
-from blockyard.proto.tls_files import SessionTls
-from blockyard.worker.kv_size import KVCacheDtype
-from blockyard.worker.preemption import PreemptionMode
-from blockyard.worker.simulated_faults import SimulatedFault
+from blockyard.proto.metrics.readings import MetricNames
+from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
+from blockyard.proto.runtime.logs import LogConfig
+from blockyard.proto.security.tls_files import SessionTls
+from blockyard.worker.memory.kv_size import KVCacheDtype
+from blockyard.worker.scheduling.preemption import PreemptionMode
+from blockyard.worker.simulated.faults import SimulatedFault
 
 EngineKind = Literal["model", "simulated"]
 DEFAULT_STALL_SECONDS = 60.0
@@ -95,7 +95,7 @@ class EngineConfig:
     simulated_prefill_tokens_per_second: float = 20_000.0
     simulated_step_seconds: float = 0.01
     simulated_fault: str | None = None
-    """TOKEN:KIND, a fault for tests (simulated_faults.py). The model's own engine refuses it."""
+    """TOKEN:KIND, a fault for tests (simulated/faults.py). The model's own engine refuses it."""
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64, 128):

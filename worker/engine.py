@@ -9,21 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blockyard.worker.decode_times import DecodeTimes
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
-from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
-from blockyard.worker.runner import Runner
-from blockyard.worker.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_tokens
-from blockyard.worker.sequence import (
-    RequestId,
-    Sequence,
-    SequenceId,
-    SequenceState,
-    StepPlan,
-    TokenLogprob,
-    token_array,
-)
-from blockyard.worker.steps import EndedStep, Steps
+from blockyard.worker.execution.runner import Runner
+from blockyard.worker.execution.steps import EndedStep, Steps
+from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
+from blockyard.worker.scheduling.decode_times import DecodeTimes
+from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_tokens
+from blockyard.worker.sequences.identifiers import RequestId, SequenceId
+from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
+from blockyard.worker.sequences.step_plan import StepPlan
 
 RATE_SMOOTHING = 0.2
 """Weight of the newest step in what is measured."""
@@ -82,7 +76,7 @@ class Engine:
     ) -> None:
         """`ageing_seconds` of waiting make up for one step of priority. `mixed_step_seconds` is what a step that
         decodes may take for prompts beside it, as far as earlier steps tell; None leaves it to the token budget.
-        `overlap_steps` starts each step while the one before it is computed (steps.py): its tokens come with the next
+        `overlap_steps` starts each step during the one before it (execution/steps.py): its tokens come with the next
         `step`."""
         self.scheduler = Scheduler(config, num_blocks=num_blocks)
         self.scheduler.rates.swap_blocks_per_second = swap_blocks_per_second

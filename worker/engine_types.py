@@ -2,17 +2,10 @@
 
 from dataclasses import dataclass
 
-from blockyard.worker.prefix_cache import CacheChanges
-from blockyard.worker.sequence import (
-    NOBODY,
-    BlockName,
-    FinishReason,
-    RequestId,
-    SamplingParams,
-    SequenceState,
-    TenantId,
-    TokenLogprob,
-)
+from blockyard.worker.cache.prefix_cache import CacheChanges
+from blockyard.worker.sequences.identifiers import NOBODY, BlockName, RequestId, TenantId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import FinishReason, SequenceState, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

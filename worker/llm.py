@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from blockyard.proto.block_hash import chain, root_name
+from blockyard.proto.naming.block_hash import chain, root_name
 from blockyard.proto.text import load_tokenizer
 from blockyard.worker.completions import Completion, GrowingOutput
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
-from blockyard.worker.openmp import bound_spinning
-from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, TokenLogprob
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import TokenLogprob
+from blockyard.worker.startup.openmp import bound_spinning
 
 if TYPE_CHECKING:
     from blockyard.worker.grammar.compiled import CompiledGrammar
@@ -33,7 +35,7 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
         bound_spinning()
-        from blockyard.worker.loading import load_engine
+        from blockyard.worker.startup.loading import load_engine
 
         self._loaded = load_engine(self.config)
         self._engine = self._loaded.engine

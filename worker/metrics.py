@@ -1,11 +1,11 @@
-"""A worker's readings: its load and its part of the index under the names of the table (proto/metric_table.py).
+"""A worker's readings: its load and its part of the index under the names of the table (proto/metrics/table.py).
 
-Pure. Does not own how they are counted (engine.py, publisher.py) nor how they leave (actor.py, __main__.py).
+Pure. Does not own how they are counted (engine.py, indexing/publisher.py) nor how they leave (actor.py, __main__.py).
 """
 
-from blockyard.proto.metric_table import WORKER_METRICS
-from blockyard.proto.metrics import Readings, Source, labels_of
-from blockyard.proto.model_files import model_names
+from blockyard.proto.metrics.readings import Readings, Source, labels_of
+from blockyard.proto.metrics.table import WORKER_METRICS
+from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.engine_types import EngineLoad

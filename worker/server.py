@@ -14,31 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from blockyard.proto.cluster_identity import record_proof
-from blockyard.proto.code_version import code_version
-from blockyard.proto.loopback import is_loopback
-from blockyard.proto.metrics import Readings
-from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.proto.tls import listen, session_server_credentials
+from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.metrics.readings import Readings
+from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.security.cluster_identity import record_proof
+from blockyard.proto.security.loopback import is_loopback
+from blockyard.proto.security.tls import listen, session_server_credentials
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
-from blockyard.worker.administration import Administration
-from blockyard.worker.compiling import CompileGrammar
+from blockyard.worker.cache.prefix_cache import CacheChanges
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, StepResult
 from blockyard.worker.grammar.compiler import GrammarCompiler
-from blockyard.worker.index_report import index_message
-from blockyard.worker.loading import LoadedEngine, load_engine
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.report import index_message
+from blockyard.worker.indexing.state import PublisherConfig
+from blockyard.worker.inspection.pool_map import map_text
+from blockyard.worker.inspection.pool_view import load_message
 from blockyard.worker.metrics import worker_readings
-from blockyard.worker.pool_map import map_text
-from blockyard.worker.pool_view import load_message
-from blockyard.worker.prefix_cache import CacheChanges
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.publisher_state import PublisherConfig
-from blockyard.worker.session import SessionService
-from blockyard.worker.trial import try_out
+from blockyard.worker.session.administration import Administration
+from blockyard.worker.session.compiling import CompileGrammar
+from blockyard.worker.session.session import SessionService
+from blockyard.worker.startup.loading import LoadedEngine, load_engine
+from blockyard.worker.startup.trial import try_out
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class WorkerServer:
 
     async def _load_aside(self) -> LoadedEngine:
         """In a thread that ends. OpenMP keeps a team for every thread that has computed, and where all teams together
-        are more than the cores, none of them spins while it waits (openmp.py)."""
+        are more than the cores, none of them spins while it waits (startup/openmp.py)."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="loading")
         try:
             return await asyncio.get_running_loop().run_in_executor(executor, self._load)

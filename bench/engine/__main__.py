@@ -22,10 +22,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from blockyard.worker.host_size import available_bytes
-from blockyard.worker.kv_size import KVCacheDtype
+from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.model.config import load_config
-from blockyard.worker.openmp import PYTORCH_SPIN_COUNT
+from blockyard.worker.startup.host_size import available_bytes
+from blockyard.worker.startup.openmp import PYTORCH_SPIN_COUNT
 
 from bench.engine import report
 from bench.engine.figures import MIN_REPEATS, ROOFLINE_RATE, Results, figures_of

@@ -1,24 +1,26 @@
 """Our engine alone, out of its parts: a folder, a kernel backend by name, a pool of so many bytes.
 
-Owns what worker/loading.py does not offer: a backend by name, so that two of them can stand side by side.
+Owns what worker/startup/loading.py does not offer: a backend by name, so that two of them can stand side by side.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from blockyard.kernels.backend import Backend, choose_backend
-from blockyard.proto.block_hash import chain, root_name
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.selection import choose_backend
+from blockyard.proto.naming.block_hash import chain, root_name
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.execution.step_graphs import sizes_for
+from blockyard.worker.memory.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.weights import load_weights, random_weights
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import BlockName, SamplingParams
-from blockyard.worker.step_graphs import sizes_for
-from blockyard.worker.trial import try_out
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.startup.trial import try_out
 
 BLOCK_SIZE = 16
 MIXED_STEP_SECONDS = 0.2

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 import torch
-from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
 from blockyard.worker.engine import Engine
-from blockyard.worker.sequence import RequestId
+from blockyard.worker.sequences.identifiers import RequestId
 
 from bench.engine.build import EngineSettings, build_engine, engine_request
 from bench.engine.peers.protocol import Loaded, Settings, serve, stepped

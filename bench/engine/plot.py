@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from blockyard.deploy.plot_style import dots, panels
+from blockyard.deploy.figures.plot_style import dots, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

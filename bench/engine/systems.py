@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from blockyard.worker.openmp import SPIN_COUNT
+from blockyard.worker.startup.openmp import SPIN_COUNT
 
 from bench.engine.peers.protocol import Course, Request, Settings
 from bench.router.processes import CpuClock, cpu_clock, foreign_cores, tree

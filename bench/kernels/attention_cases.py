@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, QuantisedName, movable, pool_shape, scales_of
-from blockyard.worker.kv_size import bytes_per_block
+from blockyard.worker.memory.kv_size import bytes_per_block
 
 from bench.engine.shapes import Shape
 from bench.kernels.case import BLOCK_SIZE, Bench, Case

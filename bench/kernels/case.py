@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from blockyard.kernels.backend import Backend
+from blockyard.kernels.interface import Backend
 
 BLOCK_SIZE = 16
 

@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from blockyard.kernels.backend import HeadNorms
+from blockyard.kernels.interface import HeadNorms
 from blockyard.kernels.kv_pool import QUANTISED_DTYPES, QuantisedName
-from blockyard.kernels.nucleus import NucleusSearch
-from blockyard.worker.host_blocks import HostBlocks
-from blockyard.worker.kv_size import bytes_per_block
-from blockyard.worker.sampler import Sampler
-from blockyard.worker.sequence import BlockId, HostSlot, SamplingParams, ScheduledRow, SequenceId, token_array
-from blockyard.worker.sequence import Sequence as RunningSequence
+from blockyard.kernels.torch.nucleus import NucleusSearch
+from blockyard.worker.memory.host_blocks import HostBlocks
+from blockyard.worker.memory.kv_size import bytes_per_block
+from blockyard.worker.sampling.sampler import Sampler
+from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence as RunningSequence
+from blockyard.worker.sequences.sequence import token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow
 
 from bench.engine.shapes import SHAPES, Shape
 from bench.kernels.attention_cases import attention, in_pool, pool_and_plan, shared_attention

@@ -3,8 +3,8 @@
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from blockyard.deploy import plot_style as style
-from blockyard.deploy.plot_style import Look
+from blockyard.deploy.figures import plot_style as style
+from blockyard.deploy.figures.plot_style import Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

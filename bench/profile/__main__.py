@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
 from blockyard.worker.engine import Engine
 
 from bench.engine.build import BLOCK_SIZE, EngineSettings, build_engine

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from random import Random
 
 from blockyard.worker.engine import Engine
-from blockyard.worker.sequence import Sequence, SequenceState
+from blockyard.worker.sequences.sequence import Sequence, SequenceState
 
 from bench.engine.build import engine_request
 

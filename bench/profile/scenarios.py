@@ -14,12 +14,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from blockyard.kernels.native_linear import LANES
-from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.kernels.cpu.native_linear import LANES
+from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput, StepResult
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.simulated.runner import SimulatedRunner
 
 from bench.engine.build import BLOCK_SIZE, engine_request
 from bench.engine.peers.protocol import Request
@@ -98,7 +98,7 @@ class Delivery:
 
     def __init__(self) -> None:
         try:
-            from blockyard.worker.outbox import Outbox
+            from blockyard.worker.session.outbox import Outbox
         except ImportError:
             self._outbox = None
         else:

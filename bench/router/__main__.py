@@ -22,9 +22,9 @@ from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from blockyard.deploy.options import model_path
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.deploy.settings.options import model_path
+from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
 from blockyard.proto.text import load_tokenizer
 
 from bench.plots import draw

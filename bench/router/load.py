@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 import grpc
-from blockyard.proto.block_hash import pack_tokens
-from blockyard.proto.tls import session_channels
+from blockyard.proto.naming.block_hash import pack_tokens
+from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub

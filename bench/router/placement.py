@@ -15,18 +15,18 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.block_hash import chain, pack_tokens, unpack_tokens
-from blockyard.proto.prefix_index import Batch, Incarnation, PrefixIndex, WorkerId, WorkerRecord
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.index.contract import Batch, Incarnation, PrefixIndex, WorkerId, WorkerRecord
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.naming.block_hash import chain, pack_tokens, unpack_tokens
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.bookings import Placed
-from blockyard.router.engine_link import EngineLink
-from blockyard.router.fleet import Fleet
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placer import Placer
-from blockyard.router.prefix_index import PrefixLookup
-from blockyard.router.tokenizing import TextPrompt, TokenizerService, TokenPrompt
+from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.link import EngineLink
+from blockyard.router.dispatch.placer import Placer
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.placement.policies import PlacementRequest, place
+from blockyard.router.tokenizing.service import TextPrompt, TokenizerService, TokenPrompt
 
 NUM_WORKERS = 64
 HOLDERS = 8

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from blockyard.deploy.plot_style import BORDER, OURS_LOOK, dots, panels
+from blockyard.deploy.figures.plot_style import BORDER, OURS_LOOK, dots, panels
 
 from bench.router.figures import PLACEMENT_FLOOR_MS
 from bench.router.placement import PROMPT_TOKENS

@@ -15,12 +15,13 @@ from dataclasses import fields
 from typing import Any
 
 import grpc
-from blockyard.proto.tls import listen, session_server_credentials
+from blockyard.proto.security.tls import listen, session_server_credentials
 from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
-from blockyard.worker.outbox import Outbox
-from blockyard.worker.sequence import FinishReason, RequestId, SequenceState
+from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.sequence import FinishReason, SequenceState
+from blockyard.worker.session.outbox import Outbox
 
 from bench.router.pace import NUM_WORKERS, Book, Running, Step, serve_workers
 from bench.router.processes import SECRET_VARIABLE

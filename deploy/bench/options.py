@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from blockyard.deploy.bench.lengths import FORMS, parse_lengths, parse_range
 from blockyard.deploy.bench.measures import Objectives
 from blockyard.deploy.bench.targets import Endpoint
-from blockyard.deploy.options import Command, cluster_option, output_option, router_option
-from blockyard.deploy.security import connection_options
-from blockyard.deploy.settings import checked_by
-from blockyard.router.placement_config import PolicyName
+from blockyard.deploy.bench.workloads.lengths import FORMS, parse_lengths, parse_range
+from blockyard.deploy.settings.options import Command, cluster_option, output_option, router_option
+from blockyard.deploy.settings.security import connection_options
+from blockyard.deploy.settings.setting import checked_by
+from blockyard.router.placement.config import PolicyName
 
 DEFAULT_CONCURRENCY = 8
 _positive = click.FloatRange(0, min_open=True)

@@ -7,8 +7,8 @@ from typing import Any
 from blockyard.deploy.bench.machine import machine, versions
 from blockyard.deploy.bench.measures import PERCENTILES, Objectives, Spread
 from blockyard.deploy.bench.summaries import Summary, Traffic, summary, together
-from blockyard.deploy.quantities import counted
-from blockyard.deploy.views import plain_table
+from blockyard.deploy.views.quantities import counted
+from blockyard.deploy.views.views import plain_table
 from rich.console import Group, RenderableType
 from rich.text import Text
 

@@ -1,7 +1,7 @@
 """The targets of a benchmark: routers of ours over gRPC, or any server that speaks OpenAI's HTTP API.
 
 Owns how a planned request is asked there, and what of the answer is measured. Does not own when it is sent
-(traffic.py), nor how a server is reached (router/client, openai_server.py).
+(traffic.py), nor how a server is reached (router/client, requests/openai_server.py).
 """
 
 import time
@@ -13,9 +13,9 @@ from itertools import cycle
 from typing import Any, Literal, Protocol
 
 from blockyard.deploy.bench.measures import Sample
-from blockyard.deploy.bench.requests import PlannedRequest, Workload
-from blockyard.deploy.bench.spelling import Spelling, WordSpelling
-from blockyard.deploy.openai_server import CallFailed, OpenAIServer
+from blockyard.deploy.bench.workloads.requests import PlannedRequest, Workload
+from blockyard.deploy.bench.workloads.spelling import Spelling, WordSpelling
+from blockyard.deploy.requests.openai_server import CallFailed, OpenAIServer
 from blockyard.router.client import AsyncClient, BlockyardError
 
 Endpoint = Literal["completions", "chat"]

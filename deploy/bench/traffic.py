@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from blockyard.deploy.bench.measures import Sample
-from blockyard.deploy.bench.plans import sessions
-from blockyard.deploy.bench.requests import PlannedRequest, Workload
 from blockyard.deploy.bench.summaries import Traffic
 from blockyard.deploy.bench.targets import Ask
+from blockyard.deploy.bench.workloads.plans import sessions
+from blockyard.deploy.bench.workloads.requests import PlannedRequest, Workload
 
 Session = Sequence[PlannedRequest]
 

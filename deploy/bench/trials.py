@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from blockyard.deploy.bench.plans import longest, warm_up
-from blockyard.deploy.bench.requests import Workload
 from blockyard.deploy.bench.summaries import Traffic
 from blockyard.deploy.bench.targets import Asking, Target
 from blockyard.deploy.bench.traffic import Manner, send_all
+from blockyard.deploy.bench.workloads.plans import longest, warm_up
+from blockyard.deploy.bench.workloads.requests import Workload
 
 Plan = Callable[[int], Workload]
 """The workload of a seed."""

@@ -1,7 +1,6 @@
 """`blockyard drain`, `resume` and `flush`: what an operator asks of a worker through any router."""
 
 import click
-from blockyard.deploy import administration
 from blockyard.deploy.commands.shown import (
     as_dict,
     asking,
@@ -10,9 +9,10 @@ from blockyard.deploy.commands.shown import (
     show,
     which_cluster,
 )
-from blockyard.deploy.deadline import ANSWER_SECONDS
-from blockyard.deploy.options import cluster_option, grace_option, output_option, router_option
-from blockyard.deploy.security import connection_options
+from blockyard.deploy.lifecycle import administration
+from blockyard.deploy.machine.deadline import ANSWER_SECONDS
+from blockyard.deploy.settings.options import cluster_option, grace_option, output_option, router_option
+from blockyard.deploy.settings.security import connection_options
 
 
 @click.command()

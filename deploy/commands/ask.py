@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from blockyard.deploy import answers
 from blockyard.deploy.commands.shown import connected, which_cluster
-from blockyard.deploy.deadline import ANSWER_SECONDS
-from blockyard.deploy.options import cluster_option, output_option, router_option
-from blockyard.deploy.patience import told_while_waiting
-from blockyard.deploy.request_options import answer_options, sampling_options, text_or_file
-from blockyard.deploy.security import connection_options
-from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.deploy.machine.deadline import ANSWER_SECONDS
+from blockyard.deploy.requests import answers
+from blockyard.deploy.requests.patience import told_while_waiting
+from blockyard.deploy.settings.options import cluster_option, output_option, router_option
+from blockyard.deploy.settings.request_options import answer_options, sampling_options, text_or_file
+from blockyard.deploy.settings.security import connection_options
+from blockyard.deploy.settings.setting import wrong_values_are_usage
 from blockyard.router.client import Delta
 from blockyard.router.client.results import completion
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from blockyard.deploy import batch, state
 from blockyard.deploy.commands.shown import server_at
-from blockyard.deploy.interruption import end_like_ctrl_c
-from blockyard.deploy.openai_server import OpenAIServer
-from blockyard.deploy.options import cluster_option
-from blockyard.deploy.security import client_connection, connection_options
-from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.interruption import end_like_ctrl_c
+from blockyard.deploy.requests import batch
+from blockyard.deploy.requests.openai_server import OpenAIServer
+from blockyard.deploy.settings.options import cluster_option
+from blockyard.deploy.settings.security import client_connection, connection_options
+from blockyard.deploy.settings.setting import wrong_values_are_usage
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from blockyard.deploy.bench import plans
-from blockyard.deploy.bench.conversations import Conversation
-from blockyard.deploy.bench.lengths import Lengths
-from blockyard.deploy.bench.mooncake import TRACE_BLOCK_TOKENS, read_trace
 from blockyard.deploy.bench.options import (
     DEFAULT_CONCURRENCY,
     BenchOptions,
@@ -29,8 +25,12 @@ from blockyard.deploy.bench.report import Result, result, result_view
 from blockyard.deploy.bench.targets import BlockyardTarget, OpenAITarget, Target
 from blockyard.deploy.bench.traffic import Manner
 from blockyard.deploy.bench.trials import Course, Plan, run_course
+from blockyard.deploy.bench.workloads import plans
+from blockyard.deploy.bench.workloads.conversations import Conversation
+from blockyard.deploy.bench.workloads.lengths import Lengths
+from blockyard.deploy.bench.workloads.mooncake import TRACE_BLOCK_TOKENS, read_trace
 from blockyard.deploy.commands.shown import addresses_of, server_at, show
-from blockyard.deploy.security import client_connection
+from blockyard.deploy.settings.security import client_connection
 from blockyard.router.client import AsyncClient, AuthenticationError
 
 output_tokens = lengths_option("--output-tokens", "64", "Tokens that each answer has")

@@ -3,12 +3,12 @@
 from typing import Any
 
 import click
-from blockyard.deploy import effective
 from blockyard.deploy.commands.shown import show
-from blockyard.deploy.config_file import known_settings
-from blockyard.deploy.options import output_option
-from blockyard.deploy.settings import GroupedCommand
-from blockyard.deploy.up_options import up_settings
+from blockyard.deploy.settings import effective
+from blockyard.deploy.settings.config_file import known_settings
+from blockyard.deploy.settings.options import output_option
+from blockyard.deploy.settings.setting import GroupedCommand
+from blockyard.deploy.settings.up_options import up_settings
 
 
 @click.group()

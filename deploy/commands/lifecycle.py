@@ -1,27 +1,31 @@
 """`blockyard serve`, `up`, `down` and `restart`: the commands that start and end what runs.
 
-Owns words, tables and options. What is done lives in cluster.py and administration.py, what a dry run finds out in
-dry_run.py.
+Owns words, tables and options. What is done lives in lifecycle/cluster.py and lifecycle/administration.py, what a dry
+run finds out in lifecycle/dry_run.py.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import click
-from blockyard.deploy import administration, dry_run, effective, hub, on_ray, state, views
-from blockyard.deploy import cluster as clusters
 from blockyard.deploy.commands.shown import show
-from blockyard.deploy.from_vllm import VllmCommand
-from blockyard.deploy.incidents import SupervisorLog
-from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked, undisturbed
-from blockyard.deploy.log_files import logs_of
-from blockyard.deploy.options import cluster_option, grace_option, output_option
-from blockyard.deploy.processes import owns_session
-from blockyard.deploy.progress import StageProgress
-from blockyard.deploy.up_options import SERVE_PORTS, up_options, up_settings
-from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.deploy.lifecycle import administration, dry_run, hub, scaling
+from blockyard.deploy.lifecycle import cluster as clusters
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.lifecycle.log_files import SupervisorLog, logs_of
+from blockyard.deploy.lifecycle.progress import StageProgress
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.interruption import end_like_ctrl_c, raise_if_asked, undisturbed
+from blockyard.deploy.machine.processes import owns_session
+from blockyard.deploy.settings import effective
+from blockyard.deploy.settings.from_vllm import VllmCommand
+from blockyard.deploy.settings.options import cluster_option, grace_option, output_option
+from blockyard.deploy.settings.up_options import SERVE_PORTS, up_options, up_settings
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.views import views
 from click.core import ParameterSource
 
 END_LOOK_SECONDS = 1.0
@@ -175,3 +179,33 @@ def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: 
             remembered, names, grace_seconds=grace_seconds, report=progress.report
         )
     show(output, {"restarted": restarted}, f"restarted {', '.join(restarted)}")
+
+
+@click.command()
+@click.argument("num_workers", metavar="WORKERS", type=click.IntRange(min=1))
+@grace_option
+@click.option(
+    "--wait-for-nodes",
+    "waits_for_nodes",
+    is_flag=True,
+    help="Where there is no room yet: wait, up to ten minutes, for somebody or an autoscaler to add nodes.",
+)
+@cluster_option
+@output_option
+def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster: str, output: str) -> None:
+    """Run WORKERS workers from now on.
+
+    New ones take requests once they are warm. Of those beyond, the highest numbers leave: they drain, what outlives the
+    grace goes on elsewhere, and they end. A worker that was drained and taken out counts, and stays out until
+    `blockyard restart` has it back."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    with StageProgress() as progress:
+        scaled = scaling.scale(
+            remembered,
+            num_workers,
+            grace_seconds=grace_seconds,
+            waits_for_nodes=waits_for_nodes,
+            report=progress.report,
+        )
+    show(output, asdict(scaled), scaled.line())

@@ -1,6 +1,7 @@
 """`blockyard logs` prints what the processes of a cluster have logged, merged by time.
 
-Owns the waiting and the looks. Where logs lie is log_files.py's, what their lines mean log_lines.py's.
+Owns the waiting and the looks. Where logs lie is lifecycle/log_files.py's, what their lines mean
+machine/log_lines.py's.
 """
 
 import time
@@ -10,12 +11,12 @@ from contextlib import suppress
 from itertools import cycle
 
 import click
-from blockyard.deploy import state
-from blockyard.deploy.deadline import Budget
-from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked
-from blockyard.deploy.log_files import LogFile, Logs, logs_of
-from blockyard.deploy.log_lines import Line, LineReader, merged
-from blockyard.deploy.options import cluster_option
+from blockyard.deploy.lifecycle.log_files import LogFile, Logs, logs_of
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.deadline import Budget
+from blockyard.deploy.machine.interruption import end_like_ctrl_c, raise_if_asked
+from blockyard.deploy.machine.log_lines import Line, LineReader, merged
+from blockyard.deploy.settings.options import cluster_option
 
 LOOK_SECONDS = 0.5
 FIND_SECONDS = 5.0

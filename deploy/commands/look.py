@@ -1,11 +1,15 @@
-"""`blockyard workers`, `blocks` and `index`: the commands that only look, through any router."""
+"""`blockyard workers`, `blocks`, `index` and `explain`: the commands that only look, through any router."""
+
+import sys
 
 import click
-from blockyard.deploy import index_view, pool_map, views
 from blockyard.deploy.commands.shown import as_dict, asking, console, naming_workers, show
-from blockyard.deploy.options import cluster_option, output_option, router_option
-from blockyard.deploy.security import connection_options
-from blockyard.worker.pool_map import block_cells
+from blockyard.deploy.settings.options import cluster_option, output_option, router_option
+from blockyard.deploy.settings.security import connection_options
+from blockyard.deploy.views import index as index_view
+from blockyard.deploy.views import pool_map, views
+from blockyard.deploy.views.explained import explained_view
+from blockyard.worker.inspection.pool_map import block_cells
 
 
 @click.command()
@@ -71,3 +75,34 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
     with asking(cluster, routers) as client:
         info = client.index_info()
     show(output, as_dict(info) | index_view.derived(info), index_view.index_view(info))
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--session-id", help="The conversation's name, as in `generate`.")
+@click.option("--cache-salt", help="As in `generate`: prefixes are shared with the same salt alone.")
+@click.option(
+    "--public-prefix", is_flag=True, default=None, help="As in `generate`: shared beyond the token's tenant."
+)
+@click.option("--tenant", help="As whose request it would be placed.")
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def explain(
+    prompt: str,
+    session_id: str | None,
+    cache_salt: str | None,
+    public_prefix: bool | None,
+    tenant: str | None,
+    cluster: str,
+    routers: tuple[str, ...],
+    output: str,
+) -> None:
+    """Where PROMPT (`-` reads it from stdin) would run, and what each worker would cost. Runs nothing."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with asking(cluster, routers, tenant) as client:
+        explained = client.explain_placement(
+            text, session_id=session_id, cache_salt=cache_salt, public_prefix=public_prefix
+        )
+    show(output, as_dict(explained), explained_view(explained))

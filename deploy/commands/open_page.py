@@ -9,10 +9,10 @@ import webbrowser
 from pathlib import Path
 
 import click
-from blockyard.deploy import state
 from blockyard.deploy.commands.shown import show
 from blockyard.deploy.dashboard.sign_in import page_url
-from blockyard.deploy.options import cluster_option, output_option
+from blockyard.deploy.machine import state
+from blockyard.deploy.settings.options import cluster_option, output_option
 
 WINDOW_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 """Linux can open a window only where one of them is set. Without one there is at most a text browser."""

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import get_args
 
 import click
-from blockyard.deploy import doctor as doctors
-from blockyard.deploy import figures, figures_plots, findings, on_ray, size, views
 from blockyard.deploy.commands.shown import console, show
-from blockyard.deploy.options import ENGINE_HELP, model_path, output_option, ray_address
-from blockyard.deploy.redis_given import checked_redis_url
-from blockyard.deploy.redis_server import REDIS_URL_VARIABLE
-from blockyard.deploy.settings import checked_by
-from blockyard.worker.data_type import RequestedDataType
-from blockyard.worker.kv_size import KVCacheDtype
+from blockyard.deploy.figures import figures
+from blockyard.deploy.figures import plots as figures_plots
+from blockyard.deploy.lifecycle import doctor as doctors
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.machine import findings
+from blockyard.deploy.machine.redis_server import REDIS_URL_VARIABLE
+from blockyard.deploy.settings import size
+from blockyard.deploy.settings.options import ENGINE_HELP, model_path, output_option, ray_address
+from blockyard.deploy.settings.redis_given import checked_redis_url
+from blockyard.deploy.settings.setting import checked_by
+from blockyard.deploy.views import views
+from blockyard.worker.memory.kv_size import KVCacheDtype
+from blockyard.worker.model.data_type import RequestedDataType
 
 
 @click.command(name="size")

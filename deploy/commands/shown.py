@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from blockyard.deploy import state
-from blockyard.deploy.deadline import Budget, answers_within
-from blockyard.deploy.openai_server import API_KEY_VARIABLE, OpenAIServer, ServerUrl, tls_context
-from blockyard.deploy.security import client_connection
-from blockyard.deploy.settings import wrong_values_are_usage
-from blockyard.deploy.views import ANY_WIDTH
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.deadline import Budget, answers_within
+from blockyard.deploy.requests.openai_server import API_KEY_VARIABLE, OpenAIServer, ServerUrl, tls_context
+from blockyard.deploy.settings.security import client_connection
+from blockyard.deploy.settings.setting import wrong_values_are_usage
+from blockyard.deploy.views.views import ANY_WIDTH
 from blockyard.router.client import Client, NotFoundError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 from google.protobuf.json_format import MessageToDict

@@ -1,7 +1,7 @@
 """`blockyard status`: who should run, who does, and what the routers see.
 
 Owns whom it asks: the routers and Ray at once, within one budget. Whoever does not answer in time is named, and what
-the others said is printed. How it looks is views.py's.
+the others said is printed. How it looks is views/views.py's.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -9,17 +9,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-from blockyard.deploy import on_ray, state, views
 from blockyard.deploy.commands.shown import as_dict, show
-from blockyard.deploy.deadline import Budget
-from blockyard.deploy.options import cluster_option, output_option
-from blockyard.deploy.security import client_connection, connection_options
-from blockyard.deploy.settings import wrong_values_are_usage
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.deadline import Budget
+from blockyard.deploy.settings.options import cluster_option, output_option
+from blockyard.deploy.settings.security import client_connection, connection_options
+from blockyard.deploy.settings.setting import wrong_values_are_usage
+from blockyard.deploy.views import views
 from blockyard.proto.v1.cluster_pb2 import ClusterInfo
 from blockyard.router.client import BlockyardError, Client
 
 if TYPE_CHECKING:
-    from blockyard.deploy.places import SupervisorReport
+    from blockyard.deploy.supervision.replicas import SupervisorReport
 
 LOOK_SECONDS = 3.0
 """Limits how long the routers, asked at the same time as the supervisor, may take."""

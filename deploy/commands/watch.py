@@ -1,6 +1,6 @@
 """`blockyard top`: the workers, live.
 
-Owns the asking, the terminal and the keys; what is shown is top.py's. Everything comes through the public client.
+Owns the asking, the terminal and the keys; what is shown is views/top.py's. Everything comes through the public client.
 """
 
 import json
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import click
-from blockyard.deploy import top as tops
 from blockyard.deploy.commands.shown import asking, connected, console
-from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked
-from blockyard.deploy.options import cluster_option, output_option, router_option
-from blockyard.deploy.security import connection_options
+from blockyard.deploy.machine.interruption import end_like_ctrl_c, raise_if_asked
+from blockyard.deploy.settings.options import cluster_option, output_option, router_option
+from blockyard.deploy.settings.security import connection_options
+from blockyard.deploy.views import top as tops
 from blockyard.router.client import BlockyardError, Client
 from rich.console import Console
 from rich.live import Live

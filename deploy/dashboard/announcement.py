@@ -1,7 +1,7 @@
 """What a cluster's supervisor tells whoever draws the cluster: its routers, and who should run.
 
 Pure: the text of it, both ways. It lies in Ray's key-value store, which is as open as Ray itself, so it holds no
-secret, no path and no text of an error. How it gets there is announcing.py's.
+secret, no path and no text of an error. How it gets there is supervision/announcing.py's.
 """
 
 import json

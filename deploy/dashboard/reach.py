@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from blockyard.deploy.dashboard.announcement import Announcement
 from blockyard.deploy.dashboard.start_hook import TOKEN_FILE_VARIABLE
-from blockyard.proto.secret_files import read_secret_file
+from blockyard.proto.security.secret_files import read_secret_file
 from blockyard.router.client import (
     AsyncClient,
     AuthenticationError,

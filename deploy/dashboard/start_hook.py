@@ -13,7 +13,7 @@ from typing import Any
 
 HOOK_VARIABLE = "RAY_START_HOOK"
 TOKEN_FILE_VARIABLE = "BLOCKYARD_TOKEN_FILE"
-"""As of each command (deploy/security.py): the token that the page shows to routers."""
+"""As of each command (deploy/settings/security.py): the token that the page shows to routers."""
 HOOK = "blockyard.deploy.dashboard.start_hook.start_hook"
 DASHBOARD_SCRIPT = "ray/dashboard/dashboard.py"
 WITHOUT_OUR_PAGE = frozenset({"--minimal", "--modules-to-load", "--disable-frontend"})

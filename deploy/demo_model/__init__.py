@@ -1,0 +1,1 @@
+"""The small model of the demo, and the program that trained it."""

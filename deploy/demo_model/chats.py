@@ -1,7 +1,7 @@
 """Chats for training, made from corpus definitions: a system prompt, then questions answered by real source.
 
 Owns the wording of questions and the shape of a chat. Every answer is text of the corpus, none is written
-here, and the demo's own prompts (prompts.py) are not used. Does not know tokens or models.
+here, and the demo's own prompts (demo/prompts.py) are not used. Does not know tokens or models.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The Grafana dashboard, Prometheus rules and alerts, generated from one table."""

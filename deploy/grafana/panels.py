@@ -1,13 +1,13 @@
 """What the Grafana dashboard shows, as a table: rows of panels, each with its questions to Prometheus.
 
 Pure data. The dashboard's variables choose the cluster and the models of every series that is asked for. Does not own
-how it becomes Grafana's JSON (dashboard.py). Names are those of proto/metric_table.py, by test.
+how it becomes Grafana's JSON (dashboard.py). Names are those of proto/metrics/table.py, by test.
 """
 
 import re
 from dataclasses import dataclass
 
-from blockyard.proto.metric_table import WORKER_METRICS
+from blockyard.proto.metrics.table import WORKER_METRICS
 
 CHOSEN = 'cluster="$cluster",model_name=~"$model"'
 """What every series is asked for with: one cluster, so that two never add up, and some of its models."""

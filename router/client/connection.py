@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-from blockyard.proto.certificate_files import read_ca, read_pair
-from blockyard.proto.loopback import host_of, is_loopback
+from blockyard.proto.security.certificate_files import read_ca, read_pair
+from blockyard.proto.security.loopback import host_of, is_loopback
 from blockyard.router.client.retry import DEFAULT_CONNECT_SECONDS, call_metadata, channel_options
 
 TOKEN_VARIABLE = "BLOCKYARD_TOKEN"

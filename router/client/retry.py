@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+from blockyard.proto.naming.identifiers import MAX_NAME_CHARS, is_id
 from blockyard.router.client.errors import (
     BlockyardError,
     NotFoundError,
@@ -24,7 +25,6 @@ from blockyard.router.client.errors import (
     TimedOutError,
     UnavailableError,
 )
-from blockyard.router.names import MAX_NAME_CHARS, is_id
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
 MAX_TOKEN_CHARS = 4096

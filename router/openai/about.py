@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp.web import BaseRequest, Response
-from blockyard.proto.prometheus_export import CONTENT_TYPE
+from blockyard.proto.metrics.prometheus import CONTENT_TYPE
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation import RouterParts
-from blockyard.router.openai.http_call import CallNotes
-from blockyard.router.openai.json_response import encoded, json_response
+from blockyard.router.generation.generation import RouterParts
+from blockyard.router.openai.http.call import CallNotes
+from blockyard.router.openai.http.json_response import encoded, json_response
 from blockyard.router.openai.openapi import MODELS, PAGE_HEADERS, document, page
-from blockyard.router.service import model_message, model_messages
-from blockyard.router.validation import check_model_name
+from blockyard.router.request.validation import check_model_name
+from blockyard.router.services.inference import model_message, model_messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

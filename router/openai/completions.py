@@ -6,22 +6,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp.web import StreamResponse
-from blockyard.proto.logs import REQUEST_ID
-from blockyard.router.answers import gathered
-from blockyard.router.call_gate import answer_to
-from blockyard.router.calls import Calls
+from blockyard.proto.runtime.logs import REQUEST_ID
+from blockyard.router.calls.gate import answer_to
+from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import SlowReader, is_gone
-from blockyard.router.openai.answers import Envelope, Tally
-from blockyard.router.openai.choices import Choices, choices_of, shows_special
-from blockyard.router.openai.echo import echoed
-from blockyard.router.openai.http_call import HttpCall
-from blockyard.router.openai.http_errors import error_body
-from blockyard.router.openai.json_response import json_response
-from blockyard.router.openai.outputs import outputs
-from blockyard.router.openai.sse import EventStream
-from blockyard.router.openai.token_texts import TokenTexts
-from blockyard.router.openai.wanted import Wanted
-from blockyard.router.output import Delta
+from blockyard.router.generation.output import Delta
+from blockyard.router.openai.answers.choices import Choices, choices_of, shows_special
+from blockyard.router.openai.answers.envelope import Envelope, Tally
+from blockyard.router.openai.answers.outputs import outputs
+from blockyard.router.openai.answers.token_texts import TokenTexts
+from blockyard.router.openai.http.call import HttpCall
+from blockyard.router.openai.http.errors import error_body
+from blockyard.router.openai.http.json_response import json_response
+from blockyard.router.openai.http.sse import EventStream
+from blockyard.router.openai.requests.echo import echoed
+from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.services.answers import gathered
 
 
 class Completions:

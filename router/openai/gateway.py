@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp.web import ServerRunner
-from blockyard.proto.tls import https_context
-from blockyard.router.call_gate import CallGate
-from blockyard.router.calls import Calls
+from blockyard.proto.security.tls import https_context
+from blockyard.router.calls.gate import CallGate
+from blockyard.router.calls.generating import Calls
+from blockyard.router.calls.intake import Intake
 from blockyard.router.config import RouterConfig
-from blockyard.router.intake import Intake
 from blockyard.router.openai.about import AboutRouter
-from blockyard.router.openai.protocol import Connections
+from blockyard.router.openai.http.protocol import Connections
 from blockyard.router.openai.routes import Routes
-from blockyard.router.server_options import HANDSHAKE_SECONDS, max_connections
+from blockyard.router.services.options import HANDSHAKE_SECONDS, max_connections
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Paths, who may call them, and the end of every request: an answer, an error, or nothing for a client that has gone.
 
-A route stands for a method of gRPC's, so that one table (../auth.py) says who may call it. Does not own what a route
-does (completions.py, tokens.py, about.py).
+A route stands for a method of gRPC's, so that one table (admission/auth.py) says who may call it. Does not own what a
+route does (completions.py, tokens.py, about.py).
 """
 
 import asyncio
@@ -10,18 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
-from blockyard.router.call_gate import CallGate, answer_to
-from blockyard.router.calls import Calls
+from blockyard.router.calls.gate import CallGate, answer_to
+from blockyard.router.calls.generating import Calls
+from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
-from blockyard.router.intake import Intake
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
-from blockyard.router.openai.body import read_json
-from blockyard.router.openai.chat_request import chat_wanted
-from blockyard.router.openai.completion_request import completion_wanted
 from blockyard.router.openai.completions import Completions
-from blockyard.router.openai.cors import cors_headers, preflight
-from blockyard.router.openai.fields import Body
-from blockyard.router.openai.http_call import (
+from blockyard.router.openai.http.body import read_json
+from blockyard.router.openai.http.call import (
     CallNotes,
     HttpCall,
     call_id,
@@ -30,13 +26,17 @@ from blockyard.router.openai.http_call import (
     http_call,
     own_headers,
 )
-from blockyard.router.openai.http_errors import MethodNotAllowed, NoSuchRoute
-from blockyard.router.openai.json_response import error_response, json_response
+from blockyard.router.openai.http.cors import cors_headers, preflight
+from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute
+from blockyard.router.openai.http.json_response import error_response, json_response
+from blockyard.router.openai.http.rate_headers import rate_headers
+from blockyard.router.openai.http.sse import EventStream
 from blockyard.router.openai.openapi import MODELS, PATHS
-from blockyard.router.openai.rate_headers import rate_headers
-from blockyard.router.openai.sse import EventStream
+from blockyard.router.openai.requests.chat import chat_wanted
+from blockyard.router.openai.requests.completion import completion_wanted
+from blockyard.router.openai.requests.fields import Body
+from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.openai.tokens import detokenized, tokenized
-from blockyard.router.openai.wanted import Wanted
 
 MODEL = f"{MODELS}/{{model}}"
 Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]

@@ -4,13 +4,21 @@ import asyncio
 from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.calls import Calls
+from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.openai.chat_request import CHAT_FIELDS, chat_of
-from blockyard.router.openai.fields import Body, Fields, boolean, given, refuse_others, text, token_ids
-from blockyard.router.openai.http_call import HttpCall
-from blockyard.router.openai.sampling_fields import REQUEST_SCALARS
-from blockyard.router.openai.unsupported import unsupported
+from blockyard.router.openai.http.call import HttpCall
+from blockyard.router.openai.requests.chat import CHAT_FIELDS, chat_of
+from blockyard.router.openai.requests.fields import (
+    Body,
+    Fields,
+    boolean,
+    given,
+    refuse_others,
+    text,
+    token_ids,
+)
+from blockyard.router.openai.requests.sampling import REQUEST_SCALARS
+from blockyard.router.openai.requests.unsupported import unsupported
 
 TOKENIZE_FIELDS: Fields = {
     "prompt": text.said("This, or messages."),

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.plot_style import save
+from blockyard.deploy.figures.plot_style import save
 from blockyard.worker.model.config import load_config
 
 import bench.engine.__main__ as main

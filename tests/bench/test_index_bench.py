@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.prefix_index import MAX_BATCH_NAMES
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.contract import MAX_BATCH_NAMES
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from redis.asyncio import Redis
 
-from bench.index import QUICK, keep, measure
-from bench.index_llmd import LlmdIndex, pod_entry
-from bench.index_load import CLUSTER, die_and_purge, make_names, num_names, register_all
-from bench.index_server import measured, used_memory_bytes
+from bench.index.__main__ import QUICK, keep, measure
+from bench.index.llmd import LlmdIndex, pod_entry
+from bench.index.load import CLUSTER, die_and_purge, make_names, num_names, register_all
+from bench.index.server import measured, used_memory_bytes
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.deploy.plot_style import save
-from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.torch_backend import TorchBackend
+from blockyard.deploy.figures.plot_style import save
+from blockyard.kernels.attention.plan import plan_attention
+from blockyard.kernels.torch.backend import TorchBackend
 
 import bench.kernels.__main__ as main
 from bench.kernels.__main__ import PROOFS, make_bench, measure, row_of

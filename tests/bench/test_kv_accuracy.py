@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blockyard.kernels.cpu_extension import load_extension
+from blockyard.kernels.cpu.extension import load_extension
 
 from bench.kv_accuracy import (
     CASES,
@@ -60,7 +60,7 @@ def test_what_this_cpu_cannot_measure_is_said() -> None:
 
 @pytest.mark.slow
 def test_the_exact_model_is_transformers() -> None:
-    from blockyard.deploy.options import model_path
+    from blockyard.deploy.settings.options import model_path
     from transformers import AutoModelForCausalLM
 
     rows = held_out_rows()[:1, :64]

@@ -10,7 +10,7 @@ from shutil import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from blockyard.deploy.plot_style import OTHER, POLICIES, SYSTEMS, look_of, styled
+from blockyard.deploy.figures.plot_style import OTHER, POLICIES, SYSTEMS, look_of, styled
 
 from bench.engine.plot import present
 from bench.plots import draw, figure_of
@@ -125,7 +125,7 @@ def test_no_module_has_colours_or_settings_of_its_own() -> None:
         for path in MODULES
         if "matplotlib" in (text := path.read_text(encoding="utf-8")) and OWN_LOOK.search(text)
     }
-    assert own == {"deploy/plot_style.py"}
+    assert own == {"deploy/figures/plot_style.py"}
 
 
 def test_the_footer_leaves_out_what_an_early_report_does_not_say() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.proto.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
 from blockyard.worker.engine import Engine
 from safetensors.torch import load_file
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
 
 from bench.reporting import percentile
 from bench.router.__main__ import MODEL, prompt

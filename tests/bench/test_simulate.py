@@ -1,11 +1,11 @@
-"""`python -m bench.simulate`: bad input ends with one sentence that names it, and the table says its units."""
+"""`python -m bench.placement.simulate`: bad input is named in one sentence, and tables say their units."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from bench.simulate import main
+from bench.placement.simulate import main
 
 QUICK = ("--workload", "one-group", "--rate", "2", "--seconds", "2", "--workers", "1")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from blockyard.deploy.bench.mooncake import read_trace, write_trace
-from blockyard.deploy.bench.requests import PlannedRequest, Run, Tokens, Workload, poisson
+from blockyard.deploy.bench.workloads.mooncake import read_trace, write_trace
+from blockyard.deploy.bench.workloads.requests import PlannedRequest, Run, Tokens, Workload, poisson
 
-from bench.simulation.mocker import MockerProfile
-from bench.simulation.profile import HardwareProfile
-from bench.simulation.simulator import INDEX_SECONDS, NETWORK_SECONDS, Setup, ideal_reuse, simulate
-from bench.simulation.workloads import GENERATORS, shared_prefix, uniform_groups
+from bench.placement.simulation.mocker import MockerProfile
+from bench.placement.simulation.profile import HardwareProfile
+from bench.placement.simulation.simulator import INDEX_SECONDS, NETWORK_SECONDS, Setup, ideal_reuse, simulate
+from bench.placement.simulation.workloads import GENERATORS, shared_prefix, uniform_groups
 
 SMALL = HardwareProfile(max_model_len=4096, memory_bytes=23e9)
 """A pool that evicts under a few dozen prompts."""

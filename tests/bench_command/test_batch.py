@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy import state
-from blockyard.deploy.batch import Counts, answered_ids, read_lines
 from blockyard.deploy.cli import main
+from blockyard.deploy.machine import state
+from blockyard.deploy.requests.batch import Counts, answered_ids, read_lines
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st

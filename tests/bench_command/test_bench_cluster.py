@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from blockyard.router.admission.token_entries import new_token
 from blockyard.router.client import Client
-from blockyard.router.token_entries import new_token
 
 from .conftest import Bench
 from .rig import running_router, worker_of_model

@@ -11,7 +11,7 @@ import pytest
 from blockyard.deploy.bench.measures import Sample
 from blockyard.deploy.bench.targets import count_usage, text_of
 from blockyard.deploy.cli import main
-from blockyard.router.token_entries import new_token
+from blockyard.router.admission.token_entries import new_token
 from click.testing import CliRunner, Result
 
 from .conftest import Bench

@@ -4,11 +4,11 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from blockyard.deploy.bench import plans
-from blockyard.deploy.bench.conversations import Conversation
-from blockyard.deploy.bench.lengths import MAX_TOKENS, parse_lengths
-from blockyard.deploy.bench.requests import PlannedRequest, Workload
-from blockyard.deploy.bench.spelling import Spelling, WordSpelling
+from blockyard.deploy.bench.workloads import plans
+from blockyard.deploy.bench.workloads.conversations import Conversation
+from blockyard.deploy.bench.workloads.lengths import MAX_TOKENS, parse_lengths
+from blockyard.deploy.bench.workloads.requests import PlannedRequest, Workload
+from blockyard.deploy.bench.workloads.spelling import Spelling, WordSpelling
 from hypothesis import given
 from hypothesis import strategies as st
 

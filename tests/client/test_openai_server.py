@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from blockyard.deploy.openai_server import CallFailed, OpenAIServer, ServerUrl
+from blockyard.deploy.requests.openai_server import CallFailed, OpenAIServer, ServerUrl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy import state
+from blockyard.deploy.machine import state
 from blockyard.router.client import Client
 
 README = Path(__file__).parents[2] / "README.md"

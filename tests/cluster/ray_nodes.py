@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.dashboard.start_hook import HOOK_VARIABLE
-from blockyard.deploy.processes import ProcessIdentity, end_session, session_members
-from blockyard.deploy.ray_head import RayHead, start_head
+from blockyard.deploy.machine.processes import ProcessIdentity, end_session, session_members
+from blockyard.deploy.ray.head import RayHead, start_head
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deploying.md"
 JOIN_SECONDS = 120.0

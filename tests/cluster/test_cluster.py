@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.deploy.demo_model.prompts import DEMO_GROUPS, DemoGroup
-from blockyard.deploy.options import model_path
-from blockyard.deploy.pool_map import cells_of_map
+from blockyard.deploy.demo.prompts import DEMO_GROUPS, DemoGroup
+from blockyard.deploy.settings.options import model_path
+from blockyard.deploy.views.pool_map import cells_of_map
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import BlockyardError, Client, Completion, InvalidRequestError, NotFoundError
 from blockyard.router.client.results import completion
-from blockyard.worker.pool_map import block_cells
+from blockyard.worker.inspection.pool_map import block_cells
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .harness import Cluster, eventually, readme_commands

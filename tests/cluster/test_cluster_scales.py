@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
-from blockyard.deploy.cluster import leftovers
-from blockyard.deploy.processes import session_members
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.lifecycle.cluster import leftovers
+from blockyard.deploy.machine.processes import session_members
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
 
 from .harness import Cluster, eventually, remembered_state

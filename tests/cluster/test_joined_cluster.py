@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.processes import ProcessIdentity, is_alive, session_members
-from blockyard.deploy.ray_head import RayHead
+from blockyard.deploy.machine.processes import ProcessIdentity, is_alive, session_members
+from blockyard.deploy.ray.head import RayHead
 from blockyard.router.client import Client
 
 from .harness import Command, eventually, remembered_state

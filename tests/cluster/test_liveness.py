@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy import cluster as clusters
-from blockyard.deploy.guardian import DASHBOARD, RAYLET, parts_of
-from blockyard.deploy.processes import STOPPED, is_alive, state_of
-from blockyard.deploy.state import HOME_VARIABLE
+from blockyard.deploy.lifecycle import cluster as clusters
+from blockyard.deploy.machine.processes import STOPPED, is_alive, state_of
+from blockyard.deploy.machine.state import HOME_VARIABLE
+from blockyard.deploy.ray.guardian import DASHBOARD, RAYLET, parts_of
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from blockyard.router.client.errors import BlockyardError

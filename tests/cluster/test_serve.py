@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.ray_head import DASHBOARD_PORT
-from blockyard.deploy.state import HOME_VARIABLE
+from blockyard.deploy.machine.state import HOME_VARIABLE
+from blockyard.deploy.ray.head import DASHBOARD_PORT
 
 from ..security.certificates import Authority  # noqa: TID252
 from .harness import Command, remembered_state

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.ray_head import RayHead
-from blockyard.deploy.shipping import build_wheel
-from blockyard.proto.code_version import code_version
+from blockyard.deploy.ray.head import RayHead
+from blockyard.deploy.ray.shipping import build_wheel
+from blockyard.proto.naming.code_version import code_version
 from blockyard.router.client import Client
 
 from .harness import Cluster, Command, eventually, remembered_state
@@ -128,7 +128,7 @@ def other_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(build_wheel(folder)),
     ]
     subprocess.run([sys.executable, *install], check=True, timeout=WAIT_SECONDS)
-    with (target / "blockyard/worker/sampler.py").open("a") as source:
+    with (target / "blockyard/worker/sampling/sampler.py").open("a") as source:
         source.write("# older\n")
     return target
 

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from blockyard.deploy.ray_head import RayHead
+from blockyard.deploy.ray.head import RayHead
 
 from ..cluster.harness import Command as Command  # noqa: TID252
 from ..cluster.harness import eventually as eventually  # noqa: TID252

@@ -19,8 +19,8 @@ from blockyard.deploy.dashboard.metrics_tab import (
     tab_environment,
 )
 from blockyard.deploy.dashboard.start_hook import HOOK_VARIABLE
-from blockyard.deploy.preflight import problems
-from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.deploy.lifecycle.preflight import problems
+from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
 
 ARGUMENTS = ["/x/ray/dashboard/dashboard.py", "--host=127.0.0.1", "--port=8299", "--temp-dir=/t"]

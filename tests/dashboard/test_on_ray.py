@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blockyard.deploy.commands.tokens import append_entry
 from blockyard.deploy.dashboard.metrics_tab import STAND_IN_PATH
-from blockyard.deploy.tokens import append_entry
+from blockyard.router.admission.token_entries import new_token
 from blockyard.router.client import Client
-from blockyard.router.token_entries import new_token
 from ray._private.authentication.authentication_constants import AUTHENTICATION_TOKEN_COOKIE_NAME
 
 from .browser import open_browser

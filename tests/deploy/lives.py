@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockyard.deploy.places import ClusterSpec, Place
-from blockyard.deploy.supervisor import Supervisor
-from blockyard.deploy.wish import Wish, decoded, encoded
+from blockyard.deploy.supervision.desired_state import Wish, decoded, encoded
+from blockyard.deploy.supervision.replicas import ClusterSpec, Place
+from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import EngineConfig, WorkerConfig
 

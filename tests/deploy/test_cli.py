@@ -11,18 +11,20 @@ import threading
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import doctor, size, state
 from blockyard.deploy.cli import main
-from blockyard.deploy.cluster_spec import spec_of
-from blockyard.deploy.limits import router_limits
-from blockyard.deploy.options import ENGINE_HELP, engine_config, model_path
-from blockyard.deploy.processes import ProcessIdentity, identify
-from blockyard.deploy.settings import GROUPS, TESTS
-from blockyard.deploy.shape import Shape, cpus_per_worker
-from blockyard.deploy.size import parse_bytes
-from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.deploy.lifecycle import doctor
+from blockyard.deploy.lifecycle.cluster_spec import spec_of
+from blockyard.deploy.lifecycle.shape import Shape, cpus_per_worker
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.processes import ProcessIdentity, identify
+from blockyard.deploy.settings import size
+from blockyard.deploy.settings.limits import router_limits
+from blockyard.deploy.settings.options import ENGINE_HELP, engine_config, model_path
+from blockyard.deploy.settings.setting import GROUPS, TESTS
+from blockyard.deploy.settings.size import parse_bytes
+from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.router.config import RouterConfig
-from blockyard.router.placement_config import PlacementConfig
+from blockyard.router.placement.config import PlacementConfig
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
 

@@ -9,11 +9,12 @@ from typing import Any
 import click
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.cli_reference import all_commands
-from blockyard.deploy.patience import PATIENCE_SECONDS, waiting_line
+from blockyard.deploy.requests.patience import PATIENCE_SECONDS, waiting_line
 from blockyard.proto.v1.cluster_pb2 import Worker, WorkerLoad, WorkerState
 from blockyard.router.client import Client
 from click.testing import CliRunner, Result
+
+from tools.cli_reference import all_commands
 
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
 

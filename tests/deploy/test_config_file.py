@@ -7,18 +7,20 @@ from typing import Any
 
 import click
 import pytest
-from blockyard.deploy import cli_reference, state
 from blockyard.deploy.cli import main
-from blockyard.deploy.cluster_spec import spec_of
-from blockyard.deploy.config_file import known_settings
-from blockyard.deploy.effective import SECTIONS
-from blockyard.deploy.settings import Setting, masked
-from blockyard.deploy.shape import Shape
-from blockyard.deploy.up_options import up_options
-from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.deploy.lifecycle.cluster_spec import spec_of
+from blockyard.deploy.lifecycle.shape import Shape
+from blockyard.deploy.machine import state
+from blockyard.deploy.settings.config_file import known_settings
+from blockyard.deploy.settings.effective import SECTIONS
+from blockyard.deploy.settings.setting import Setting, masked
+from blockyard.deploy.settings.up_options import up_options
+from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from click.testing import CliRunner, Result
+
+from tools import cli_reference
 
 PASSWORD = "nobody-may-read-this"
 NOT_SETTINGS = {"--config", "--dry-run", "--output"}
@@ -296,6 +298,4 @@ def test_a_bad_value_is_named_before_anything_starts(flag: str, value: str, told
 def test_the_reference_in_the_documents_is_what_the_commands_say() -> None:
     path = Path(__file__).parents[2] / "docs" / "cli.md"
     document = path.read_text(encoding="utf-8")
-    assert document == cli_reference.rewritten(document), (
-        "python -m blockyard.deploy.cli_reference docs/cli.md"
-    )
+    assert document == cli_reference.rewritten(document), "python -m tools.cli_reference docs/cli.md"

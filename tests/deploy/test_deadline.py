@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy import state
-from blockyard.deploy.deadline import (
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.deadline import (
     ANSWER_SECONDS,
     MAX_START_SECONDS,
     MIN_STEP_SECONDS,
@@ -22,7 +22,7 @@ from blockyard.deploy.deadline import (
     Child,
     answers_within,
 )
-from blockyard.deploy.head_probes import HTTP2_SETTINGS
+from blockyard.deploy.ray.head_probes import HTTP2_SETTINGS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +50,9 @@ def test_steps_that_all_take_what_they_may_end_within_the_budget(
 
 
 def test_a_process_that_has_just_begun_has_its_start_counted() -> None:
-    says = "from blockyard.deploy.deadline import Budget; print(Budget.of_this_process().left_seconds)"
+    says = (
+        "from blockyard.deploy.machine.deadline import Budget; print(Budget.of_this_process().left_seconds)"
+    )
     told = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
     assert ANSWER_SECONDS - MAX_START_SECONDS - 0.1 <= float(told.stdout) < ANSWER_SECONDS
 
@@ -146,7 +148,7 @@ def test_every_command_says_that_a_ray_is_silent_and_ends(tmp_path: Path) -> Non
 
 
 def test_a_command_that_hangs_says_its_sentence_and_ends() -> None:
-    hangs = "import time\nfrom blockyard.deploy.deadline import answers_within\n"
+    hangs = "import time\nfrom blockyard.deploy.machine.deadline import answers_within\n"
     hangs += "with answers_within(0.2, 'nobody answers; try again'): time.sleep(600)"
     result = subprocess.run(
         [sys.executable, "-c", hangs], capture_output=True, text=True, timeout=60, check=False

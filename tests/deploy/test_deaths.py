@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from blockyard.deploy import deaths
-from blockyard.deploy.actors import DiedError, death_told, told_by_ray
-from blockyard.deploy.deaths import DeathWatch, ending
+from blockyard.deploy.machine import deaths
+from blockyard.deploy.machine.deaths import DeathWatch, ending
+from blockyard.deploy.supervision.actors import DiedError, death_told, told_by_ray
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from .lives import until

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.demo import alone_line
-from blockyard.deploy.demo_model.prompts import DEMO_GROUPS
-from blockyard.deploy.demo_traffic import Alone, chats_of, time_alone
+from blockyard.deploy.demo.__main__ import alone_line
+from blockyard.deploy.demo.prompts import DEMO_GROUPS
+from blockyard.deploy.demo.traffic import Alone, chats_of, time_alone
 
 from ..faults.processes import SIMULATED, processes  # noqa: TID252
 

@@ -16,9 +16,9 @@ import jinja2
 import pytest
 import torch
 from blockyard.deploy import demo_model
+from blockyard.deploy.demo.prompts import DEMO_GROUPS, DemoGroup
 from blockyard.deploy.demo_model.chats import ChatMaker, describe_action
 from blockyard.deploy.demo_model.corpus import HELD_OUT_MODULES, Corpus, read_corpus
-from blockyard.deploy.demo_model.prompts import DEMO_GROUPS, DemoGroup
 from blockyard.deploy.demo_model.tokens import IGNORED_LABEL, WindowMaker, encode_chat, encode_documents
 from blockyard.deploy.demo_model.train import (
     Training,

@@ -5,7 +5,7 @@ import shlex
 
 import click
 import pytest
-from blockyard.deploy.options import model_path
+from blockyard.deploy.settings.options import model_path
 
 from .commands import ROOT, check_all, commands_in, shell_lines
 

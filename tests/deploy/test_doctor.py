@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from blockyard.deploy.cli import main
-from blockyard.kernels import cpu_extension
-from blockyard.kernels.backend import choose_backend
+from blockyard.kernels.cpu import extension as cpu_extension
+from blockyard.kernels.selection import choose_backend
 from click.testing import CliRunner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU has Triton")

@@ -1,7 +1,7 @@
 """What `doctor` says of this machine's memory."""
 
 import pytest
-from blockyard.deploy.doctor import memory_finding
+from blockyard.deploy.lifecycle.doctor import memory_finding
 
 GIB = 2**30
 

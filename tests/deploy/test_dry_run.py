@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.preflight import check_reachable, crowding, dtype_here, pool_of
-from blockyard.deploy.processes import identify
-from blockyard.deploy.serving import ClusterStartError
-from blockyard.deploy.shape import shape_of
-from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.deploy.lifecycle.preflight import check_reachable, crowding, dtype_here, pool_of
+from blockyard.deploy.lifecycle.serving import ClusterStartError
+from blockyard.deploy.lifecycle.shape import shape_of
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.processes import identify
+from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import load_config
 from click.testing import CliRunner, Result

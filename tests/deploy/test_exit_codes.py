@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import state
 from blockyard.deploy.cli import main
+from blockyard.deploy.machine import state
 from click.testing import CliRunner, Result
 
 

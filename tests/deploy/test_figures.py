@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.figures import Comparison, Figures, compute_figures, figures_table
-from blockyard.deploy.figures_memory import ContiguousMemory
-from blockyard.deploy.figures_plots import draw_figures
+from blockyard.deploy.figures.figures import Comparison, Figures, compute_figures, figures_table
+from blockyard.deploy.figures.memory import ContiguousMemory
+from blockyard.deploy.figures.plots import draw_figures
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,9 @@ def figures() -> Figures:
 def test_the_command_prints_what_was_computed_as_json(
     figures: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockyard.deploy.figures.compute_figures", lambda: figures)  # only to save seconds
+    monkeypatch.setattr(
+        "blockyard.deploy.figures.figures.compute_figures", lambda: figures
+    )  # only to save seconds
     result = CliRunner().invoke(main, ["figures", "--output", "json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == figures.as_dict()
@@ -86,7 +88,7 @@ def test_drawing_leaves_nothing_in_the_home_folder(figures: Figures, tmp_path: P
     (temporary := tmp_path / "temporary").mkdir()
     (computed := tmp_path / "figures.pickle").write_bytes(pickle.dumps(figures))
     code = (
-        "import pickle, sys; from pathlib import Path; from blockyard.deploy.figures_plots import draw_figures;"
+        "import pickle, sys; from pathlib import Path; from blockyard.deploy.figures.plots import draw_figures;"
         "draw_figures(pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2]))"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG_"))}
@@ -101,7 +103,7 @@ def test_drawing_leaves_nothing_in_the_home_folder(figures: Figures, tmp_path: P
 
 def test_computing_needs_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import sys, blockyard.deploy.figures, blockyard.deploy.figures_plots;"
+        "import sys, blockyard.deploy.figures.figures, blockyard.deploy.figures.plots;"
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

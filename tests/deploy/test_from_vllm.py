@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 import pytest
-from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.from_vllm import ALIASES, HOLD_ALWAYS, ONLY_ONE, REFUSED, VALUES, ours
+from blockyard.deploy.machine import state
+from blockyard.deploy.settings.from_vllm import ALIASES, HOLD_ALWAYS, ONLY_ONE, REFUSED, VALUES, ours
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st

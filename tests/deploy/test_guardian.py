@@ -11,7 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.guardian import (
+from blockyard.deploy.machine.processes import (
+    STOPPED,
+    command_of,
+    end_session,
+    identify,
+    is_alive,
+    session_members,
+    state_of,
+)
+from blockyard.deploy.ray.guardian import (
     DASHBOARD,
     GCS,
     LOOK_SECONDS,
@@ -24,16 +33,7 @@ from blockyard.deploy.guardian import (
     next_pause_seconds,
     parts_of,
 )
-from blockyard.deploy.processes import (
-    STOPPED,
-    command_of,
-    end_session,
-    identify,
-    is_alive,
-    session_members,
-    state_of,
-)
-from blockyard.deploy.ray_head import (
+from blockyard.deploy.ray.head import (
     SUPERVISOR_TITLE,
     RayConnectError,
     RayletDiedError,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from blockyard.deploy.head_probes import (
+from blockyard.deploy.ray.head_probes import (
     HUNG_SECONDS,
     QUESTION_SECONDS,
     RAYLET_METHOD,

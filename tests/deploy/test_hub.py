@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.options import model_path
-from blockyard.deploy.processes import identify
-from blockyard.deploy.state import HOME_VARIABLE, ClusterState, HeadState, save
+from blockyard.deploy.machine.processes import identify
+from blockyard.deploy.machine.state import HOME_VARIABLE, ClusterState, HeadState, save
+from blockyard.deploy.settings.options import model_path
 
 REPOSITORY = "someone/small-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -25,7 +25,7 @@ PAUSE_SECONDS = 0.4
 """The server pauses so long between the halves of a large file."""
 REPORTS = """
 import json, sys
-from blockyard.deploy.hub import download
+from blockyard.deploy.lifecycle.hub import download
 try:
     download(sys.argv[1], lambda progress: print(json.dumps([progress.stage, progress.done, progress.total])))
 except ValueError as error:
@@ -197,7 +197,7 @@ def test_doctor_and_size_read_the_config_alone(hub: Hub, tmp_path: Path) -> None
 
 def test_a_revision_is_asked_for_and_a_folder_is_filled(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
-    script = f"from blockyard.deploy.hub import use_download_dir; use_download_dir({str(folder)!r}){REPORTS}"
+    script = f"from blockyard.deploy.lifecycle.hub import use_download_dir; use_download_dir({str(folder)!r}){REPORTS}"
     result = run(hub, tmp_path / "home", "-c", script, f"{REPOSITORY}@v1.5")
     assert result.returncode == 0, result.stderr
     assert any("v1.5" in path for path in hub.asked)
@@ -208,7 +208,7 @@ def test_a_revision_is_asked_for_and_a_folder_is_filled(hub: Hub, tmp_path: Path
 
 def test_a_tokenizer_of_another_repository_comes_without_its_weights(hub: Hub, tmp_path: Path) -> None:
     script = (
-        "import sys; from blockyard.deploy.hub import download_all; "
+        "import sys; from blockyard.deploy.lifecycle.hub import download_all; "
         f"download_all({str(hub.folder)!r}, {REPOSITORY!r}, lambda progress: None)"
     )
     result = run(hub, tmp_path, "-c", script)

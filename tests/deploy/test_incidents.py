@@ -5,16 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.incidents import (
+from blockyard.deploy.lifecycle.log_files import LocalLogs, LogFile, SupervisorLog
+from blockyard.deploy.supervision.incidents import (
     FLOOD_SECONDS,
     MAX_TOLD,
     Incidents,
-    SupervisorLog,
     ended_line,
     serves_line,
 )
-from blockyard.deploy.log_files import LocalLogs, LogFile
-from blockyard.proto.logs import JsonFormatter, TextFormatter
+from blockyard.proto.runtime.logs import JsonFormatter, TextFormatter
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from io import StringIO
 
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.index_view import derived, index_view
+from blockyard.deploy.views.index import derived, index_view
 from blockyard.proto.v1.cluster_pb2 import IndexedWorker, IndexInfo, IndexState, WorkerIndex
 from rich.console import Console
 

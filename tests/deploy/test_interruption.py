@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import os, signal, sys
-from blockyard.deploy.interruption import end_like_ctrl_c, raise_if_asked
+from blockyard.deploy.machine.interruption import end_like_ctrl_c, raise_if_asked
 
 class Lost:
     def __del__(self):
@@ -41,9 +41,9 @@ def test_a_signal_within_a_librarys_callback_is_not_lost(number: signal.Signals)
 
 UNDOING = """
 import os, pathlib, signal, sys, time
-from blockyard.deploy.interruption import end_like_ctrl_c
-from blockyard.deploy.progress import StageProgress
-from blockyard.deploy.serving import Progress
+from blockyard.deploy.machine.interruption import end_like_ctrl_c
+from blockyard.deploy.lifecycle.progress import StageProgress
+from blockyard.deploy.lifecycle.serving import Progress
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 end_like_ctrl_c()
@@ -77,7 +77,7 @@ def test_a_terminal_that_closes_and_a_second_signal_end_no_undoing(tmp_path: Pat
 def test_nohup_keeps_its_word() -> None:
     code = (
         "import os, signal\n"
-        "from blockyard.deploy.interruption import end_like_ctrl_c\n"
+        "from blockyard.deploy.machine.interruption import end_like_ctrl_c\n"
         "end_like_ctrl_c()\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
         "print('goes on')\n"
@@ -94,8 +94,8 @@ def test_nohup_keeps_its_word() -> None:
 def test_a_reader_that_has_gone_ends_no_start_and_no_end(unbuffered: str) -> None:
     code = (
         "import sys\n"
-        "from blockyard.deploy.progress import StageProgress\n"
-        "from blockyard.deploy.serving import Progress\n"
+        "from blockyard.deploy.lifecycle.progress import StageProgress\n"
+        "from blockyard.deploy.lifecycle.serving import Progress\n"
         "sys.stdin.readline()\n"
         "with StageProgress() as progress:\n"
         "    for number in range(3):\n"

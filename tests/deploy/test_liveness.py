@@ -6,9 +6,9 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from blockyard.deploy.liveness import QUESTION_SECONDS, STARTING_SECONDS, HungError, Pulse
-from blockyard.deploy.places import DEFAULT_HUNG_SECONDS
-from blockyard.deploy.views import place_dict
+from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HungError, Pulse
+from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
+from blockyard.deploy.views.views import place_dict
 from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, SupervisorWatch
 
 from simulation.virtual_time import Process, VirtualLoop

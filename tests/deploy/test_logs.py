@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from blockyard.proto.logs import JsonFormatter, LogConfig, TextFormatter, about
+from blockyard.proto.runtime.logs import JsonFormatter, LogConfig, TextFormatter, about
 from blockyard.router.client import BlockyardError, Client
 
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.log_files import LocalLogs
-from blockyard.deploy.log_lines import Line, LineReader, merged, process_name, time_of
-from blockyard.deploy.processes import ProcessIdentity
-from blockyard.proto.logs import JsonFormatter, TextFormatter, about
+from blockyard.deploy.lifecycle.log_files import LocalLogs
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.log_lines import Line, LineReader, merged, process_name, time_of
+from blockyard.deploy.machine.processes import ProcessIdentity
+from blockyard.proto.runtime.logs import JsonFormatter, TextFormatter, about
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -11,9 +11,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from blockyard.deploy.cli import main
-from blockyard.deploy.redis_versions import version_of_reply
-from blockyard.deploy.size import parse_bytes
-from blockyard.proto.index_acl import acl_rules
+from blockyard.deploy.machine.redis_versions import version_of_reply
+from blockyard.deploy.settings.size import parse_bytes
+from blockyard.proto.index.acl import acl_rules
 from ray._common.utils import load_class
 
 from .commands import KUBERAY, check, commands_in, parse

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from blockyard.deploy.cluster import UNLIKE_CPUS, with_one_dtype
-from blockyard.deploy.findings import exit_code
-from blockyard.deploy.nodes import NodeFacts, check_code, findings, told_apart
-from blockyard.deploy.serving import Progress
-from blockyard.deploy.views import finding_line
-from blockyard.deploy.wanted_cluster import UpOptions
-from blockyard.proto.code_version import code_version
+from blockyard.deploy.lifecycle.cluster import UNLIKE_CPUS, with_one_dtype
+from blockyard.deploy.lifecycle.serving import Progress
+from blockyard.deploy.machine.findings import exit_code
+from blockyard.deploy.ray.nodes import NodeFacts, check_code, findings, told_apart
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.views.views import finding_line
+from blockyard.proto.naming.code_version import code_version
 from blockyard.worker.config import EngineConfig
 
 HERE = {"ray": "2.60.0", "torch": "2.13.0"}

@@ -2,9 +2,9 @@
 
 import io
 
-from blockyard.deploy.pool_map import cells_of_map, host_lines, pool_map
+from blockyard.deploy.views.pool_map import cells_of_map, host_lines, pool_map
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.worker.pool_map import MAX_CELLS, block_cells, map_text, merged_cells
+from blockyard.worker.inspection.pool_map import MAX_CELLS, block_cells, map_text, merged_cells
 from rich.console import Console
 
 

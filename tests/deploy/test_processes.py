@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from blockyard.deploy.processes import (
+from blockyard.deploy.machine.processes import (
     ProcessIdentity,
     end_session,
     identify,

@@ -1,10 +1,9 @@
 """What a long start says where nobody has a terminal: each stage once, and a long one again with its count."""
 
 import pytest
-from blockyard.deploy import progress, serving
-from blockyard.deploy.places import Kind, Phase, Place
-from blockyard.deploy.progress import StageProgress
-from blockyard.deploy.serving import (
+from blockyard.deploy.lifecycle import progress, serving
+from blockyard.deploy.lifecycle.progress import StageProgress
+from blockyard.deploy.lifecycle.serving import (
     COMPILING,
     DOWNLOADING,
     LOADING,
@@ -14,6 +13,7 @@ from blockyard.deploy.serving import (
     Progress,
     next_stage,
 )
+from blockyard.deploy.supervision.replicas import Kind, Phase, Place
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_router_and_its_tokeniser_process_load_no_torch() -> None:
     code = (
         "import sys\n"
-        "import blockyard.router.server, blockyard.router.actor, blockyard.router.tokenizer_process\n"
+        "import blockyard.router.server, blockyard.router.actor, blockyard.router.tokenizing.process\n"
         "print(sorted({'torch', 'transformers', 'llguidance'} & sys.modules.keys()))\n"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -24,7 +24,7 @@ def test_a_router_and_its_tokeniser_process_load_no_torch() -> None:
 def test_up_and_the_supervisor_load_no_torch_and_no_tokenizer() -> None:
     code = (
         "import sys\n"
-        "import blockyard.deploy.cli, blockyard.deploy.supervisor\n"
+        "import blockyard.deploy.cli, blockyard.deploy.supervision.supervisor\n"
         "blockyard.deploy.cli.main.commands['up']\n"
         "print(sorted({'torch', 'transformers', 'llguidance'} & sys.modules.keys()))\n"
     )

@@ -1,7 +1,7 @@
 """Numbers as people read them."""
 
 import pytest
-from blockyard.deploy.quantities import counted, format_bytes, short_decimal
+from blockyard.deploy.views.quantities import counted, format_bytes, short_decimal
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import quietly
 from uv import find_uv_bin
+
+from tools import quietly
 
 ROOT = Path(__file__).parents[2]
 NO_INDEX = "http://127.0.0.1:9/simple"

@@ -11,7 +11,7 @@ from threading import Thread
 
 import grpc
 import pytest
-from blockyard.deploy.ray_head import (
+from blockyard.deploy.ray.head import (
     DASHBOARD_PORT,
     MEMORY_MONITOR_VARIABLE,
     RayConnectError,
@@ -48,7 +48,7 @@ def test_a_web_server_is_no_ray_and_that_is_said_at_once() -> None:
 
 
 def test_who_says_nothing_at_all_is_no_ray_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockyard.deploy.ray_head.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("blockyard.deploy.ray.head.CONNECT_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -74,9 +74,9 @@ def test_rays_memory_monitor_is_off_unless_the_operator_wants_it(monkeypatch: py
 COMPLAINT = """
 import sys
 from pathlib import Path
-from blockyard.deploy.progress import StageProgress
-from blockyard.deploy.ray_head import words_kept
-from blockyard.deploy.serving import Progress
+from blockyard.deploy.lifecycle.progress import StageProgress
+from blockyard.deploy.ray.head import words_kept
+from blockyard.deploy.lifecycle.serving import Progress
 from ray import NodeID
 
 with StageProgress() as progress:

@@ -8,22 +8,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import cluster, redis_given, redis_server, state
 from blockyard.deploy.cli import main
-from blockyard.deploy.options import model_path
-from blockyard.deploy.progress import Progress
-from blockyard.deploy.redis_server import (
+from blockyard.deploy.lifecycle import cluster
+from blockyard.deploy.lifecycle.progress import Progress
+from blockyard.deploy.machine import redis_server, state
+from blockyard.deploy.machine.redis_server import (
     RedisProcess,
     find_redis_servers,
     private_server_told,
     redis_user,
     start_private_redis,
 )
-from blockyard.deploy.redis_versions import SOUND, ServerVersion, version_of_program, version_of_reply
-from blockyard.deploy.wanted_cluster import UpOptions
-from blockyard.proto.cluster_identity import record_proof
-from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_versions import (
+    SOUND,
+    ServerVersion,
+    version_of_program,
+    version_of_reply,
+)
+from blockyard.deploy.settings import redis_given
+from blockyard.deploy.settings.options import model_path
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.security.cluster_identity import record_proof
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
 

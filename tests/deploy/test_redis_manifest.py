@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import redis
 import yaml
-from blockyard.deploy.ray_head import free_port
-from blockyard.deploy.redis_server import find_redis_server
-from blockyard.proto.index_schema import key_prefix
-from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import find_redis_server
+from blockyard.deploy.ray.head import free_port
+from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.schema import key_prefix
 
 from .commands import KUBERAY
 

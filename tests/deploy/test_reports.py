@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from blockyard.deploy.places import Place, SupervisorReport
-from blockyard.deploy.reports import (
+from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+from blockyard.deploy.supervision.reports import (
     BEAT_SECONDS,
     SilentSupervisorError,
     decoded,

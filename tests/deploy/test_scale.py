@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from blockyard.deploy.dashboard.announcement import KV_NAMESPACE
-from blockyard.deploy.places import FIRST_BACKOFF_SECONDS, Place, SupervisorReport, places_of
-from blockyard.deploy.reports import NAMESPACE
-from blockyard.deploy.scaling import Scaled, check_room, scaled_of, workers_of
-from blockyard.deploy.wish import Wish, decoded, encoded
+from blockyard.deploy.lifecycle.scaling import Scaled, check_room, scaled_of, workers_of
+from blockyard.deploy.supervision.desired_state import Wish, decoded, encoded
+from blockyard.deploy.supervision.replicas import FIRST_BACKOFF_SECONDS, Place, SupervisorReport, places_of
+from blockyard.deploy.supervision.reports import NAMESPACE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -161,7 +161,7 @@ async def test_the_end_of_a_cluster_forgets_what_was_asked_of_it(monkeypatch: py
     async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:
         withdrawn.append((cluster, namespace))
 
-    monkeypatch.setattr("blockyard.deploy.supervisor.withdraw", withdraw)
+    monkeypatch.setattr("blockyard.deploy.supervision.supervisor.withdraw", withdraw)
     supervisor = Lives()
     await supervisor.scale(2, 0.0)
     assert supervisor.left.load() == Wish(num_workers=2)

@@ -12,20 +12,22 @@ from typing import Any
 
 import click
 import pytest
-from blockyard.deploy import preflight, state, views
 from blockyard.deploy.cli import main
-from blockyard.deploy.cluster_spec import spec_of
 from blockyard.deploy.commands import lifecycle
-from blockyard.deploy.demo import demo_options
-from blockyard.deploy.processes import ProcessIdentity
-from blockyard.deploy.security import SecurityOptions
-from blockyard.deploy.shape import Shape
-from blockyard.deploy.shared_port import MAX_PORT, can_bind, next_free, reserved_port
-from blockyard.deploy.up_options import MAX_TEMPLATE_BYTES, SERVE_PORTS, UP_PORTS, up_options
-from blockyard.deploy.wanted_cluster import UpOptions
-from blockyard.proto.loopback import is_every_interface, is_loopback
-from blockyard.proto.model_files import model_names
-from blockyard.proto.tls_files import ServerTls
+from blockyard.deploy.demo.__main__ import demo_options
+from blockyard.deploy.lifecycle import preflight
+from blockyard.deploy.lifecycle.cluster_spec import spec_of
+from blockyard.deploy.lifecycle.shape import Shape
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.processes import ProcessIdentity
+from blockyard.deploy.machine.shared_port import MAX_PORT, can_bind, next_free, reserved_port
+from blockyard.deploy.settings.security import SecurityOptions
+from blockyard.deploy.settings.up_options import MAX_TEMPLATE_BYTES, SERVE_PORTS, UP_PORTS, up_options
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.views import views
+from blockyard.proto.naming.model_files import model_names
+from blockyard.proto.security.loopback import is_every_interface, is_loopback
+from blockyard.proto.security.tls_files import ServerTls
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st

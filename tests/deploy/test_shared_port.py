@@ -3,9 +3,9 @@
 import socket
 
 import pytest
-from blockyard.deploy.places import Place, router_config
-from blockyard.deploy.shared_port import reserved_port
-from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.deploy.machine.shared_port import reserved_port
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.supervision.replicas import Place, router_config
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import EngineConfig
 

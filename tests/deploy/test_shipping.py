@@ -10,9 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.places import OtherCodeError, Place, check_code
-from blockyard.deploy.shipping import build_wheel
-from blockyard.proto.code_version import code_version, package_folders
+from blockyard.deploy.ray.shipping import build_wheel
+from blockyard.deploy.supervision.replicas import OtherCodeError, Place, check_code
+from blockyard.proto.naming.code_version import code_version, package_folders
 
 SAY_VERSION = "from blockyard.proto import code_version as c; print(c.__file__); print(c.code_version())"
 
@@ -82,7 +82,7 @@ def test_every_file_of_the_wheel_is_recorded_with_its_hash(tmp_path: Path) -> No
 def test_one_changed_line_is_another_version(installed: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(installed, changed)
-    with (changed / "blockyard/worker/sampler.py").open("a") as source:
+    with (changed / "blockyard/worker/sampling/sampler.py").open("a") as source:
         source.write("# changed\n")
     _, version = run_python(SAY_VERSION, changed)
     assert version != code_version()

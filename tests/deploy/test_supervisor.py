@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from blockyard.deploy.administration import restart_order
-from blockyard.deploy.places import (
+from blockyard.deploy.lifecycle.administration import restart_order
+from blockyard.deploy.supervision.replicas import (
     FIRST_BACKOFF_SECONDS,
     JOINING_SECONDS,
     PUSH_SECONDS,

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import state
+from blockyard.deploy.machine import state
 
 NUM_COMMANDS = 4
 SECONDS = 120.0
 TAKE = """
 import sys
-from blockyard.deploy.cluster import _take_name
-from blockyard.deploy.wanted_cluster import UpOptions
+from blockyard.deploy.lifecycle.cluster import _take_name
+from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
 options = UpOptions(engine=EngineConfig(model="demo"))
 print("ready", flush=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.top import SPARKS, Look, as_document, bar, rows_of, screen, sparkline, total_rate
+from blockyard.deploy.machine import state
+from blockyard.deploy.views.top import SPARKS, Look, as_document, bar, rows_of, screen, sparkline, total_rate
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from click.testing import CliRunner

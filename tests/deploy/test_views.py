@@ -6,14 +6,20 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.commands.explain import explained_view
 from blockyard.deploy.commands.shown import console
 from blockyard.deploy.dashboard.sign_in import page_key
-from blockyard.deploy.nodes import RayNode
-from blockyard.deploy.places import Place, SupervisorReport
-from blockyard.deploy.state import ClusterState
-from blockyard.deploy.top import Look, rows_of, screen
-from blockyard.deploy.views import dashboard_lines, metrics_lines, plain_table, status_view, workers_table
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.ray.nodes import RayNode
+from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+from blockyard.deploy.views.explained import explained_view
+from blockyard.deploy.views.top import Look, rows_of, screen
+from blockyard.deploy.views.views import (
+    dashboard_lines,
+    metrics_lines,
+    plain_table,
+    status_view,
+    workers_table,
+)
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Console, RenderableType
 

@@ -1,10 +1,11 @@
 """docs/api.md is what the protos and the router say now, and they say something of everything."""
 
 import pytest
-from blockyard.deploy.api_reference import document
-from blockyard.proto.reference import Source, sources, uncommented
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.errors import RouterError
+
+from tools.api_reference import document
+from tools.proto_reference import Source, sources, uncommented
 
 from .rig import ROOT
 
@@ -16,7 +17,7 @@ def found() -> list[Source]:
 
 def test_the_committed_reference_is_what_would_be_generated() -> None:
     assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == document(), (
-        "python -m blockyard.deploy.api_reference writes it"
+        "python -m tools.api_reference writes it"
     )
 
 

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import state
-from blockyard.deploy.options import model_path
+from blockyard.deploy.machine import state
+from blockyard.deploy.settings.options import model_path
 
 from .rig import ROOT
 from .test_documents import Block, blocks

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 import redis as redis_client
-from blockyard.proto.tls import session_channels
+from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.client import AsyncClient

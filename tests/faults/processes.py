@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from blockyard import deploy
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
 
 MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 SECRET = "correct-horse-of-the-fault-matrix"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import redis as redis_client
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index_schema import key_prefix
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from blockyard.proto.index_schema import pack_berths
+from blockyard.proto.index.schema import pack_berths
 from blockyard.proto.v1 import cluster_pb2
 
 from .invariants import MAX_MORE_BYTES, Usage
@@ -99,7 +99,7 @@ async def test_what_nobody_told_costs_recomputing_and_is_told_anew(
         resyncs=1,
     )
     assert num_damages(survived.index) > before or lie is change_types
-    assert "blockyard.worker.publisher" in redis_cluster.workers[0].log_text()
+    assert "blockyard.worker.indexing.publisher" in redis_cluster.workers[0].log_text()
     with redis_cluster.redis.client() as straight:
         straight.delete(redis_cluster.prefix.replace(":v1:", ":v9:") + "state")
 

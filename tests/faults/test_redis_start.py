@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 import pytest
-from blockyard.proto.index_schema import key_prefix
+from blockyard.proto.index.schema import key_prefix
 from blockyard.router.client import AsyncClient
 
 from .chaos_proxy import ChaosProxyThread

@@ -21,19 +21,19 @@ import atheris
 with atheris.instrument_imports(include=["blockyard"]):
     from blockyard.deploy.dashboard.questions import prompt_arguments
     from blockyard.proto.v1 import inference_pb2, session_pb2
-    from blockyard.router.auth import TokenTable
-    from blockyard.router.call_gate import CallGate
+    from blockyard.router.admission.auth import TokenTable
+    from blockyard.router.calls.gate import CallGate
     from blockyard.router.errors import RouterError
-    from blockyard.router.model_facts import ModelFacts
-    from blockyard.router.openai import body
-    from blockyard.router.openai.chat_request import chat_wanted
-    from blockyard.router.openai.completion_request import completion_wanted
-    from blockyard.router.openai.http_call import call_id, call_metadata, http_call
-    from blockyard.router.openai.http_errors import HttpRefusal, error_body, error_headers, status_of
-    from blockyard.router.sampling_checks import SamplingLimits
-    from blockyard.router.status import trailing_metadata
-    from blockyard.router.validation import valid_generation, valid_tenant
-    from blockyard.worker.submits import Refused, engine_request
+    from blockyard.router.openai.http import body
+    from blockyard.router.openai.http.call import call_id, call_metadata, http_call
+    from blockyard.router.openai.http.errors import HttpRefusal, error_body, error_headers, status_of
+    from blockyard.router.openai.requests.chat import chat_wanted
+    from blockyard.router.openai.requests.completion import completion_wanted
+    from blockyard.router.request.sampling_checks import SamplingLimits
+    from blockyard.router.request.validation import valid_generation, valid_tenant
+    from blockyard.router.services.status import trailing_metadata
+    from blockyard.router.tokenizing.model_facts import ModelFacts
+    from blockyard.worker.session.submits import Refused, engine_request
 
 from google.protobuf.message import DecodeError
 from multidict import CIMultiDict, CIMultiDictProxy

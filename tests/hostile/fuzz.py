@@ -21,8 +21,8 @@ from random import Random
 from typing import Any
 
 import grpc
-from blockyard.proto.block_hash import chain, pack_tokens
-from blockyard.proto.tls import session_channels
+from blockyard.proto.naming.block_hash import chain, pack_tokens
+from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2, session_pb2
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message

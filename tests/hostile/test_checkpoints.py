@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 from blockyard.proto.text import load_tokenizer
-from blockyard.router.model_facts import read_facts
+from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.loading import load_engine
 from blockyard.worker.model.config import resolve_model
+from blockyard.worker.startup.loading import load_engine
 from safetensors.torch import load_file, save_file
 
 from .rig import MODEL

@@ -12,8 +12,8 @@ from itertools import islice
 import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
-from blockyard.router.cluster_service import MAX_WATCHES
-from blockyard.router.server_options import HANDSHAKE_SECONDS
+from blockyard.router.services.cluster import MAX_WATCHES
+from blockyard.router.services.options import HANDSHAKE_SECONDS
 
 from .rig import CANARY, CHANNEL_OPTIONS, GREEDY, House, assert_discreet, outcome_of, until
 

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.intake import BUDGET_BYTES, MESSAGE_SECONDS
-from blockyard.router.interceptor import MAX_LASTING, MAX_LASTING_A_CLIENT
-from blockyard.router.server_options import MAX_CONNECTIONS, MIN_MESSAGE_BYTES
+from blockyard.router.calls.intake import BUDGET_BYTES, MESSAGE_SECONDS
+from blockyard.router.services.interceptor import MAX_LASTING, MAX_LASTING_A_CLIENT
+from blockyard.router.services.options import MAX_CONNECTIONS, MIN_MESSAGE_BYTES
 from grpc_health.v1 import health_pb2
 
 from .frames import FIRST_WINDOW_BYTES, PREFACE, Connection

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
-from blockyard.proto import prometheus_export
-from blockyard.proto.metrics import Source
-from blockyard.proto.prometheus_export import MAX_SCRAPES, metrics_endpoint
+from blockyard.proto.metrics import prometheus as prometheus_export
+from blockyard.proto.metrics.prometheus import MAX_SCRAPES, metrics_endpoint
+from blockyard.proto.metrics.readings import Source
 
 from .rig import until
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from blockyard.proto.block_hash import chain, pack_tokens
+from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2 import Cancel, RejectReason, Submit, ToRouter, ToWorker
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from blockyard.router.tokenizing import (
+from blockyard.router.tokenizing.service import (
     ChatMessage,
     ChatPrompt,
     PromptError,

@@ -4,8 +4,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.redis_prefix_index import connect
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.redis import connect
 
 from ..redis_servers import each_server  # noqa: TID252
 from .harness import IndexHarness, RedisHarness, TwinHarness

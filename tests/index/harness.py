@@ -6,8 +6,7 @@ Redis has no clock to inject. Moving every stored instant back by n seconds is t
 from hashlib import sha256
 from typing import Any, Protocol
 
-from blockyard.proto.index_schema import key_prefix
-from blockyard.proto.prefix_index import (
+from blockyard.proto.index.contract import (
     ErrorKind,
     Incarnation,
     PrefixIndex,
@@ -16,8 +15,9 @@ from blockyard.proto.prefix_index import (
     WorkerId,
     WorkerRecord,
 )
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex
+from blockyard.proto.index.redis import RedisPrefixIndex
+from blockyard.proto.index.schema import key_prefix
+from blockyard.proto.index.twin import TwinPrefixIndex
 from redis.asyncio import Redis
 
 _MOVE_CLOCK = """

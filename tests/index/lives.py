@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from blockyard.proto.prefix_index import Batch, Berth
+from blockyard.proto.index.contract import Batch, Berth
 
 from .truth import Path, Tiers, name_of
 

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from blockyard.proto.block_hash import chain as chain_names
-from blockyard.proto.prefix_index import (
+from blockyard.proto.index.contract import (
     FIRST_SEQUENCE,
     MAX_BATCH_NAMES,
     ApplyResult,
@@ -15,13 +14,15 @@ from blockyard.proto.prefix_index import (
     PrefixIndexError,
     RenewResult,
 )
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.proto.naming.block_hash import chain as chain_names
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.net_difference import TieredDifference
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import BlockName, SamplingParams
-from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.indexing.net_difference import TieredDifference
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.simulated.runner import SimulatedRunner
 
 from .harness import IndexHarness, RedisHarness, chain, free_of, purge_all, record
 

@@ -5,17 +5,18 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.block_hash import chain as chain_names
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.naming.block_hash import chain as chain_names
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.index_report import num_entries
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.publisher_state import PublisherConfig
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import BlockName, SamplingParams
-from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.report import num_entries
+from blockyard.worker.indexing.state import PublisherConfig
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.simulated.runner import SimulatedRunner
 from redis.asyncio import Redis
 
 from .harness import record

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from blockyard.proto.index_schema import bucket_of, pack_berths
-from blockyard.proto.prefix_index import (
+from blockyard.proto.index.contract import (
     ApplyResult,
     Batch,
     Berth,
@@ -16,13 +15,14 @@ from blockyard.proto.prefix_index import (
     RenewResult,
     SpotCheck,
 )
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
-from blockyard.proto.redis_prefix_index import error_kind
-from blockyard.worker.index_report import index_message
-from blockyard.worker.net_difference import NetDifference
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.publisher_state import PublisherConfig
-from blockyard.worker.spot_checks import MAX_GONE, MAX_HELD, SpotChecks
+from blockyard.proto.index.redis import error_kind
+from blockyard.proto.index.schema import bucket_of, pack_berths
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.worker.indexing.net_difference import NetDifference
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.report import index_message
+from blockyard.worker.indexing.spot_checks import MAX_GONE, MAX_HELD, SpotChecks
+from blockyard.worker.indexing.state import PublisherConfig
 from redis.exceptions import ResponseError
 
 from .harness import IndexHarness, RedisHarness, chain, purge_all, record

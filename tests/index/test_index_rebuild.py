@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.prefix_index import Incarnation, PrefixIndex, PrefixIndexError, WorkerId
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.contract import Incarnation, PrefixIndex, PrefixIndexError, WorkerId
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1.cluster_pb2 import IndexState
-from blockyard.router.index_report import Part, index_condition
-from blockyard.router.prefix_index import IndexHealth
-from blockyard.worker.index_report import index_message
-from blockyard.worker.publisher import IndexPublisher
+from blockyard.router.dispatch.index_report import Part, index_condition
+from blockyard.router.dispatch.prefix_lookup import IndexHealth
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.report import index_message
 from redis.asyncio import Redis
 
 from .harness import chain, record

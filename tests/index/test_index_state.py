@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from blockyard.proto.prefix_index import (
+from blockyard.proto.index.contract import (
     MAX_BATCH_NAMES,
     ApplyResult,
     Batch,
@@ -19,13 +19,13 @@ from blockyard.proto.prefix_index import (
     RenewResult,
     WorkerId,
 )
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
-from blockyard.router.index_report import Part, index_condition, quantile
-from blockyard.router.prefix_index import IndexHealth
-from blockyard.worker.index_report import index_message, is_exact
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.publisher_state import PublisherConfig, PublisherState
+from blockyard.router.dispatch.index_report import Part, index_condition, quantile
+from blockyard.router.dispatch.prefix_lookup import IndexHealth
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.report import index_message, is_exact
+from blockyard.worker.indexing.state import PublisherConfig, PublisherState
 
 from .harness import chain, record
 

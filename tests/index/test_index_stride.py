@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess
-from blockyard.proto.block_hash import chain as chain_names
-from blockyard.proto.prefix_index import (
+from blockyard.deploy.machine.redis_server import RedisProcess
+from blockyard.proto.index.contract import (
     MAX_BATCH_NAMES,
     ApplyResult,
     Batch,
@@ -18,20 +17,22 @@ from blockyard.proto.prefix_index import (
     PrefixIndex,
     WorkerId,
 )
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.proto.naming.block_hash import chain as chain_names
 from blockyard.proto.v1.session_pb2 import Hello
-from blockyard.router.cluster_view import CachedDepth
-from blockyard.router.fleet import ModelIdentity
-from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
+from blockyard.router.cluster.fleet import ModelIdentity
+from blockyard.router.cluster.view import CachedDepth
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.loading import load_engine
-from blockyard.worker.net_difference import TieredDifference
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import BlockName, SamplingParams
-from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.indexing.net_difference import TieredDifference
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.simulated.runner import SimulatedRunner
+from blockyard.worker.startup.loading import load_engine
 
 from .harness import chain, record
 

@@ -1,7 +1,7 @@
 """What every PrefixIndex promises: one suite for the Redis product and its twin."""
 
 import pytest
-from blockyard.proto.prefix_index import (
+from blockyard.proto.index.contract import (
     FIRST_SEQUENCE,
     MAX_PAGE_RECORDS,
     ApplyResult,

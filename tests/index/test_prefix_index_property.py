@@ -9,9 +9,9 @@ import uuid
 from typing import Any
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess
-from blockyard.proto.prefix_index import ApplyResult, Batch, Berth, RenewResult
-from blockyard.proto.redis_prefix_index import connect
+from blockyard.deploy.machine.redis_server import RedisProcess
+from blockyard.proto.index.contract import ApplyResult, Batch, Berth, RenewResult
+from blockyard.proto.index.redis import connect
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (

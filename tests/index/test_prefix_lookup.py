@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.prefix_index import (
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.index.contract import (
     FIRST_SEQUENCE,
     MAX_LISTED,
     Batch,
@@ -19,10 +19,10 @@ from blockyard.proto.prefix_index import (
     WorkerId,
     WorkerRecord,
 )
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.router.cluster_view import CachedDepth
-from blockyard.router.prefix_index import (
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.router.cluster.view import CachedDepth
+from blockyard.router.dispatch.prefix_lookup import (
     BreakerState,
     IndexHealth,
     LookupResult,

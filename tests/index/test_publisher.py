@@ -9,13 +9,13 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 import pytest
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.prefix_index import MAX_BATCH_NAMES, ErrorKind, PrefixIndex, PrefixIndexError
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
-from blockyard.worker.net_difference import NetDifference, TieredDifference
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.publisher_state import PublisherConfig
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.index.contract import MAX_BATCH_NAMES, ErrorKind, PrefixIndex, PrefixIndexError
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.worker.indexing.net_difference import NetDifference, TieredDifference
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.state import PublisherConfig
 
 from .harness import UnreliableIndex, chain, record
 from .truth import ALL_CHAINS, Tiers, brute_force, name_of

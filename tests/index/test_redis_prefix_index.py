@@ -5,9 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index_schema import bucket_of, pack_berths
-from blockyard.proto.prefix_index import (
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.contract import (
     MAX_BATCH_NAMES,
     MAX_BERTHS,
     ApplyResult,
@@ -15,7 +14,8 @@ from blockyard.proto.prefix_index import (
     ErrorKind,
     PrefixIndexError,
 )
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.schema import bucket_of, pack_berths
 from redis.asyncio import Redis
 
 from ..redis_servers import each_server  # noqa: TID252

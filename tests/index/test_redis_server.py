@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from blockyard.deploy.redis_server import (
+from blockyard.deploy.machine.redis_server import (
     REDIS_URL_VARIABLE,
     RedisStartError,
     configured_redis_url,
@@ -16,7 +16,7 @@ from blockyard.deploy.redis_server import (
     redis_user,
     start_private_redis,
 )
-from blockyard.deploy.redis_versions import version_of_program
+from blockyard.deploy.machine.redis_versions import version_of_program
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -29,7 +29,7 @@ OUT_OF_REACH = (
 START_AND_LEAVE = """
 import sys
 from pathlib import Path
-from blockyard.deploy.redis_server import start_private_redis
+from blockyard.deploy.machine.redis_server import start_private_redis
 
 process = start_private_redis(Path(sys.argv[1]))
 print(process.pid, process.port)

@@ -10,10 +10,19 @@ from typing import Any
 
 import torch
 import triton
-from blockyard.kernels import attention, cache_ops, elementwise, placing, shared_attention, triton_nucleus
 from blockyard.kernels.kv_pool import SCALE_BYTES
-from blockyard.kernels.triton_backend import NUCLEUS_TILE, NUCLEUS_WARPS
-from blockyard.kernels.triton_tiles import Tiles, decode_tiles, prefill_tiles
+from blockyard.kernels.triton import (
+    attention,
+    cache_ops,
+    elementwise,
+    placing,
+    shared_attention,
+)
+from blockyard.kernels.triton import (
+    nucleus as triton_nucleus,
+)
+from blockyard.kernels.triton.backend import NUCLEUS_TILE, NUCLEUS_WARPS
+from blockyard.kernels.triton.tiles import Tiles, decode_tiles, prefill_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

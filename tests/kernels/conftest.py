@@ -23,11 +23,12 @@ if not torch.cuda.is_available():
         )
     os.environ["TRITON_INTERPRET"] = "1"
 
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend, HeadNorms, choose_backend
-from blockyard.kernels.cpu_backend import CpuBackend, from_native, to_native
-from blockyard.kernels.cpu_extension import ExtensionUnavailable, load_extension
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.cpu.backend import CpuBackend, from_native, to_native
+from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
+from blockyard.kernels.interface import Backend, HeadNorms
 from blockyard.kernels.kv_pool import numbers_of, pool_shape, quantise, scales_of
+from blockyard.kernels.selection import choose_backend
 
 NEED_HYPOTHESIS = [
     "test_cpu_backend.py",

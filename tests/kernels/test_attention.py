@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels import reference, torch_backend
-from blockyard.kernels.backend import Backend
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.torch import backend as torch_backend
+from blockyard.kernels.torch import reference
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]

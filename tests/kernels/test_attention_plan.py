@@ -6,9 +6,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from blockyard.kernels.attention_items import PREFILL_ITEM_TOKENS
-from blockyard.kernels.attention_plan import PADDING_SLOT, AttentionPlan, plan_attention, plan_rows
-from blockyard.kernels.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
+from blockyard.kernels.attention.items import PREFILL_ITEM_TOKENS
+from blockyard.kernels.attention.plan import PADDING_SLOT, AttentionPlan, plan_attention, plan_rows
+from blockyard.kernels.attention.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
 
 
 def make_plan(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels import reference
-from blockyard.kernels.backend import Backend, HeadNorms
+from blockyard.kernels.interface import Backend, HeadNorms
+from blockyard.kernels.torch import reference
 
 MakeStep = Callable[..., Any]
 

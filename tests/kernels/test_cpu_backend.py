@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels import reference
-from blockyard.kernels.backend import Backend, HeadNorms
-from blockyard.kernels.cpu_backend import MAX_HEAD_DIM, from_native, has_native_layout, to_native
-from blockyard.kernels.nucleus import settle_by_sorting
+from blockyard.kernels.cpu.backend import MAX_HEAD_DIM, from_native, has_native_layout, to_native
+from blockyard.kernels.interface import Backend, HeadNorms
+from blockyard.kernels.torch import reference
+from blockyard.kernels.torch.nucleus import settle_by_sorting
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels import reference
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.cpu_backend import CpuBackend
-from blockyard.kernels.cpu_library import Attention, CpuLibrary
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.cpu.backend import CpuBackend
+from blockyard.kernels.cpu.library import Attention, CpuLibrary
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.torch import reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend, HeadNorms
-from blockyard.kernels.cpu_checks import check_pool
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.cpu.checks import check_pool
+from blockyard.kernels.interface import Backend, HeadNorms
 
 HEAD_DIM = 32
 

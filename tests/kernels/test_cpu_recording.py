@@ -5,10 +5,10 @@ from typing import cast
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.cpu_backend import CpuBackend
-from blockyard.kernels.cpu_recording import Arena, NotRecordable
+from blockyard.kernels.attention.plan import plan_attention
+from blockyard.kernels.cpu.backend import CpuBackend
+from blockyard.kernels.cpu.recording import Arena, NotRecordable
+from blockyard.kernels.interface import Backend
 
 EPS = 1e-6
 

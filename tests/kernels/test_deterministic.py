@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from blockyard.kernels import reference
-from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.deterministic_backend import CHUNK_TOKENS, LINEAR_TILE_ROWS, DeterministicTorchBackend
+from blockyard.kernels.attention.plan import plan_attention
+from blockyard.kernels.torch import reference
+from blockyard.kernels.torch.deterministic import CHUNK_TOKENS, LINEAR_TILE_ROWS, DeterministicTorchBackend
 
 BLOCK_SIZE = 16
 POOL_BLOCKS = 400

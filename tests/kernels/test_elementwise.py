@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from blockyard.kernels import reference
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.deterministic_backend import DeterministicTorchBackend
-from blockyard.kernels.packed_linear import can_pack
-from blockyard.kernels.torch_backend import TorchBackend
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.torch import reference
+from blockyard.kernels.torch.backend import TorchBackend
+from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
+from blockyard.kernels.torch.packed_linear import can_pack
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.kernels.huge_pages import HUGE_PAGE_BYTES, advise_empty, collapse_packed
-from blockyard.kernels.packed_linear import can_pack, pack, packed_linear
+from blockyard.kernels.torch.huge_pages import HUGE_PAGE_BYTES, advise_empty, collapse_packed
+from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 ATTEMPTS = 4

@@ -5,9 +5,10 @@ from typing import cast
 
 import pytest
 import torch
-from blockyard.kernels.backend import Backend, choose_backend
-from blockyard.kernels.cpu_backend import CpuBackend
-from blockyard.kernels.int8_linear import can_quantise
+from blockyard.kernels.cpu.backend import CpuBackend
+from blockyard.kernels.cpu.int8_linear import can_quantise
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.selection import choose_backend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

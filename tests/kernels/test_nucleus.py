@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.nucleus import NucleusSearch, thresholds
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.torch.nucleus import NucleusSearch, thresholds
 
 VOCAB_SIZE = 5003
 NONE = 2**40

@@ -5,10 +5,10 @@ from typing import cast
 
 import pytest
 import torch
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.cpu_backend import CpuBackend
-from blockyard.kernels.native_linear import LANES
-from blockyard.kernels.panel_linear import can_lay_out, lay_out
+from blockyard.kernels.cpu.backend import CpuBackend
+from blockyard.kernels.cpu.native_linear import LANES
+from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out
+from blockyard.kernels.interface import Backend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels import reference
-from blockyard.kernels.backend import Backend, HeadNorms
+from blockyard.kernels.interface import Backend, HeadNorms
 from blockyard.kernels.kv_pool import (
     LARGEST,
     head_dim_of,
@@ -16,6 +15,7 @@ from blockyard.kernels.kv_pool import (
     quantise,
     scales_of,
 )
+from blockyard.kernels.torch import reference
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels import reference
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.attention.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.torch import reference
 
 from .conftest import quantised_pool
 

@@ -3,9 +3,9 @@
 import hypothesis
 import pytest
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.shared_prefix import MIN_SHARERS, members_of_item
-from blockyard.kernels.static_plan import Bounds, StaticDecodes
+from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.attention.shared_prefix import MIN_SHARERS, members_of_item
+from blockyard.kernels.attention.static_plan import Bounds, StaticDecodes
 from hypothesis import strategies
 
 from .test_shared_prefix import BLOCK_SIZE, DEEP, plan_of

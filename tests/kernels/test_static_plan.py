@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.static_plan import Bounds, StaticDecodes
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.attention.static_plan import Bounds, StaticDecodes
+from blockyard.kernels.interface import Backend
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]

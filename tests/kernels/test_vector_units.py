@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.kernels import cpu_extension
-from blockyard.kernels.cpu_backend import CpuBackend, to_native
-from blockyard.kernels.cpu_library import CpuLibrary
-from blockyard.kernels.panel_linear import lay_out
-from blockyard.kernels.torch_backend import TorchBackend
+from blockyard.kernels.cpu import extension as cpu_extension
+from blockyard.kernels.cpu.backend import CpuBackend, to_native
+from blockyard.kernels.cpu.library import CpuLibrary
+from blockyard.kernels.cpu.panel_linear import lay_out
+from blockyard.kernels.torch.backend import TorchBackend
 
 from .conftest import TOLERANCES, MakeStep
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels import reference
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.backend import Backend
-from blockyard.kernels.deterministic_backend import CHUNK_TOKENS, DeterministicTorchBackend
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.torch import reference
+from blockyard.kernels.torch.deterministic import CHUNK_TOKENS, DeterministicTorchBackend
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]

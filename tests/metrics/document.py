@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from blockyard.proto.metric_table import METRICS, OUTCOMES
-from blockyard.proto.metrics import Metric
+from blockyard.proto.metrics.readings import Metric
+from blockyard.proto.metrics.table import METRICS, OUTCOMES
 
 PATH = Path(__file__).parents[2] / "docs" / "operating.md"
-BEGIN, END = (f"<!-- the table of proto/metric_table.py: {word} -->\n" for word in ("begin", "end"))
+BEGIN, END = (f"<!-- the table of proto/metrics/table.py: {word} -->\n" for word in ("begin", "end"))
 HEAD = "| metric | kind | unit | label | meaning | vLLM's |\n|---|---|---|---|---|---|\n"
 
 

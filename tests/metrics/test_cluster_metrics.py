@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.demo_model.prompts import DEMO_GROUPS
+from blockyard.deploy.demo.prompts import DEMO_GROUPS
 from blockyard.deploy.grafana import dashboard
 from blockyard.deploy.grafana.panels import ROWS
-from blockyard.proto.metric_table import METRICS, ROUTER_METRICS, WORKER_METRICS
-from blockyard.proto.metrics import Kind
-from blockyard.proto.prometheus_export import bounds
+from blockyard.proto.metrics.prometheus import bounds
+from blockyard.proto.metrics.readings import Kind
+from blockyard.proto.metrics.table import METRICS, ROUTER_METRICS, WORKER_METRICS
 from blockyard.router.client import Completion, InvalidRequestError
 
 from .borrowed import UP, Cluster, Command, eventually, remembered_state

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from blockyard.deploy.grafana import dashboard
 from blockyard.deploy.grafana.panels import ROWS
-from blockyard.proto.metric_table import METRICS
+from blockyard.proto.metrics.table import METRICS
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from blockyard.proto.metric_table import ROUTER_METRICS, WORKER_METRICS
-from blockyard.proto.metrics import Kind, Metric
+from blockyard.proto.metrics.readings import Kind, Metric
+from blockyard.proto.metrics.table import ROUTER_METRICS, WORKER_METRICS
 from prometheus_client.parser import text_string_to_metric_families
 
 from .borrowed import eventually

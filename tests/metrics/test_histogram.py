@@ -1,6 +1,6 @@
 """A histogram counts as Prometheus' own client library does."""
 
-from blockyard.proto.metrics import Histogram, Kind, Metric
+from blockyard.proto.metrics.readings import Histogram, Kind, Metric
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry

@@ -4,8 +4,8 @@ import re
 
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.proto.metric_table import METRICS, ROUTER_METRICS, WORKER_METRICS
-from blockyard.proto.metrics import Kind
+from blockyard.proto.metrics.readings import Kind
+from blockyard.proto.metrics.table import METRICS, ROUTER_METRICS, WORKER_METRICS
 from click import Command, Group
 
 from .document import PATH, with_table

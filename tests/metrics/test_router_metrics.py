@@ -4,10 +4,10 @@ import asyncio
 
 import grpc
 import pytest
-from blockyard.proto.metric_table import MOST_TENANTS, OTHER_TENANTS
-from blockyard.proto.metrics import Distribution, Readings
+from blockyard.proto.metrics.readings import Distribution, Readings
+from blockyard.proto.metrics.table import MOST_TENANTS, OTHER_TENANTS
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.metrics import TenantCounts
+from blockyard.router.generation.metrics import TenantCounts
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from blockyard.proto.metric_table import (
+from blockyard.proto.metrics.readings import Distribution, Kind, Metric, Readings, numbers
+from blockyard.proto.metrics.table import (
     METRICS,
     OTHER_TENANTS,
     OUTCOMES,
@@ -12,12 +13,11 @@ from blockyard.proto.metric_table import (
     WORKER_METRICS,
     WORKER_STATES,
 )
-from blockyard.proto.metrics import Distribution, Kind, Metric, Readings, numbers
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
-from blockyard.router.cluster_view import WorkerState
+from blockyard.router.cluster.view import WorkerState
 from blockyard.router.errors import RouterError
-from blockyard.router.metrics import CANCELLED, OK
-from blockyard.router.openai.http_errors import HttpRefusal
+from blockyard.router.generation.metrics import CANCELLED, OK
+from blockyard.router.openai.http.errors import HttpRefusal
 from blockyard.worker.engine_types import EngineLoad
 from blockyard.worker.metrics import worker_readings
 

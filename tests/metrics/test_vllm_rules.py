@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from blockyard.deploy.grafana.vllm_rules import PATH, document, rules
-from blockyard.proto.metric_table import METRICS
-from blockyard.proto.metrics import Kind, Metric
+from blockyard.proto.metrics.readings import Kind, Metric
+from blockyard.proto.metrics.table import METRICS
 
 from .promtool import needs_prometheus, promtool
 

@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 import pytest_asyncio
-from blockyard.proto.tls_files import ServerTls
+from blockyard.proto.security.tls_files import ServerTls
 from blockyard.router.server import RouterServer
 
 from .rig import (

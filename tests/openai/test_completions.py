@@ -1,7 +1,7 @@
 """/v1/completions, /v1/models and /health."""
 
 import pytest
-from blockyard.proto.block_hash import unpack_tokens
+from blockyard.proto.naming.block_hash import unpack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2
 from openai import AsyncOpenAI, NotFoundError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from blockyard.router import errors
-from blockyard.router.openai.http_errors import HttpRefusal, status_of
+from blockyard.router.openai.http.errors import HttpRefusal, status_of
 
 from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from blockyard.router.call_bounds import client_address
+from blockyard.router.calls.bounds import client_address
 
 from .rig import (
     COMPLETIONS,

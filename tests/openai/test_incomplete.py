@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from blockyard.router.openai import body, protocol
-from blockyard.router.server_options import MIN_MESSAGE_BYTES
+from blockyard.router.openai.http import body, protocol
+from blockyard.router.services.options import MIN_MESSAGE_BYTES
 
 from .rig import (
     CHAT,

@@ -9,13 +9,13 @@ from typing import Any
 import jsonschema
 import pytest
 from blockyard.router.errors import RouterError
-from blockyard.router.openai.chat_request import chat_wanted
-from blockyard.router.openai.completion_request import completion_wanted
-from blockyard.router.openai.fields import Body
 from blockyard.router.openai.openapi import PATHS, body_schema, document, page
-from blockyard.router.openai.wanted import Wanted
-from blockyard.router.sampling_checks import SamplingLimits
-from blockyard.router.validation import valid_generation
+from blockyard.router.openai.requests.chat import chat_wanted
+from blockyard.router.openai.requests.completion import completion_wanted
+from blockyard.router.openai.requests.fields import Body
+from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.request.sampling_checks import SamplingLimits
+from blockyard.router.request.validation import valid_generation
 
 from ..router.facts import FACTS  # noqa: TID252
 from .rig import CHAT, COMPLETIONS, HELLO, Gateway

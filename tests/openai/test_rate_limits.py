@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest_asyncio
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.rate_limits import RateLimit
-from blockyard.router.token_entries import new_token
+from blockyard.router.admission.rate_limits import RateLimit
+from blockyard.router.admission.token_entries import new_token
 
 from ..router.rig import reason_of, refused, request  # noqa: TID252
 from .rig import COMPLETIONS, Answer, FakeWorker, Gateway, running_gateway, served_by, until, worker_of_model

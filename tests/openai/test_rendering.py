@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from blockyard.proto.block_hash import unpack_tokens
-from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.naming.block_hash import unpack_tokens
+from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2
 

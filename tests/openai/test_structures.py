@@ -5,7 +5,7 @@ import string
 from pathlib import Path
 
 import pytest
-from blockyard.router.openai.structures import given_structure
+from blockyard.router.openai.requests.structures import given_structure
 from blockyard.worker.grammar.compiled import CompiledGrammar
 from hypothesis import given
 from hypothesis import strategies as st

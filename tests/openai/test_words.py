@@ -10,15 +10,16 @@ import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router import errors
 from blockyard.router.errors import ContextLengthExceeded, FieldViolation, InvalidRequest, RouterError
-from blockyard.router.openai import chat_request, completion_request
-from blockyard.router.openai.fields import Fields
-from blockyard.router.openai.http_errors import HttpRefusal, error_body, json_name
+from blockyard.router.openai.http.errors import HttpRefusal, error_body, json_name
+from blockyard.router.openai.requests import chat as chat_request
+from blockyard.router.openai.requests import completion as completion_request
+from blockyard.router.openai.requests.fields import Fields
 
 ROUTER = Path(package.__path__[0])
 ONLY_GRPC = {
-    *("service.py", "admin_service.py", "cluster_service.py", "interceptor.py", "status.py", "server.py"),
+    *("services", "server.py"),
     # Ahead of a worker, and of the command line.
-    *("engine_link.py", "client"),
+    *("link.py", "client"),
 }
 MESSAGES_OF_GRPC = {
     name
@@ -92,7 +93,7 @@ def test_every_reason_is_told_in_words_of_both_protocols_or_of_its_own() -> None
 
 def test_a_message_begins_with_a_field_only_where_the_error_names_it() -> None:
     """By that name alone the gateway finds it, and says it in the client's own words."""
-    for file in ROUTER.glob("*.py"):
+    for file in ROUTER.rglob("*.py"):
         for name, text in told(ast.parse(file.read_text())):
             begins = re.match(r"([a-z_.]+): ", text)
             if begins and name in KINDS:

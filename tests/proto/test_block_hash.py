@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from blockyard.proto.block_hash import chain, pack_tokens, root_name, split_names, unpack_tokens
+from blockyard.proto.naming.block_hash import chain, pack_tokens, root_name, split_names, unpack_tokens
 
 FIELDS = {"cluster_secret": "s", "model_fingerprint": "m", "block_size": 16, "kv_dtype": "float32"}
 

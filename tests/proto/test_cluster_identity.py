@@ -4,7 +4,8 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from blockyard.proto.cluster_identity import (
+from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.security.cluster_identity import (
     CLOCK_SKEW,
     LIFE,
     Identity,
@@ -12,7 +13,6 @@ from blockyard.proto.cluster_identity import (
     issue_identity,
     record_proof,
 )
-from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec

@@ -2,10 +2,10 @@
 
 from random import Random
 
-from blockyard.proto.prefix_index import WorkerId
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placement_config import PlacementConfig, PolicyName
-from blockyard.router.scoring import Candidate
+from blockyard.proto.index.contract import WorkerId
+from blockyard.router.placement.config import PlacementConfig, PolicyName
+from blockyard.router.placement.policies import PlacementRequest, place
+from blockyard.router.placement.scoring import Candidate
 
 
 def candidate(name: str, **beliefs: float) -> Candidate:

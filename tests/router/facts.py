@@ -1,6 +1,6 @@
 """A model small enough to reach every bound."""
 
-from blockyard.router.model_facts import ModelFacts
+from blockyard.router.tokenizing.model_facts import ModelFacts
 
 FACTS = ModelFacts(
     names=("tiny",),

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
-from blockyard.proto.block_hash import unpack_tokens
-from blockyard.proto.cluster_identity import record_proof
-from blockyard.proto.prefix_index import WorkerRecord
-from blockyard.proto.tls import listen, session_channels, session_server_credentials
+from blockyard.proto.index.contract import WorkerRecord
+from blockyard.proto.naming.block_hash import unpack_tokens
+from blockyard.proto.security.cluster_identity import record_proof
+from blockyard.proto.security.tls import listen, session_channels, session_server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
-from blockyard.router.engine_link import CHANNEL_OPTIONS
+from blockyard.router.cluster.link import CHANNEL_OPTIONS
 from google.protobuf.message import Message
 
 SECRET = "a-cluster-secret"

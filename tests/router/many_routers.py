@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from blockyard.proto.block_hash import chain, pack_tokens
-from blockyard.proto.prefix_index import Batch, Berth, Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.index.contract import Batch, Berth, Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.bookings import Placed
-from blockyard.router.cluster_view import CachedDepth, ClusterView, usable_cached_tokens
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placement_config import PlacementConfig
+from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.view import CachedDepth, ClusterView, usable_cached_tokens
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.policies import PlacementRequest, place
 
 BLOCK_SIZE = 16
 NUM_WORKERS = 8

@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 
-from blockyard.proto.block_hash import chain, pack_tokens
-from blockyard.proto.tls import session_channels
+from blockyard.proto.naming.block_hash import chain, pack_tokens
+from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import session_pb2
-from blockyard.router.cluster_view import WorkerState
-from blockyard.router.engine_link import CHANNEL_OPTIONS
-from blockyard.router.fleet import Fleet
-from blockyard.router.placer import Placer
-from blockyard.router.relay import Generation, Relay
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.link import CHANNEL_OPTIONS
+from blockyard.router.cluster.view import WorkerState
+from blockyard.router.dispatch.placer import Placer
+from blockyard.router.generation.relay import Generation, Relay
 
 from .fake_worker import BLOCK_SIZE, SECRET, FakeWorker
 

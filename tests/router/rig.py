@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from blockyard.proto.fingerprint import tokenizer_fingerprint
+from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub

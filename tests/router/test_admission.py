@@ -5,7 +5,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from blockyard.router.admission import (
+from blockyard.router.admission.ledger import (
     MAX_REFUSED_TENANTS,
     RETURN_GRACE_SECONDS,
     AdmissionLedger,

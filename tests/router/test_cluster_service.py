@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.block_hash import split_names
-from blockyard.proto.prefix_index import Batch, Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.index.contract import Batch, Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.naming.block_hash import split_names
 from blockyard.proto.v1 import cluster_pb2
 
 from .fake_worker import FakeWorker, signed

@@ -3,17 +3,12 @@
 from random import Random
 
 import pytest
-from blockyard.proto.prefix_index import WorkerId
+from blockyard.proto.index.contract import WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.bookings import Placed
-from blockyard.router.cluster_view import (
-    CachedDepth,
-    ClusterView,
-    WorkerState,
-    usable_cached_tokens,
-)
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placement_config import PlacementConfig
+from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.view import CachedDepth, ClusterView, WorkerState, usable_cached_tokens
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.policies import PlacementRequest, place
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 from blockyard.proto.v1 import session_pb2
-from blockyard.router.engine_link import EngineLink
-from blockyard.router.fleet import Fleet
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.link import EngineLink
 
 from .prompt import Clock
 

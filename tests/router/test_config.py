@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from blockyard.deploy.limits import RouterLimits
+from blockyard.deploy.settings.limits import RouterLimits
 from blockyard.router.config import RouterConfig
 
 

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from blockyard.proto.prefix_index import DirectoryPage, Incarnation, WorkerId, WorkerRecord
-from blockyard.router.directory import MAX_REPLACED, Directory
+from blockyard.proto.index.contract import DirectoryPage, Incarnation, WorkerId, WorkerRecord
+from blockyard.router.cluster.directory import MAX_REPLACED, Directory
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from blockyard.proto.v1 import session_pb2
-from blockyard.router.engine_events import Refused, Tokens, events_of
+from blockyard.router.cluster.events import Refused, Tokens, events_of
 
 from .fake_worker import token_logprobs
 

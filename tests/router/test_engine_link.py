@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.engine_events import Event, Tokens
-from blockyard.router.engine_link import CHANNEL_OPTIONS, ROWS_A_TURN, EngineLink, LinkEvents
+from blockyard.router.cluster.events import Event, Tokens
+from blockyard.router.cluster.link import CHANNEL_OPTIONS, ROWS_A_TURN, EngineLink, LinkEvents
 
 from simulation.virtual_time import VirtualLoop
 

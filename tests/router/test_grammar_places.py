@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
-from blockyard.router.grammar_places import PLACES_OF_A_WORKER, GrammarPlaces
+from blockyard.router.generation.grammar_quota import PLACES_OF_A_WORKER, GrammarPlaces
 
 from .fake_worker import FakeWorker, Script
 from .rig import is_idle, request, running_router, until, worker_of_model

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.redis_prefix_index import connect
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.index.redis import connect
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 from blockyard.worker.config import EngineConfig, WorkerConfig

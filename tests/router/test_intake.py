@@ -4,10 +4,10 @@ import asyncio
 from contextlib import ExitStack, nullcontext
 
 import pytest
-from blockyard.router import intake as bounds
-from blockyard.router.auth import PRINCIPAL, Principal, Role
+from blockyard.router.admission.auth import PRINCIPAL, Principal, Role
+from blockyard.router.calls import intake as bounds
+from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import DeadlinePassed, Overloaded
-from blockyard.router.intake import Intake
 
 BUDGET = 1000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.redis_server import start_private_redis
+from blockyard.deploy.machine.redis_server import start_private_redis
 from blockyard.proto.v1 import inference_pb2
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.server import WorkerServer

@@ -2,7 +2,7 @@
 
 import pytest
 from blockyard.router.errors import PoisonRequest, WorkerLost
-from blockyard.router.losses import MAX_QUARANTINED, QUARANTINE_SECONDS, Life, Losses, Quarantine
+from blockyard.router.generation.losses import MAX_QUARANTINED, QUARANTINE_SECONDS, Life, Losses, Quarantine
 
 A, B, C = ("a:1", "life-a"), ("b:1", "life-b"), ("c:1", "life-c")
 

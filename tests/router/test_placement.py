@@ -4,8 +4,8 @@ from collections import Counter
 from random import Random
 
 import pytest
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placement_config import PlacementConfig
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.policies import PlacementRequest, place
 
 from .candidates import candidate, chosen
 

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 import pytest
-from blockyard.router.placement_config import PlacementConfig, parse_placement
+from blockyard.router.placement.config import PlacementConfig, parse_placement
 
 SETTINGS = [setting.name for setting in fields(PlacementConfig)]
 

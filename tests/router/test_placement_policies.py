@@ -4,9 +4,9 @@ from collections import Counter
 from random import Random
 
 import pytest
-from blockyard.proto.prefix_index import WorkerId
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placement_config import PlacementConfig
+from blockyard.proto.index.contract import WorkerId
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.policies import PlacementRequest, place
 
 from .candidates import candidate, chosen
 

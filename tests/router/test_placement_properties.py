@@ -7,10 +7,10 @@ from random import Random
 from typing import Any, get_args
 
 import pytest
-from blockyard.proto.prefix_index import WorkerId
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placement_config import PlacementConfig, PolicyName
-from blockyard.router.scoring import Candidate, Score, score_all
+from blockyard.proto.index.contract import WorkerId
+from blockyard.router.placement.config import PlacementConfig, PolicyName
+from blockyard.router.placement.policies import PlacementRequest, place
+from blockyard.router.placement.scoring import Candidate, Score, score_all
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,15 +4,15 @@ import asyncio
 from random import Random
 
 import pytest
-from blockyard.proto.prefix_index import Batch, Berth, Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.index.contract import Batch, Berth, Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.engine_link import EngineLink
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.link import EngineLink
+from blockyard.router.dispatch.placer import Placer
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup
 from blockyard.router.errors import DeadlineUnreachable
-from blockyard.router.fleet import Fleet
-from blockyard.router.placement_config import PlacementConfig
-from blockyard.router.placer import Placer
-from blockyard.router.prefix_index import PrefixLookup
+from blockyard.router.placement.config import PlacementConfig
 
 from .prompt import NAMES, PROMPT_TOKENS, Clock
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import grpc
 import pytest
 from blockyard.proto.v1 import inference_pb2
+from blockyard.router.admission.token_entries import new_token
 from blockyard.router.client import AsyncClient
-from blockyard.router.token_entries import new_token
 
 from .rig import fields_of, reason_of, refused, request, running_router, worker_of_model
 

@@ -1,9 +1,9 @@
 """Nobody has more of a minute than its limit and a burst, a refusal costs nothing, and what was not used comes back."""
 
 import pytest
-from blockyard.router import rate_limits
+from blockyard.router.admission import rate_limits
+from blockyard.router.admission.rate_limits import MINUTE_SECONDS, Limited, RateLimit, RateLimits
 from blockyard.router.errors import RateLimited
-from blockyard.router.rate_limits import MINUTE_SECONDS, Limited, RateLimit, RateLimits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

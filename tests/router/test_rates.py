@@ -4,10 +4,10 @@ from math import inf, nan
 
 import pytest
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.cluster_view import ClusterView
-from blockyard.router.placement import PlacementRequest
-from blockyard.router.placement_config import PlacementConfig
-from blockyard.router.rates import LEAST_TOKENS_PER_SECOND, faded, is_measured, typical
+from blockyard.router.cluster.view import ClusterView
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.policies import PlacementRequest
+from blockyard.router.placement.rates import LEAST_TOKENS_PER_SECOND, faded, is_measured, typical
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2, session_pb2
-from blockyard.router.tokenizing import TokenizerService
+from blockyard.router.tokenizing.service import TokenizerService
 
 from .fake_worker import FakeWorker, Script
 from .rig import (

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
-from blockyard.proto.block_hash import unpack_tokens
+from blockyard.proto.naming.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.cluster_view import WorkerState
-from blockyard.router.engine_link import EngineLink
+from blockyard.router.cluster.link import EngineLink
+from blockyard.router.cluster.view import WorkerState
 from blockyard.router.errors import (
     EngineFailed,
     NoWorkers,
@@ -18,8 +18,8 @@ from blockyard.router.errors import (
     RouterError,
     WorkerLost,
 )
-from blockyard.router.outputs import TokenChunk
-from blockyard.router.relay import Generation, Progress
+from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.relay import Generation, Progress
 
 from .fake_worker import BLOCK_SIZE, FakeWorker, Script, expected_tokens
 from .relay_rig import Rig, generation, rig

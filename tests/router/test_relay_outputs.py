@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from blockyard.proto.block_hash import split_names, unpack_tokens
+from blockyard.proto.naming.block_hash import split_names, unpack_tokens
 from blockyard.proto.v1 import session_pb2
-from blockyard.router.engine_events import Tokens
+from blockyard.router.cluster.events import Tokens
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.outputs import Outputs, TokenChunk
-from blockyard.router.relay import Generation, Progress
+from blockyard.router.generation.outputs import Outputs, TokenChunk
+from blockyard.router.generation.relay import Generation, Progress
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,7 @@
 """The delay that refused clients are told follows what really ends, within bounds."""
 
 import pytest
-from blockyard.router.retry_delay import (
+from blockyard.router.admission.retry_delay import (
     MAX_DELAY_SECONDS,
     MIN_DELAY_SECONDS,
     CompletionRate,

@@ -9,15 +9,15 @@ import pytest
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.errors import InvalidRequest
-from blockyard.router.model_facts import (
+from blockyard.router.request.sampling import parse_sampling
+from blockyard.router.request.sampling_checks import SamplingLimits, ban_words, sampling_violations
+from blockyard.router.tokenizing.model_facts import (
     GenerationConfig,
     ModelFacts,
     SamplingDefaults,
     read_facts,
     read_sampling_defaults,
 )
-from blockyard.router.sampling import parse_sampling
-from blockyard.router.sampling_checks import SamplingLimits, ban_words, sampling_violations
 
 from .facts import FACTS
 

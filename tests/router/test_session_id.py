@@ -6,14 +6,14 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from blockyard.proto.block_hash import split_names
-from blockyard.proto.prefix_index import Batch, Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
+from blockyard.proto.index.contract import Batch, Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.proto.naming.block_hash import split_names
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
-from blockyard.router.placement_config import PlacementConfig
-from blockyard.router.prefix_index import PrefixLookup
-from blockyard.router.relay import Progress
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.generation.relay import Progress
+from blockyard.router.placement.config import PlacementConfig
 
 from .fake_worker import BLOCK_SIZE, FakeWorker
 from .prompt import Clock

@@ -1,7 +1,7 @@
 """The memory of sessions is bounded and keeps those that are in use."""
 
-from blockyard.proto.prefix_index import WorkerId
-from blockyard.router.sessions import SessionMemory
+from blockyard.proto.index.contract import WorkerId
+from blockyard.router.placement.sessions import SessionMemory
 
 
 def test_a_session_is_remembered_by_its_last_worker() -> None:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from blockyard.proto.v1 import admin_pb2, session_pb2
-from blockyard.router.admin_service import SETTLE_SECONDS, AdminService, leaves_a_worker
-from blockyard.router.cluster_view import ClusterView
+from blockyard.router.cluster.view import ClusterView
 from blockyard.router.errors import LastWorker, RequestAborted
-from blockyard.router.generation import RouterParts
+from blockyard.router.generation.generation import RouterParts
+from blockyard.router.services.admin import SETTLE_SECONDS, AdminService, leaves_a_worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from blockyard.router.tenants import (
+from blockyard.router.admission.fair_queue import (
     QUANTUM_TOKENS,
     TenantQueues,
     Ticket,

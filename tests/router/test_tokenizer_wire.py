@@ -3,8 +3,8 @@
 import io
 
 import pytest
-from blockyard.proto.block_hash import NAME_BYTES, pack_tokens
-from blockyard.router.prompts import (
+from blockyard.proto.naming.block_hash import NAME_BYTES, pack_tokens
+from blockyard.router.tokenizing.prompts import (
     ChatMessage,
     ChatPrompt,
     PromptError,
@@ -12,7 +12,7 @@ from blockyard.router.prompts import (
     TextPrompt,
     TokenPrompt,
 )
-from blockyard.router.tokenizer_wire import (
+from blockyard.router.tokenizing.wire import (
     Answer,
     Frames,
     Prepared,

@@ -15,11 +15,11 @@ from typing import Any
 
 import blockyard.deploy
 import pytest
-from blockyard.deploy.processes import identify
-from blockyard.proto.block_hash import chain, unpack_tokens
+from blockyard.deploy.machine.processes import identify
+from blockyard.proto.naming.block_hash import chain, unpack_tokens
 from blockyard.proto.text import load_tokenizer
-from blockyard.router.prompts import PromptEncoder
-from blockyard.router.tokenizing import (
+from blockyard.router.tokenizing.prompts import PromptEncoder
+from blockyard.router.tokenizing.service import (
     LONG_TEXT_CHARACTERS,
     QUANTUM_CHARACTERS,
     SLOW_NICENESS,
@@ -545,7 +545,7 @@ async def test_an_answer_of_megabytes_comes_whole_and_in_order(service: Tokenize
 ORPHANING_PROGRAM = """
 import asyncio, os, signal, sys
 print("begun", flush=True)
-from blockyard.router.tokenizing import TokenizerService
+from blockyard.router.tokenizing.service import TokenizerService
 
 async def main():
     async with TokenizerService(sys.argv[1]) as service:

@@ -4,9 +4,9 @@ import asyncio
 import time
 
 import pytest
+from blockyard.router.admission.fair_queue import QUANTUM_TOKENS, Ticket
+from blockyard.router.dispatch.waiting_line import WaitingLine
 from blockyard.router.errors import Overloaded
-from blockyard.router.tenants import QUANTUM_TOKENS, Ticket
-from blockyard.router.waiting_line import WaitingLine
 
 
 async def test_the_line_keeps_the_order_of_arrival() -> None:

@@ -1,6 +1,6 @@
 """A busy worker is asked no more often than it has places."""
 
-from blockyard.router.worker_gate import OFFERED_PLACES, PROBE_SECONDS, REPORT_SECONDS, WorkerGate
+from blockyard.router.cluster.gate import OFFERED_PLACES, PROBE_SECONDS, REPORT_SECONDS, WorkerGate
 
 
 def test_a_shut_gate_lets_one_through_for_each_place_and_opens_when_nobody_waits() -> None:

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import grpc
-from blockyard.proto.tls_files import SessionTls
+from blockyard.proto.security.tls_files import SessionTls
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from blockyard.router.token_entries import new_token
+from blockyard.router.admission.token_entries import new_token
 
 PEOPLE = {
     "ann": ("user", "acme"),

@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.dashboard.page_token import draw_page_token, page_token_sha256
-from blockyard.deploy.tokens import append_entry
-from blockyard.router.auth import (
+from blockyard.deploy.commands.tokens import append_entry
+from blockyard.deploy.settings.page_token import draw_page_token, page_token_sha256
+from blockyard.router.admission.auth import (
     METHOD_ROLES,
     OPEN,
     KnownToken,
@@ -21,10 +21,10 @@ from blockyard.router.auth import (
     authenticate,
     check_role,
 )
+from blockyard.router.admission.rate_limits import RateLimit
+from blockyard.router.admission.token_entries import new_token, parse_tokens, revoked, rotated
+from blockyard.router.admission.token_file import GRACE_SECONDS, TokenFile
 from blockyard.router.errors import Forbidden, Unauthenticated
-from blockyard.router.rate_limits import RateLimit
-from blockyard.router.token_entries import new_token, parse_tokens, revoked, rotated
-from blockyard.router.token_file import GRACE_SECONDS, TokenFile
 
 from .rig import until
 
@@ -360,7 +360,7 @@ async def test_a_look_that_hangs_is_a_file_that_cannot_be_read(
     token, made = new_token("ann", "user")
     write(path, made)
     file = TokenFile(path, clock=clock)
-    monkeypatch.setattr("blockyard.router.token_file.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("blockyard.router.admission.token_file.POLL_SECONDS", 0.01)
     look = file._look
     monkeypatch.setattr(file, "_look", lambda: go_on.wait(60) and look())
     async with asyncio.TaskGroup() as tasks:

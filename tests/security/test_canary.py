@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
-from blockyard.proto.block_hash import pack_tokens
+from blockyard.proto.naming.block_hash import pack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub

@@ -15,10 +15,10 @@ from threading import Event
 
 import grpc
 import pytest
-from blockyard.proto import certificate_files
-from blockyard.proto.certificate_files import Reloaded, read_ca, read_pair
-from blockyard.proto.tls import https_context, listen, server_credentials, session_channels
-from blockyard.proto.tls_files import ServerTls, SessionTls
+from blockyard.proto.security import certificate_files
+from blockyard.proto.security.certificate_files import Reloaded, read_ca, read_pair
+from blockyard.proto.security.tls import https_context, listen, server_credentials, session_channels
+from blockyard.proto.security.tls_files import ServerTls, SessionTls
 
 from .certificates import DAY, Authority, Pair
 

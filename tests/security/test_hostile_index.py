@@ -18,11 +18,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from blockyard.deploy import redis_given
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.cluster_identity import is_genuine
-from blockyard.proto.index_schema import ANYWHERE_SUFFIX, bucket_of, key_prefix, pack_berths
-from blockyard.proto.prefix_index import (
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.deploy.settings import redis_given
+from blockyard.proto.index.contract import (
     MAX_LISTED,
     Batch,
     Berth,
@@ -32,21 +30,18 @@ from blockyard.proto.prefix_index import (
     WorkerId,
     WorkerRecord,
 )
-from blockyard.proto.redis_parser import BoundedParser
-from blockyard.proto.redis_prefix_index import (
-    MAX_FIELD_BYTES,
-    MAX_RECORD_CHARACTERS,
-    RedisPrefixIndex,
-    connect,
-)
+from blockyard.proto.index.redis import MAX_FIELD_BYTES, MAX_RECORD_CHARACTERS, RedisPrefixIndex, connect
+from blockyard.proto.index.redis_parser import BoundedParser
+from blockyard.proto.index.schema import ANYWHERE_SUFFIX, bucket_of, key_prefix, pack_berths
+from blockyard.proto.security.cluster_identity import is_genuine
 from blockyard.proto.v1 import session_pb2
-from blockyard.router.cluster_view import ClusterView
+from blockyard.router.cluster.view import ClusterView
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from blockyard.router.loop_watch import LoopWatch
-from blockyard.router.placement import PlacementRequest, place
-from blockyard.router.placement_config import PlacementConfig
-from blockyard.router.prefix_index import PrefixLookup, PrefixLookupConfig
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.publisher_state import PublisherConfig
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.policies import PlacementRequest, place
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.indexing.state import PublisherConfig
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.index_schema import key_prefix, pack_berths
-from blockyard.proto.prefix_index import Incarnation, WorkerId, WorkerRecord
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.schema import key_prefix, pack_berths
 from blockyard.router import server as server_module
 from hypothesis import Phase, settings
 from hypothesis import strategies as st

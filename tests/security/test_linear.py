@@ -17,20 +17,20 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.dashboard.questions import prompt_arguments
-from blockyard.proto.block_hash import split_names, unpack_tokens
+from blockyard.proto.naming.block_hash import split_names, unpack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.auth import TokenTable, authenticate
+from blockyard.router.admission.auth import TokenTable, authenticate
 from blockyard.router.errors import RouterError
-from blockyard.router.model_facts import ModelFacts
-from blockyard.router.openai import body
-from blockyard.router.openai.chat_request import chat_wanted
-from blockyard.router.openai.completion_request import completion_wanted
-from blockyard.router.prompts import PromptEncoder
-from blockyard.router.sampling_checks import SamplingLimits
-from blockyard.router.structured_output import structured_problem
-from blockyard.router.validation import valid_generation, valid_tenant
-from blockyard.worker.submits import Refused, engine_request
+from blockyard.router.openai.http import body
+from blockyard.router.openai.requests.chat import chat_wanted
+from blockyard.router.openai.requests.completion import completion_wanted
+from blockyard.router.request.sampling_checks import SamplingLimits
+from blockyard.router.request.structured_output import structured_problem
+from blockyard.router.request.validation import valid_generation, valid_tenant
+from blockyard.router.tokenizing.model_facts import ModelFacts
+from blockyard.router.tokenizing.prompts import PromptEncoder
+from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import Message
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"

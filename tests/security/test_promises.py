@@ -7,11 +7,11 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from blockyard.router.auth import TokenTable
-from blockyard.router.call_gate import CallGate
+from blockyard.router.admission.auth import TokenTable
+from blockyard.router.admission.token_entries import new_token, parse_tokens
+from blockyard.router.calls.gate import CallGate
 from blockyard.router.errors import Unauthenticated
 from blockyard.router.server import RouterServer
-from blockyard.router.token_entries import new_token, parse_tokens
 
 from .rig import config
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import redis
-from blockyard.deploy.redis_server import RedisProcess, redis_user, start_private_redis
-from blockyard.proto.block_hash import NAME_BYTES
-from blockyard.proto.index_acl import COMMANDS, Role
-from blockyard.proto.index_schema import bucket_of, key_prefix
-from blockyard.proto.prefix_index import (
+from blockyard.deploy.machine.redis_server import RedisProcess, redis_user, start_private_redis
+from blockyard.proto.index.acl import COMMANDS, Role
+from blockyard.proto.index.contract import (
     ApplyResult,
     Batch,
     ErrorKind,
@@ -25,7 +23,9 @@ from blockyard.proto.prefix_index import (
     WorkerId,
     WorkerRecord,
 )
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.schema import bucket_of, key_prefix
+from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.router.client import AsyncClient
 from redis.backoff import NoBackoff
 from redis.retry import Retry

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.redis_server import start_private_redis
-from blockyard.proto.prefix_index import ErrorKind, PrefixIndexError
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.proto.index.contract import ErrorKind, PrefixIndexError
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
 
 from .certificates import Authority, Pair
 

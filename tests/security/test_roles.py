@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from blockyard.router.auth import METHOD_ROLES, OPEN, Role
+from blockyard.router.admission.auth import METHOD_ROLES, OPEN, Role
 from google.protobuf import descriptor_pb2
 
 from .conftest import PEOPLE, Tokens

@@ -9,17 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.redis_server import redis_user
-from blockyard.deploy.state import ClusterState
-from blockyard.deploy.tokens import append_entry
-from blockyard.deploy.wanted_cluster import UpOptions
-from blockyard.proto.index_acl import acl_rules, user_name
+from blockyard.deploy.commands.tokens import append_entry
+from blockyard.deploy.machine import state
+from blockyard.deploy.machine.redis_server import redis_user
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.proto.index.acl import acl_rules, user_name
+from blockyard.router.admission.token_entries import new_token
+from blockyard.router.admission.token_file import TokenFile
 from blockyard.router.client.connection import Connection
 from blockyard.router.config import RouterConfig
-from blockyard.router.token_entries import new_token
-from blockyard.router.token_file import TokenFile
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from click.testing import CliRunner
 

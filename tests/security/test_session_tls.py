@@ -5,9 +5,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from blockyard.proto.certificate_files import read_ca
-from blockyard.proto.tls import SESSION_NAME, session_channels
-from blockyard.proto.tls_files import SessionTls
+from blockyard.proto.security.certificate_files import read_ca
+from blockyard.proto.security.tls import SESSION_NAME, session_channels
+from blockyard.proto.security.tls_files import SessionTls
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.client import AsyncClient

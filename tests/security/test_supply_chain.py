@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from blockyard.deploy.redis_versions import SOUND, ServerVersion
+from blockyard.deploy.machine.redis_versions import SOUND, ServerVersion
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packaging.requirements import Requirement

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from blockyard.proto.block_hash import split_names
+from blockyard.proto.naming.block_hash import split_names
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
-from blockyard.router.generation import scoped_session
+from blockyard.router.generation.generation import scoped_session
 
 from .conftest import Tokens
 from .rig import (

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from blockyard.proto.tls_files import ServerTls
+from blockyard.proto.security.tls_files import ServerTls
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.router.client import AsyncClient, AuthenticationError, Client, TlsOptions, UnavailableError

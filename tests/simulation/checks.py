@@ -8,7 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
-from blockyard.proto.block_hash import chain
+from blockyard.proto.naming.block_hash import chain
 
 from simulation.index_access import answer
 from simulation.router_process import RouterProcess

@@ -8,19 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
-from blockyard.worker.beams import num_candidates
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import (
-    NO_TOKEN,
-    BlockName,
-    RowExtras,
-    SamplingParams,
-    ScheduledRow,
-    StepPlan,
-    StepTokens,
-)
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.beams import num_candidates
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.step_plan import NO_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens
 
 from simulation.engine_thread import StepClock
 from simulation.virtual_time import VirtualLoop

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from blockyard.proto.block_hash import pack_tokens
-from blockyard.router.bookings import Bookings
-from blockyard.router.cluster_view import ClusterView
-from blockyard.router.engine_link import EngineLink
-from blockyard.router.outputs import Outputs
-from blockyard.worker.block_pool import BlockPool
-from blockyard.worker.net_difference import NetDifference
-from blockyard.worker.outbox import Outbox
-from blockyard.worker.prefix_cache import PrefixCache
-from blockyard.worker.publisher import IndexPublisher
-from blockyard.worker.session import SessionService
+from blockyard.proto.naming.block_hash import pack_tokens
+from blockyard.router.cluster.bookings import Bookings
+from blockyard.router.cluster.link import EngineLink
+from blockyard.router.cluster.view import ClusterView
+from blockyard.router.generation.outputs import Outputs
+from blockyard.worker.cache.block_pool import BlockPool
+from blockyard.worker.cache.prefix_cache import PrefixCache
+from blockyard.worker.indexing.net_difference import NetDifference
+from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.session.outbox import Outbox
+from blockyard.worker.session.session import SessionService
 
 Change = tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 """A class, its method, and from the right method to the broken one."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from blockyard.router.outputs import TokenChunk
-from blockyard.router.relay import Progress
+from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.relay import Progress
 
 from .scenario import Request
 

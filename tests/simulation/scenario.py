@@ -9,8 +9,8 @@ from enum import Enum, auto
 from functools import partial
 
 from blockyard.proto.v1.session_pb2 import EngineSampling
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import SamplingParams
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.sampling_params import SamplingParams
 
 from simulation.router_process import Call
 from simulation.worker_process import WorkerSetup

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from blockyard.proto.prefix_index_twin import TwinPrefixIndex
-from blockyard.router.prefix_index import PrefixLookupConfig
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.router.dispatch.prefix_lookup import PrefixLookupConfig
 
 from simulation.calls import Connections
 from simulation.index_access import IndexServer, IndexState, answer

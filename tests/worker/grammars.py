@@ -9,7 +9,10 @@ import torch
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.grammar.masks import Masks
-from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId, token_array
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint" / "tokenizer.json"

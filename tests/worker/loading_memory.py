@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import torch
-from blockyard.kernels.backend import choose_backend
+from blockyard.kernels.selection import choose_backend
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import load_weights

@@ -4,17 +4,14 @@ import functools
 from typing import NamedTuple
 
 import torch
-from blockyard.kernels.backend import Backend, choose_backend
-from blockyard.kernels.nucleus import NucleusSearch
-from blockyard.worker.sampler import Sampler
-from blockyard.worker.sequence import (
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepTokens,
-    token_array,
-)
+from blockyard.kernels.interface import Backend
+from blockyard.kernels.selection import choose_backend
+from blockyard.kernels.torch.nucleus import NucleusSearch
+from blockyard.worker.sampling.sampler import Sampler
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow, StepTokens
 
 VOCAB_SIZE = 40
 # Drawing from the right distribution passes with probability 0.9999 (normal approximation of chi-square).

@@ -3,25 +3,15 @@
 from collections.abc import Sequence as Items
 from typing import Any
 
-from blockyard.proto.block_hash import chain, root_name
-from blockyard.worker.beams import num_candidates
-from blockyard.worker.outcome import Update
-from blockyard.worker.preemption import Victim, choose_victim
-from blockyard.worker.scheduler import Scheduler, SchedulerConfig
-from blockyard.worker.sequence import (
-    NO_TOKEN,
-    BlockName,
-    RequestId,
-    RowExtras,
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepPlan,
-    StepTokens,
-    TenantId,
-    token_array,
-)
+from blockyard.proto.naming.block_hash import chain, root_name
+from blockyard.worker.scheduling.commit import Update
+from blockyard.worker.scheduling.preemption import Victim, choose_victim
+from blockyard.worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from blockyard.worker.sequences.beams import num_candidates
+from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId, TenantId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import NO_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens
 
 ROOT = root_name(cluster_secret="", model_fingerprint="test", block_size=16, kv_dtype="float32")
 

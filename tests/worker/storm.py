@@ -12,26 +12,22 @@ from collections.abc import Sequence as Items
 from itertools import accumulate, count
 from typing import Any
 
-from blockyard.worker.beams import num_candidates
-from blockyard.worker.blame import NothingSucceeds, in_halves
-from blockyard.worker.host_blocks import HostBlockCorrupted
-from blockyard.worker.outcome import BeamsUpdate, SequenceUpdate, Update
-from blockyard.worker.scheduler import CapacityError, Scheduler
-from blockyard.worker.sequence import (
+from blockyard.worker.execution.bisect import NothingSucceeds, in_halves
+from blockyard.worker.execution.step_moves import StepMoves
+from blockyard.worker.memory.host_blocks import HostBlockCorrupted
+from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
+from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler
+from blockyard.worker.sequences.beams import num_candidates
+from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, SequenceId
+from blockyard.worker.sequences.sequence import Sequence, SequenceState
+from blockyard.worker.sequences.step_plan import (
     FAILED_TOKEN,
     NO_TOKEN,
-    BlockId,
-    BlockName,
-    HostSlot,
     RowExtras,
     ScheduledRow,
-    Sequence,
-    SequenceId,
-    SequenceState,
     StepPlan,
     StepTokens,
 )
-from blockyard.worker.step_moves import StepMoves
 
 from .scheduling import make_scheduler, make_sequence
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.prefix_index import Holder
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.contract import Holder
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1.admin_pb2 import (
     DrainWorkerRequest,
     FlushCacheRequest,

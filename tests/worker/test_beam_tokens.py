@@ -10,7 +10,8 @@ import pytest
 import torch
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
-from blockyard.worker.sequence import BlockName, EarlyStopping, RequestId, SamplingParams
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
 
 from .checkpoints import ARCHITECTURES, reference_model, shared_checkpoint
 from .test_engine_tokens import BLOCK_SIZE, ROOT, chain, make_engine, prompt_of, submit

@@ -5,23 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from blockyard.proto.block_hash import chain
-from blockyard.worker.blame import MAX_BLAMED_IN_A_ROW, NothingSucceeds, execute, together
+from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import MAX_FAILURES_IN_A_ROW, Engine, EngineFailed
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.runner import PendingStep, TorchRunner
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import (
-    BlockId,
-    BlockName,
-    HostSlot,
-    RequestId,
-    SamplingParams,
-    ScheduledRow,
-    SequenceState,
-    StepPlan,
-    StepTokens,
-)
+from blockyard.worker.execution.bisect import MAX_BLAMED_IN_A_ROW, NothingSucceeds, execute, together
+from blockyard.worker.execution.runner import PendingStep, TorchRunner
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, RequestId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import SequenceState
+from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan, StepTokens
 
 from .checkpoints import shared_checkpoint
 from .scheduling import ROOT, make_sequence

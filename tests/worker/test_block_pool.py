@@ -1,7 +1,7 @@
 """The pool conserves blocks, evicts the oldest prefix tail-first, and a failed allocation changes nothing."""
 
 import pytest
-from blockyard.worker.block_pool import BlockPool, BlockState, NoFreeBlocks
+from blockyard.worker.cache.block_pool import BlockPool, BlockState, NoFreeBlocks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule

@@ -5,7 +5,7 @@ import logging
 import sys
 
 import pytest
-from blockyard.worker.capture_progress import ERASE, LOG_EVERY, WIDTH, CaptureProgress, bar
+from blockyard.worker.execution.capture_progress import ERASE, LOG_EVERY, WIDTH, CaptureProgress, bar
 
 
 class Terminal(io.StringIO):
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _logs(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="blockyard.worker.capture_progress")
+    caplog.set_level(logging.INFO, logger="blockyard.worker.execution.capture_progress")
 
 
 def capture(total: int) -> None:

@@ -4,15 +4,17 @@ import logging
 from typing import Any
 
 import pytest
-from blockyard.deploy import preflight
-from blockyard.deploy.options import model_path
-from blockyard.deploy.wanted_cluster import UpOptions
-from blockyard.kernels.cpu_extension import ExtensionUnavailable, load_extension
-from blockyard.kernels.cpu_library import CpuLibrary
-from blockyard.worker import data_type, loading, runner
+from blockyard.deploy.lifecycle import preflight
+from blockyard.deploy.settings.options import model_path
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
+from blockyard.kernels.cpu.library import CpuLibrary
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.data_type import choose_dtype, cpu_has_bfloat16
+from blockyard.worker.execution import runner
+from blockyard.worker.model import data_type
 from blockyard.worker.model.config import DataTypeName
+from blockyard.worker.model.data_type import choose_dtype, cpu_has_bfloat16
+from blockyard.worker.startup import loading
 
 from .checkpoints import shared_checkpoint
 

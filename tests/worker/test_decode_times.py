@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from blockyard.worker.decode_times import MEASURED_FOR_STEPS, DecodeTimes
+from blockyard.worker.scheduling.decode_times import MEASURED_FOR_STEPS, DecodeTimes
 from hypothesis import given
 from hypothesis import strategies as st
 

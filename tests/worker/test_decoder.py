@@ -8,23 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.backend import LinearsName, choose_backend
+from blockyard.kernels.attention.plan import plan_attention
+from blockyard.kernels.interface import LinearsName
+from blockyard.kernels.selection import choose_backend
+from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import load_weights
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import (
-    FAILED_TOKEN,
-    NO_TOKEN,
-    BlockId,
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepPlan,
-    token_array,
-)
+from blockyard.worker.sequences.identifiers import BlockId, SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, ScheduledRow, StepPlan
 
 from .checkpoints import (
     ARCHITECTURES,

@@ -6,20 +6,16 @@ import time
 from typing import Any
 
 import pytest
-from blockyard.proto.block_hash import chain
+from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import (
-    BlockName,
-    FinishReason,
-    SamplingParams,
-    SequenceState,
-    StepPlan,
-    StepTokens,
-)
-from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import FinishReason, SequenceState
+from blockyard.worker.sequences.step_plan import StepPlan, StepTokens
+from blockyard.worker.simulated.runner import SimulatedRunner
 
 from .scheduling import ROOT
 

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.proto.block_hash import chain, root_name
+from blockyard.proto.naming.block_hash import chain, root_name
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import Continuation, EngineRequest, SequenceOutput
-from blockyard.worker.loading import load_engine
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import BlockName, FinishReason, RequestId, SamplingParams, SequenceState
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import FinishReason, SequenceState
+from blockyard.worker.startup.loading import load_engine
 
 from .checkpoints import ARCHITECTURES, reference_greedy, shared_checkpoint
 

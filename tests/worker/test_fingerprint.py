@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.proto import shard_digests
-from blockyard.proto.fingerprint import model_fingerprint, tokenizer_fingerprint
-from blockyard.worker import loading
+from blockyard.proto.naming import shard_digests
+from blockyard.proto.naming.fingerprint import model_fingerprint, tokenizer_fingerprint
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.startup import loading
 
 from .checkpoints import make_checkpoint, shared_checkpoint
 

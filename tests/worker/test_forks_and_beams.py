@@ -1,9 +1,9 @@
 """Sequences that fork: n outputs of a request, and beams. Blocks are shared to the last, copied at the first write."""
 
 import pytest
-from blockyard.worker.outcome import BeamsUpdate
-from blockyard.worker.scheduler import CapacityError, Scheduler
-from blockyard.worker.sequence import Sequence
+from blockyard.worker.scheduling.commit import BeamsUpdate
+from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler
+from blockyard.worker.sequences.sequence import Sequence
 
 from .scheduling import make_scheduler, make_sequence, next_token, run, run_to_end, step
 

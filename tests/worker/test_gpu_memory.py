@@ -4,23 +4,18 @@ import dataclasses
 
 import pytest
 import torch
-from blockyard.kernels.shared_prefix import MIN_SHARERS
+from blockyard.kernels.attention.shared_prefix import MIN_SHARERS
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.gpu_memory import MemoryUse, measure
-from blockyard.worker.host_blocks import STAGING_BYTES
-from blockyard.worker.pool_size import measured_budget
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import (
-    BlockId,
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepPlan,
-    token_array,
-)
-from blockyard.worker.step_graphs import GRAPH_BYTES, ladder
-from blockyard.worker.trial_rows import largest_rows
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.execution.step_graphs import GRAPH_BYTES, ladder
+from blockyard.worker.execution.trial_rows import largest_rows
+from blockyard.worker.memory.gpu_memory import MemoryUse, measure
+from blockyard.worker.memory.host_blocks import STAGING_BYTES
+from blockyard.worker.sequences.identifiers import BlockId, SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan
+from blockyard.worker.startup.pool_size import measured_budget
 
 from .checkpoints import reference_greedy, shared_checkpoint
 
@@ -156,7 +151,7 @@ def test_graphs_are_left_room_where_there_will_be_any(enforce_eager: bool) -> No
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_what_cuda_says_adds_up() -> None:
-    from blockyard.worker.gpu_memory import CudaMeter
+    from blockyard.worker.memory.gpu_memory import CudaMeter
 
     device = torch.device("cuda:0")
     meter = CudaMeter(device)

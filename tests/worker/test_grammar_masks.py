@@ -8,7 +8,7 @@ import torch
 from blockyard.worker.grammar import compiled as library
 from blockyard.worker.grammar.compiled import CompiledGrammar
 from blockyard.worker.grammar.masks import Masks
-from blockyard.worker.sequence import SequenceId
+from blockyard.worker.sequences.identifiers import SequenceId
 
 from .grammars import DEMO_TOKENS, PERSON, allowed, demo_source, draw_output, regex, row_of, schema
 

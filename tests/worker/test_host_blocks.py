@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from blockyard.worker import host_blocks
-from blockyard.worker.host_blocks import HostBlockCorrupted, HostBlocks
-from blockyard.worker.sequence import BlockId, HostSlot
+from blockyard.worker.memory import host_blocks
+from blockyard.worker.memory.host_blocks import HostBlockCorrupted, HostBlocks
+from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 12

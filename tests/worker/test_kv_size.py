@@ -1,7 +1,13 @@
 """The arithmetic of KV memory."""
 
 import pytest
-from blockyard.worker.kv_size import KVSize, blocks_in_budget, bytes_per_block, host_size, stored_dtype
+from blockyard.worker.memory.kv_size import (
+    KVSize,
+    blocks_in_budget,
+    bytes_per_block,
+    host_size,
+    stored_dtype,
+)
 
 BLOCK_BYTES = bytes_per_block(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="float16")
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.llm import LLM
-from blockyard.worker.sequence import FinishReason, SamplingParams
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import FinishReason
 
 DEMO = Path(__file__).parents[2] / "deploy/demo_model/checkpoint"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

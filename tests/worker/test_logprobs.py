@@ -5,20 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.worker.prompt_scoring import SCORED_AT_ONCE
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import (
-    FAILED_TOKEN,
-    NO_TOKEN,
-    BlockId,
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepPlan,
-    TokenLogprob,
-    token_array,
-)
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.sequences.identifiers import BlockId, SequenceId
+from blockyard.worker.sequences.prompt_scoring import SCORED_AT_ONCE
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, TokenLogprob, token_array
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, ScheduledRow, StepPlan
 
 from .checkpoints import reference_model, shared_checkpoint
 from .sampling import VOCAB_SIZE, Draw, make_row, random_logits, sample_rows

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import plan_attention
-from blockyard.kernels.backend import choose_backend
+from blockyard.kernels.attention.plan import plan_attention
+from blockyard.kernels.selection import choose_backend
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.layer_windows import read_layer_windows

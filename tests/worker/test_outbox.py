@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
-from blockyard.worker.outbox import MAX_LOGPROBS_A_MESSAGE, Outbox
-from blockyard.worker.sequence import FinishReason, RequestId, SequenceState, TokenLogprob
+from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.sequence import FinishReason, SequenceState, TokenLogprob
+from blockyard.worker.session.outbox import MAX_LOGPROBS_A_MESSAGE, Outbox
 
 IDLE = EngineLoad(**dict.fromkeys(EngineLoad.__dataclass_fields__, 0))
 
@@ -135,7 +136,7 @@ def test_tokens_that_wait_go_out_before_their_request_fails() -> None:
 
 def test_many_logprobs_go_in_several_messages_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_LOGPROBS_A_MESSAGE > 1000
-    monkeypatch.setattr("blockyard.worker.outbox.MAX_LOGPROBS_A_MESSAGE", 1000)
+    monkeypatch.setattr("blockyard.worker.session.outbox.MAX_LOGPROBS_A_MESSAGE", 1000)
     outbox = Outbox()
     scores = (TokenLogprob(1, -1.0, 1),) * 499
     for handle in range(5):

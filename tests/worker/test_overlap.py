@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.proto.block_hash import chain
+from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
-from blockyard.worker.runner import PendingStep, TorchRunner
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import (
-    BlockName,
-    FinishReason,
-    RequestId,
-    SamplingParams,
-    SequenceState,
-    StepPlan,
-    StepTokens,
-)
-from blockyard.worker.simulated import SimulatedRunner
-from blockyard.worker.simulated_faults import SimulatedFault
+from blockyard.worker.execution.runner import PendingStep, TorchRunner
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import FinishReason, SequenceState
+from blockyard.worker.sequences.step_plan import StepPlan, StepTokens
+from blockyard.worker.simulated.faults import SimulatedFault
+from blockyard.worker.simulated.runner import SimulatedRunner
 
 from .checkpoints import shared_checkpoint
 from .scheduling import ROOT

@@ -6,9 +6,10 @@ from typing import Any
 
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
-from blockyard.worker.scheduler import CapacityError
-from blockyard.worker.sequence import RequestId, SequenceState
-from blockyard.worker.simulated_faults import SimulatedFault
+from blockyard.worker.scheduling.scheduler import CapacityError
+from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.sequence import SequenceState
+from blockyard.worker.simulated.faults import SimulatedFault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

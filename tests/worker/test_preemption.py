@@ -1,8 +1,9 @@
 """Who gives way, in what order requests run, and how host memory keeps what was computed."""
 
 import pytest
-from blockyard.worker.scheduler import Scheduler
-from blockyard.worker.sequence import FAILED_TOKEN, Sequence, SequenceState
+from blockyard.worker.scheduling.scheduler import Scheduler
+from blockyard.worker.sequences.sequence import Sequence, SequenceState
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN
 
 from .scheduling import make_scheduler, make_sequence, run, run_to_end, sampled, step, victim_of
 

@@ -1,10 +1,10 @@
 """Names live from scheduling to the eviction of their last copy, and what is published is closed under prefixes."""
 
 import pytest
-from blockyard.worker.block_pool import BlockPool
-from blockyard.worker.prefix_cache import CacheChanges, PrefixCache
-from blockyard.worker.sequence import BlockName, TenantId
-from blockyard.worker.tiers import AnywhereNames
+from blockyard.worker.cache.block_pool import BlockPool
+from blockyard.worker.cache.prefix_cache import CacheChanges, PrefixCache
+from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.sequences.identifiers import BlockName, TenantId
 
 A, B, C = (BlockName(bytes([letter]) * 16) for letter in b"ABC")
 

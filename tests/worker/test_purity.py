@@ -5,7 +5,7 @@ import sys
 
 RECORD = """
 import torch
-from blockyard.kernels.cpu_recording import Allocations, Arena
+from blockyard.kernels.cpu.recording import Allocations, Arena
 with Allocations(Arena()):
     torch.empty(3)
 """
@@ -20,7 +20,7 @@ def loaded_by(modules: str, names: set[str], then: str = "") -> str:
 
 def test_the_scheduler_and_all_it_decides_by_load_no_tensors_and_no_services() -> None:
     names = {"grpc", "torch", "ray", "redis", "asyncio", "llguidance"}
-    assert loaded_by("blockyard.worker.scheduler", names) == "[]"
+    assert loaded_by("blockyard.worker.scheduling.scheduler", names) == "[]"
 
 
 def test_the_engine_runs_where_only_torch_is_and_records_its_steps_without_torchs_compiler() -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from blockyard.proto.block_hash import chain
+from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
-from blockyard.worker.kv_size import KVCacheDtype
+from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.llm import LLM
-from blockyard.worker.loading import load_engine
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import BlockName, RequestId
+from blockyard.worker.memory.kv_size import KVCacheDtype
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.startup.loading import load_engine
 
 from .checkpoints import reference_greedy, shared_checkpoint
 from .test_engine_tokens import BLOCK_SIZE, ROOT, outputs_of, prompt_of, run, submit, tokens_of

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan, plan_attention
-from blockyard.kernels.cpu_backend import CpuBackend
+from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
+from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
-from blockyard.worker.loading import load_engine
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import FAILED_TOKEN
-from blockyard.worker.step_graphs import MAX_CPU_ROWS, sizes_for
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.execution.step_graphs import MAX_CPU_ROWS, sizes_for
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN
+from blockyard.worker.startup.loading import load_engine
 
 from .checkpoints import reference_greedy, shared_checkpoint
 from .test_step_graphs import PROMPTS, run, submit

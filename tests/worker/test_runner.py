@@ -6,19 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.kernels.nucleus import NucleusSearch, settle_by_sorting
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import (
-    BlockId,
-    HostSlot,
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepPlan,
-    StepTokens,
-    token_array,
-)
+from blockyard.kernels.torch.nucleus import NucleusSearch, settle_by_sorting
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan, StepTokens
 
 from .checkpoints import reference_greedy, shared_checkpoint
 

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES
-from blockyard.worker import draw as drawing
-from blockyard.worker import sampler
-from blockyard.worker.draw import uniforms
-from blockyard.worker.sequence import FAILED_TOKEN, NO_CHOICE, SamplingParams
+from blockyard.kernels.torch.nucleus import NUCLEUS_CANDIDATES
+from blockyard.worker.sampling import draw as drawing
+from blockyard.worker.sampling import sampler
+from blockyard.worker.sampling.draw import uniforms
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .sampling import VOCAB_SIZE, Draw, assert_drawn_from, random_logits, sample

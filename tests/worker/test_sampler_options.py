@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.worker.sequence import FAILED_TOKEN, NO_CHOICE, SamplingParams
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,

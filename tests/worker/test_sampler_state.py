@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.worker.sampler import Sampler
-from blockyard.worker.sequence import SamplingParams, ScheduledRow, Sequence, SequenceId, token_array
+from blockyard.worker.sampling.sampler import Sampler
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

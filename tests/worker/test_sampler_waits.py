@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.nucleus import NUCLEUS_CANDIDATES, NucleusSearch, SettleNuclei, settle_by_sorting
-from blockyard.kernels.triton_backend import TritonBackend
-from blockyard.worker.overlap import may_be_in_flight
-from blockyard.worker.sampler import Sampler
-from blockyard.worker.sequence import SamplingParams, ScheduledRow, StepPlan
+from blockyard.kernels.torch.nucleus import (
+    NUCLEUS_CANDIDATES,
+    NucleusSearch,
+    SettleNuclei,
+    settle_by_sorting,
+)
+from blockyard.kernels.triton.backend import TritonBackend
+from blockyard.worker.sampling.sampler import Sampler
+from blockyard.worker.scheduling.overlap import may_be_in_flight
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .sampling import Draw, make_row, random_logits

@@ -1,8 +1,9 @@
 """What a step computes: budget, order, sharing, preemption, cancellation, and one step in flight."""
 
 import pytest
-from blockyard.worker.scheduler import CapacityError
-from blockyard.worker.sequence import FAILED_TOKEN, FinishReason, SequenceState
+from blockyard.worker.scheduling.scheduler import CapacityError
+from blockyard.worker.sequences.sequence import FinishReason, SequenceState
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN
 
 from .scheduling import make_scheduler, make_sequence, run, run_to_end, sampled, step, victim_of
 

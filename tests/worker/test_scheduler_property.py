@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from blockyard.worker.sequence import FAILED_TOKEN, Sequence, StepPlan
+from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, StepPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.deploy.redis_server import RedisProcess, start_private_redis
-from blockyard.proto.redis_prefix_index import RedisPrefixIndex, connect
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.worker.__main__ import parse
 from blockyard.worker.config import EngineConfig, WorkerConfig
-from blockyard.worker.host_size import available_bytes, size_host_memory
-from blockyard.worker.loading import load_engine
-from blockyard.worker.openmp import PYTORCH_SPIN_COUNT, SPIN_COUNT
-from blockyard.worker.pool_map import map_text
-from blockyard.worker.runner import TorchRunner
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.inspection.pool_map import map_text
 from blockyard.worker.server import WorkerServer
+from blockyard.worker.startup.host_size import available_bytes, size_host_memory
+from blockyard.worker.startup.loading import load_engine
+from blockyard.worker.startup.openmp import PYTORCH_SPIN_COUNT, SPIN_COUNT
 
 from .checkpoints import shared_checkpoint
 from .test_session import ROOT, SECRET, Session, chain

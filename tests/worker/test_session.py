@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from blockyard.proto.block_hash import chain, pack_tokens, root_name
-from blockyard.proto.tls import session_channels
+from blockyard.proto.naming.block_hash import chain, pack_tokens, root_name
+from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import cluster_pb2, session_pb2, session_pb2_grpc
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import (

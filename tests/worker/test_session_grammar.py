@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from blockyard.proto.block_hash import pack_tokens
+from blockyard.proto.naming.block_hash import pack_tokens
+from blockyard.proto.security.tls import listen, session_server_credentials
 from blockyard.proto.text import load_tokenizer
-from blockyard.proto.tls import listen, session_server_credentials
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import Cancel, Continuation, Hello, RejectReason, ToWorker
 from blockyard.worker.config import EngineConfig, WorkerConfig
@@ -18,11 +18,11 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.grammar.compiler import GrammarsBusy
 from blockyard.worker.grammar.grammar import GrammarError
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import StepPlan, StepTokens
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.step_plan import StepPlan, StepTokens
 from blockyard.worker.server import WorkerServer
-from blockyard.worker.session import SessionService
-from blockyard.worker.simulated import SimulatedRunner
+from blockyard.worker.session.session import SessionService
+from blockyard.worker.simulated.runner import SimulatedRunner
 
 from .test_session import SECRET, Session
 

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
-from blockyard.worker.sequence import NO_TOKEN, SamplingParams, ScheduledRow, SequenceId, StepPlan, StepTokens
-from blockyard.worker.simulated import SimulatedRunner
-from blockyard.worker.simulated_grammars import SimulatedGrammars
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.step_plan import NO_TOKEN, ScheduledRow, StepPlan, StepTokens
+from blockyard.worker.simulated.grammars import SimulatedGrammars
+from blockyard.worker.simulated.runner import SimulatedRunner
 
 from .sampling import Draw, make_row
 

@@ -18,11 +18,12 @@ from blockyard.worker.grammar import masks as masks_module
 from blockyard.worker.grammar.compiled import MAX_TIMES_SLOW, CompiledGrammar, Matcher
 from blockyard.worker.grammar.masks import Masks
 from blockyard.worker.grammar.turns import ClientQueue
-from blockyard.worker.loading import load_engine
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, SequenceId
-from blockyard.worker.simulated import SimulatedRunner
-from blockyard.worker.simulated_grammars import SimulatedGrammars
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.simulated.grammars import SimulatedGrammars
+from blockyard.worker.simulated.runner import SimulatedRunner
+from blockyard.worker.startup.loading import load_engine
 from hypothesis import given
 from hypothesis import strategies as st
 

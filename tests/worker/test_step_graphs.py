@@ -9,15 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.kernels import shared_prefix
-from blockyard.kernels.shared_prefix import MIN_SHARERS
-from blockyard.proto.block_hash import chain
+from blockyard.kernels.attention import shared_prefix
+from blockyard.kernels.attention.shared_prefix import MIN_SHARERS
+from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.runner import PendingStep, TorchRunner
-from blockyard.worker.scheduler import SchedulerConfig
-from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, StepPlan
-from blockyard.worker.step_graphs import CudaSteps, GraphSizes, RepeatedStep, StepGraph, ladder, shared_sizes
+from blockyard.worker.execution.runner import PendingStep, TorchRunner
+from blockyard.worker.execution.step_graphs import (
+    CudaSteps,
+    GraphSizes,
+    RepeatedStep,
+    StepGraph,
+    ladder,
+    shared_sizes,
+)
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.step_plan import StepPlan
 
 from .checkpoints import reference_greedy, shared_checkpoint
 from .scheduling import ROOT

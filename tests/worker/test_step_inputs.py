@@ -7,22 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from blockyard.kernels.attention_plan import PADDING_SLOT, AttentionPlan, plan_attention
-from blockyard.worker.newest_tokens import NewestTokens
-from blockyard.worker.prompt_scoring import scored_positions
-from blockyard.worker.scheduler import Scheduler
-from blockyard.worker.sequence import (
-    BlockId,
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepPlan,
-    StepTokens,
-    token_array,
-)
-from blockyard.worker.step_inputs import InputRows, StepInputs, wanted_positions
-from blockyard.worker.table_rows import FIRST_BLOCKS, FIRST_ROWS
+from blockyard.kernels.attention.plan import PADDING_SLOT, AttentionPlan, plan_attention
+from blockyard.worker.execution.newest_tokens import NewestTokens
+from blockyard.worker.execution.step_inputs import InputRows, StepInputs, wanted_positions
+from blockyard.worker.execution.table_rows import FIRST_BLOCKS, FIRST_ROWS
+from blockyard.worker.scheduling.scheduler import Scheduler
+from blockyard.worker.sequences.identifiers import BlockId, SequenceId
+from blockyard.worker.sequences.prompt_scoring import scored_positions
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan, StepTokens
 from hypothesis import given
 from hypothesis import strategies as st
 

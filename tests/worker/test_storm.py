@@ -5,10 +5,12 @@ from collections.abc import Set
 from typing import Any
 
 import pytest
-from blockyard.worker.host_memory import HostCache
-from blockyard.worker.preemption import Victim
-from blockyard.worker.sequence import HostSlot, SequenceState, StepPlan
-from blockyard.worker.step_moves import StepMoves
+from blockyard.worker.cache.host_memory import HostCache
+from blockyard.worker.execution.step_moves import StepMoves
+from blockyard.worker.scheduling.preemption import Victim
+from blockyard.worker.sequences.identifiers import HostSlot
+from blockyard.worker.sequences.sequence import SequenceState
+from blockyard.worker.sequences.step_plan import StepPlan
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

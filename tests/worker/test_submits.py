@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 import pytest
-from blockyard.proto.block_hash import chain, pack_tokens
+from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import EngineSampling, Submit
 from blockyard.worker.engine_types import Continuation, EngineRequest
-from blockyard.worker.sequence import SamplingParams
-from blockyard.worker.submits import engine_request
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.session.submits import engine_request
 
 from .scheduling import ROOT
 

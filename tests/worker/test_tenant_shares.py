@@ -4,9 +4,9 @@ import random
 from collections import Counter, OrderedDict
 
 import pytest
-from blockyard.worker.block_pool import BlockPool, BlockState, NoFreeBlocks
-from blockyard.worker.sequence import NOBODY, BlockId, TenantId
-from blockyard.worker.tenant_shares import TenantShares
+from blockyard.worker.cache.block_pool import BlockPool, BlockState, NoFreeBlocks
+from blockyard.worker.cache.tenant_shares import TenantShares
+from blockyard.worker.sequences.identifiers import NOBODY, BlockId, TenantId
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule

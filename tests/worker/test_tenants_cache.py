@@ -4,16 +4,18 @@ import random
 from typing import Any
 
 import pytest
-from blockyard.proto.block_hash import chain, root_name
+from blockyard.proto.naming.block_hash import chain, root_name
+from blockyard.worker.cache.host_memory import HostCache
+from blockyard.worker.cache.prefix_cache import CacheChanges
+from blockyard.worker.cache.tiers import AnywhereNames
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.host_memory import HostCache
-from blockyard.worker.prefix_cache import CacheChanges
-from blockyard.worker.scheduler import Scheduler, SchedulerConfig
-from blockyard.worker.sequence import BlockName, RequestId, SamplingParams, Sequence, TenantId
-from blockyard.worker.simulated import SimulatedRunner
-from blockyard.worker.tiers import AnywhereNames
+from blockyard.worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName, RequestId, TenantId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.simulated.runner import SimulatedRunner
 
 from .scheduling import make_scheduler, make_sequence, run_to_end, step
 

@@ -1,9 +1,9 @@
 """The figures that the textbooks of paged attention give, as `blockyard figures` computes them."""
 
 import pytest
-from blockyard.deploy.figures_loads import Drive, mean, mixed
-from blockyard.deploy.figures_memory import arrival_figures, fragmentation_figures, memory_figures
-from blockyard.deploy.figures_sharing import (
+from blockyard.deploy.figures.loads import Drive, mean, mixed
+from blockyard.deploy.figures.memory import arrival_figures, fragmentation_figures, memory_figures
+from blockyard.deploy.figures.sharing import (
     block_size_figures,
     copy_on_write_figures,
     mixed_samples,

@@ -6,19 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.worker.newest_tokens import NewestTokens
-from blockyard.worker.runner import TorchRunner
-from blockyard.worker.sequence import (
-    BlockId,
-    SamplingParams,
-    ScheduledRow,
-    Sequence,
-    SequenceId,
-    StepPlan,
-    token_array,
-)
-from blockyard.worker.step_inputs import StepInputs
+from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.worker.execution.newest_tokens import NewestTokens
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.execution.step_inputs import StepInputs
+from blockyard.worker.sequences.identifiers import BlockId, SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan
 
 from .checkpoints import ARCHITECTURES, make_checkpoint
 

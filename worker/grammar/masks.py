@@ -27,8 +27,10 @@ import numpy as np
 import torch
 from blockyard.worker.grammar.compiled import CompiledGrammar, Mask, Matcher
 from blockyard.worker.grammar.turns import ClientQueue
-from blockyard.worker.sequence import ScheduledRow, SequenceId, token_array
-from blockyard.worker.sequence import Sequence as EngineSequence
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sequence import Sequence as EngineSequence
+from blockyard.worker.sequences.sequence import token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow
 
 logger = logging.getLogger(__name__)
 

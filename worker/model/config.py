@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from blockyard.proto import model_files
+from blockyard.proto.naming import model_files
 from blockyard.worker.model.layer_windows import read_layer_windows
 from blockyard.worker.model.rope import (
     RopeScaling,
@@ -127,7 +127,7 @@ def _load_config(folder: Path) -> ModelConfig:
 
 
 def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """Find the local folder of a model (proto/model_files.py). Raises ValueError where there is none."""
+    """Find the local folder of a model (proto/naming/model_files.py). Raises ValueError where there is none."""
     return model_files.resolve_model(name_or_path, patterns=patterns, ignored=HUB_IGNORED_PATTERNS)
 
 

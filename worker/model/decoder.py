@@ -13,8 +13,8 @@ of the rotary table.
 from collections.abc import Sequence
 
 import torch
-from blockyard.kernels.attention_plan import AttentionPlan
-from blockyard.kernels.backend import Backend, HeadNorms
+from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.interface import Backend, HeadNorms
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import LayerWeights, Weights

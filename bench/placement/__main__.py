@@ -1,0 +1,192 @@
+"""Every placement policy on every workload, in virtual time; Dynamo's own simulator on the same arrivals.
+
+    python -m bench.placement --trace conversation.jsonl --dynamo-python /path/to/venv/bin/python
+
+About an hour on two cores; `--quick` takes three minutes. Workers are H200s with Qwen3-8B by a roofline
+(simulation/profile.py), five seeds a cell. Without `--trace` or `--dynamo-python` those parts are left out, and the
+report says so. The values of PlacementConfig come from bench/placement/sweep.py.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from blockyard.deploy.bench.workloads.mooncake import write_trace
+from blockyard.router.placement.config import PolicyName
+
+from bench.peers.dynamo import RouterMode, run_dynamo
+from bench.placement.simulation.mocker import MockerProfile
+from bench.placement.simulation.profile import HardwareProfile
+from bench.placement.simulation.simulator import Setup
+from bench.placement.simulation.study import STANDARD_LOADS, Job, Load, Table, run_jobs
+from bench.placement.text import MOCK_TAG, POLICIES, Findings, floors, text
+from bench.plots import draw
+from bench.reporting import write_report
+
+PEER_LOADS = tuple(
+    Load(workload="shared-prefix", rate=rate, seconds=100, num_workers=num_workers)
+    for num_workers in (4, 8)
+    for rate in (3, 10)
+)
+TRACE_BLOCK_TOKENS = 16
+MANY_ROUTERS = 4
+MANY_ROUTERS_TAG = f"{MANY_ROUTERS} routers"
+ROUTER_WORKLOADS = ("uniform-groups", "one-group", "agents")
+PEER_POLICIES: tuple[PolicyName, ...] = ("prefix", "dynamo")
+PEER_MODES: tuple[RouterMode, ...] = ("kv", "round_robin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    seeds: Sequence[int]
+    loads: Sequence[Load]
+    trace: Path | None
+    dynamo_python: Path | None
+    processes: int
+    has_large: bool
+    """64 workers, and a thousand for a minute of the trace."""
+
+    @property
+    def large_loads(self) -> list[Load]:
+        large = [Load(workload="shared-prefix", rate=80, seconds=10, num_workers=64)]
+        if self.trace is not None:
+            large.append(self._trace_load(speed=20, seconds=60, num_workers=1000))
+        return large if self.has_large else []
+
+    @property
+    def trace_loads(self) -> list[Load]:
+        return [] if self.trace is None else [self._trace_load(speed=4, seconds=200, num_workers=8)]
+
+    @property
+    def router_loads(self) -> list[Load]:
+        return [load for load in self.loads if load.workload in ROUTER_WORKLOADS]
+
+    def _trace_load(self, *, speed: float, seconds: float, num_workers: int) -> Load:
+        trace = str(self.trace)
+        return Load(workload="trace", rate=speed, seconds=seconds, num_workers=num_workers, trace=trace)
+
+    def jobs(self) -> list[Job]:
+        """Long ones first."""
+        jobs = [
+            Job(load=load, setup=Setup(policy=policy, seed=seed), tag=policy)
+            for load in (*self.loads, *self.trace_loads)
+            for policy in POLICIES
+            for seed in (self.seeds if not load.trace else [0])
+        ]
+        jobs += [
+            Job(load=load, setup=Setup(seed=seed, num_routers=MANY_ROUTERS), tag=MANY_ROUTERS_TAG)
+            for load in self.router_loads
+            for seed in self.seeds
+        ]
+        jobs += [
+            Job(
+                load=load,
+                setup=Setup(policy=policy, seed=seed, profile=MockerProfile()),
+                tag=MOCK_TAG.format(policy),
+            )
+            for load in (PEER_LOADS if self.dynamo_python else ())
+            for policy in PEER_POLICIES
+            for seed in self.seeds
+        ]
+        jobs += [Job(load=load, setup=Setup(), tag="prefix") for load in self.large_loads]
+        return sorted(
+            jobs, key=lambda job: -job.load.seconds * job.load.rate * (1 + job.load.num_workers / 100)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.placement")
+    parser.add_argument("--trace", type=Path, help="of Mooncake's format")
+    parser.add_argument("--dynamo-python", type=Path, help="a Python that has ai-dynamo-runtime 1.6.1")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--quick", action="store_true", help="one seed of a few seconds; writes no report")
+    options = parser.parse_args()
+    loads: tuple[Load, ...] = STANDARD_LOADS
+    if options.quick:
+        loads = tuple(replace(load, seconds=min(load.seconds, 5.0)) for load in loads)
+    study = Study(
+        seeds=range(1 if options.quick else options.seeds),
+        loads=loads,
+        trace=options.trace,
+        dynamo_python=options.dynamo_python,
+        processes=options.processes,
+        has_large=not options.quick,
+    )
+    findings = _findings(study)
+    if options.quick:
+        print(text(findings))
+        return
+    path = write_report(
+        "placement",
+        title="Placement: every policy on every workload, in virtual time",
+        text=text(findings),
+        figures={
+            "profile": HardwareProfile().as_dict(),
+            "cells": findings.table.as_dict(),
+            "dynamo_simulator": findings.peer,
+        },
+        floors=floors(findings),
+        versions={"ai-dynamo-runtime": findings.peer["version"]} if findings.peer else {},
+    )
+    draw(path)
+    print(path.read_text(encoding="utf-8"))
+
+
+def _findings(study: Study) -> Findings:
+    peer = _peer(study.dynamo_python, study.seeds) if study.dynamo_python else {}
+    table, jobs = Table(), study.jobs()
+    for done, (job, result) in enumerate(run_jobs(jobs, processes=study.processes), start=1):
+        table.add(job, result)
+        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
+    print()
+    return Findings(
+        loads=study.loads,
+        other_loads=[*study.trace_loads, *study.large_loads],
+        router_loads=study.router_loads,
+        many_routers=MANY_ROUTERS_TAG,
+        table=table,
+        peer_loads=PEER_LOADS if peer else (),
+        peer=peer,
+    )
+
+
+def _peer(python: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """Reuse by Dynamo's own simulator on the arrivals of each load and seed: as a request is first admitted, which is
+    what ours counts, and with what it finds again after a preemption, which is its headline."""
+    profile, found = MockerProfile(), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        for load in PEER_LOADS:
+            runs: dict[str, list[float]] = {mode: [] for mode in PEER_MODES}
+            counted_again: dict[str, list[float]] = {mode: [] for mode in PEER_MODES}
+            for seed in seeds:
+                trace = Path(folder) / "trace.jsonl"
+                write_trace(load.build(seed), trace, block_tokens=TRACE_BLOCK_TOKENS)
+                for mode in PEER_MODES:
+                    result = run_dynamo(
+                        trace,
+                        python=python,
+                        num_workers=load.num_workers,
+                        router_mode=mode,
+                        block_size=profile.block_size,
+                        num_gpu_blocks=profile.pool_blocks,
+                        trace_block_tokens=TRACE_BLOCK_TOKENS,
+                        speedup_ratio=profile.speedup_ratio,
+                    )
+                    runs[mode].append(result.raw["first_admission_prefix_cache_reused_ratio"])
+                    counted_again[mode].append(result.reuse)
+                    found["version"] = str(result.raw["version"])
+            found[load.label] = {
+                mode: {"mean": fmean(reuse), "runs": reuse, "with_readmissions": fmean(counted_again[mode])}
+                for mode, reuse in runs.items()
+            }
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""How long a step takes on some hardware with some model: a roofline, as one value that a file can give.
+
+    step = overhead + (max(weights / bandwidth, 2 P T / matmul) / efficiency)
+                    + KV read by decodes / (bandwidth * efficiency) + attention FLOPs of prompts / attention rate
+
+P parameters, T tokens in the step. Owns the arithmetic and the runner that spends the time in virtual time.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from blockyard.worker.sequences.step_plan import NO_TOKEN, ScheduledRow, StepPlan, StepTokens
+
+from simulation.engine_thread import StepClock
+
+BLOCK_SIZES = (16, 32, 64, 128)
+FRACTIONS = ("efficiency", "memory_utilization")
+LARGEST = 1e30
+"""No quantity, in its unit, is above it or below its inverse: products of some stay finite."""
+MAX_BLOCKS = 4_000_000
+"""Of a pool: more than any machine holds, and about what a simulated one may cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """One GPU with one model on it. The defaults: H200 and Qwen3-8B in bf16. Raises ValueError for bad values."""
+
+    name: str = "H200, Qwen3-8B"
+    parameters: float = 7.57e9
+    """That a token passes through: without the embedding table."""
+    parameter_bytes: float = 2.0
+    num_layers: int = 36
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    kv_element_bytes: float = 2.0
+    bandwidth_bytes_per_second: float = 4.3e12
+    """Of a copy, measured."""
+    matmul_flops_per_second: float = 788e12
+    """bf16, measured."""
+    attention_flops_per_second: float = 400e12
+    """Of prompts, causal."""
+    efficiency: float = 0.8
+    """What a good engine reaches of those two limits."""
+    step_overhead_seconds: float = 0.001
+    """Planning, launching, sampling."""
+    memory_bytes: float = 141e9
+    memory_utilization: float = 0.9
+    resident_bytes: float = 18e9
+    """Weights with the embedding table, and workspaces."""
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 131_072
+    mixed_step_seconds: float | None = 0.1
+    """What prompts may take of a step that also decodes. None: the token budget alone."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            _check_field(setting.name, setting.type, getattr(self, setting.name))
+        for name in FRACTIONS:
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1, not {getattr(self, name)}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}")
+        if not self.max_model_len <= self.num_blocks * self.block_size <= MAX_BLOCKS * self.block_size:
+            raise ValueError(
+                f"a pool of {self.num_blocks} blocks of {self.block_size} tokens must hold max_model_len "
+                f"{self.max_model_len} tokens and be at most {MAX_BLOCKS} blocks: it is what memory_bytes "
+                f"{self.memory_bytes:g} * memory_utilization {self.memory_utilization:g} leaves beside resident_bytes "
+                f"{self.resident_bytes:g}, at {self.kv_bytes_per_token:g} bytes a token (num_layers, num_kv_heads, "
+                "head_dim, kv_element_bytes)"
+            )
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """A JSON object of fields; the others keep their defaults. Raises ValueError, OSError."""
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path.name}: not JSON ({error})") from None
+        if not isinstance(given, dict):
+            raise ValueError(f"{path.name}: not an object")
+        if unknown := given.keys() - {setting.name for setting in fields(cls)}:
+            raise ValueError(f"{path.name}: unknown fields: {', '.join(sorted(unknown))}")
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from None
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_element_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        room = self.memory_bytes * self.memory_utilization - self.resident_bytes
+        return max(int(room / (self.kv_bytes_per_token * self.block_size)), 0)
+
+    def step_seconds(self, plan: StepPlan) -> float:
+        read_tokens = attended_pairs = 0
+        for row in plan.rows:
+            if row.num_tokens == 1:
+                read_tokens += row.end
+            else:
+                attended_pairs += row.num_tokens * (2 * row.start + row.num_tokens) // 2
+        weights = self.parameters * self.parameter_bytes / self.bandwidth_bytes_per_second
+        matmul = 2 * self.parameters * plan.num_tokens / self.matmul_flops_per_second
+        attention_flops = 4.0 * self.num_layers * self.num_heads * self.head_dim * attended_pairs
+        kv_seconds = read_tokens * self.kv_bytes_per_token / self.bandwidth_bytes_per_second
+        return (
+            self.step_overhead_seconds
+            + (max(weights, matmul) + kv_seconds) / self.efficiency
+            + attention_flops / self.attention_flops_per_second
+        )
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Of a prompt alone, as one number to compare with."""
+        pairs = tokens * tokens / 2
+        flops = 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
+        matmul = 2 * self.parameters * tokens / self.matmul_flops_per_second
+        return matmul / self.efficiency + flops / self.attention_flops_per_second
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "num_blocks": self.num_blocks}
+
+
+def _check_field(name: str, kind: object, value: Any) -> None:
+    """Names are texts, numbers are numbers above 0 of their kind: what a file holds may be anything."""
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text, not {value!r}")
+        return
+    if value is None and kind == float | None:
+        return
+    if kind is int and type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    if not 1 / LARGEST <= value <= LARGEST:
+        raise ValueError(f"{name} must be above 0 and at most {LARGEST:g}, not {value}")
+
+
+class RooflineRunner:
+    """Implements `Runner`: spends what the step takes. An output's tokens count up from its request's seed, so that the
+    next request of a conversation can repeat them without having seen them."""
+
+    def __init__(self, clock: StepClock, *, profile: HardwareProfile) -> None:
+        self._step_seconds: Callable[[StepPlan], float] = profile.step_seconds
+        self._clock = clock
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def execute(self, plan: StepPlan) -> StepTokens:
+        self._clock.spend(self._step_seconds(plan))
+        return StepTokens(tokens=[_next_token(row) if row.samples else NO_TOKEN for row in plan.rows])
+
+
+def _next_token(row: ScheduledRow) -> int:
+    sequence = row.sequence
+    return sequence.sampling.seed + row.end - sequence.prompt_length

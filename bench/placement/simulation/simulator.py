@@ -1,0 +1,311 @@
+"""One run: a workload through real routers and workers in virtual time, and its result as numbers.
+
+Owns the arrival of requests, the samples of which workers are idle beside which, and the arithmetic of the result.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import inf
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from blockyard.deploy.bench.workloads.requests import MAX_TOKEN, PlannedRequest, Workload
+from blockyard.proto.index.twin import TwinPrefixIndex
+from blockyard.proto.naming.block_hash import chain
+from blockyard.proto.v1.session_pb2 import EngineSampling
+from blockyard.router.cluster.view import usable_cached_tokens
+from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.relay import Progress
+from blockyard.router.placement.config import PlacementConfig, PolicyName
+from blockyard.worker.config import EngineConfig, WorkerConfig
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+
+from bench.placement.simulation.profile import HardwareProfile, RooflineRunner
+from bench.reporting import percentile
+from simulation.calls import Connections
+from simulation.index_access import IndexServer
+from simulation.network import Network
+from simulation.router_process import Call, RouterProcess, RouterSetup
+from simulation.virtual_time import START_SECONDS, VirtualLoop, bury
+from simulation.worker_process import WorkerProcess, WorkerSetup
+
+NETWORK_SECONDS = 0.0005
+"""One way between a router and a worker."""
+INDEX_SECONDS = 0.0005
+"""One way between a router or a worker and the index."""
+FIRST_ARRIVAL_SECONDS = 1.0
+"""Every router knows every worker by then. Results count time from here."""
+DEADLINE_SECONDS = 86_400.0
+"""No request is refused or cut short for being late."""
+SAMPLE_SECONDS = 0.1
+SAMPLES_A_WINDOW = 10
+"""One worker crowded and another idle for a whole second is what placement must not let happen."""
+CROWDED_SEQUENCES = 8
+"""Or any that wait."""
+ROOT = bytes(16)
+"""Begins the names of prompts in `ideal_reuse`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A cluster and how it places."""
+
+    policy: PolicyName = "prefix"
+    num_workers: int = 8
+    num_routers: int = 1
+    seed: int = 0
+    profile: HardwareProfile = field(default_factory=HardwareProfile)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Times in seconds, rates in tokens a second."""
+
+    num_requests: int
+    prompt_tokens: int
+    reuse: float
+    """Share of prompt tokens that came from a cache."""
+    ideal_reuse: float
+    """The same with one endless cache that knows everything at once."""
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    token_gap_mean: float
+    """Between two tokens of a request, averaged over requests."""
+    latency_p50: float
+    latency_p99: float
+    makespan: float
+    output_rate: float
+    largest_share: float
+    """Of the requests, on the worker that had most."""
+    busy_max: float
+    """Share of the makespan in which the busiest worker computed."""
+    busy_min: float
+    idle_beside_crowded: float
+    """Share of the seconds, until the last request came, in which one worker was crowded all along while another had
+    nothing at all to do."""
+    num_refusals: int
+    num_preemptions: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Implements `Client`. Times are seconds since the start; the router has the first token by then."""
+
+    request: PlannedRequest
+    arrived: float
+    on_end: Callable[["Record"], None]
+    worker: str = ""
+    first_token: float = inf
+    ended: float = inf
+    cached_tokens: int = 0
+    outcome: str = ""
+
+    def take(self, chunk: TokenChunk, progress: Progress, now: float) -> bool:
+        self.first_token = min(self.first_token, now)
+        self.worker, self.cached_tokens = progress.worker_id, progress.cached_tokens or 0
+        return False
+
+    def end(self, outcome: str, now: float) -> None:
+        self.outcome, self.ended = outcome, now
+        self.on_end(self)
+
+
+class Simulation:
+    """Built for one run."""
+
+    def __init__(self, workload: Workload, setup: Setup) -> None:
+        self._setup = setup
+        self._records: list[Record] = []
+        self._requests = workload.requests
+        self._followers = {
+            request.follows: request for request in workload.requests if request.follows is not None
+        }
+        self._num_open = len(workload.requests)
+        self._windows: list[bool] = []
+        self._samples: list[tuple[set[str], set[str]]] = []
+        self._loop = VirtualLoop()
+        self._over = self._loop.create_future()
+        self._network = Network(self._loop, Random(f"network {setup.seed}"), latency_seconds=NETWORK_SECONDS)
+        connections = Connections(self._network)
+        index = IndexServer(TwinPrefixIndex(self._loop.time), self._network, latency_seconds=INDEX_SECONDS)
+        workers, routers = _worker_setup(setup.profile), _router_setup(setup)
+        self._workers = [
+            WorkerProcess(
+                f"worker-{number}", 1, f"worker-{number}:1", workers, self._loop, connections, index,
+                Random(f"worker {number} {setup.seed}"),
+            )
+            for number in range(setup.num_workers)
+        ]  # fmt: skip
+        self._routers = [
+            RouterProcess(f"router-{number}", routers, self._loop, connections, index, seed)
+            for number in range(setup.num_routers)
+            for seed in [Random(f"router {number} {setup.seed}").randrange(2**30)]
+        ]
+        self._deal = Random(f"clients {setup.seed}")
+
+    def run(self) -> Result:
+        try:
+            self._loop.run_until_complete(self._run())
+        finally:
+            bury(self._loop, [part.process for part in (*self._workers, *self._routers)])
+        return self._result()
+
+    async def _run(self) -> None:
+        for worker in self._workers:
+            worker.start()
+        for router in self._routers:
+            router.start([worker.address for worker in self._workers])
+        await asyncio.sleep(FIRST_ARRIVAL_SECONDS)
+        for router in self._routers:
+            assert len(router.fleet.view.ready()) == len(self._workers), "a router misses a worker"
+        for request in self._requests:
+            if request.follows is None:
+                self._arrive_after(request.arrival_seconds, request)
+        self._network.later(SAMPLE_SECONDS, self._sample)
+        await self._over
+
+    def _arrive_after(self, seconds: float, request: PlannedRequest) -> None:
+        self._network.later(seconds, partial(self._arrive, request))
+
+    def _arrive(self, request: PlannedRequest) -> None:
+        record = Record(request=request, arrived=self._loop.time() - START_SECONDS, on_end=self._ended)
+        self._records.append(record)
+        self._deal.choice(self._routers).accept(_call(request), record)
+
+    def _ended(self, record: Record) -> None:
+        if record.outcome != "finished":
+            self._over.set_exception(
+                RuntimeError(f"request {record.request.number} ended as {record.outcome}")
+            )
+            return
+        self._num_open -= 1
+        if not self._num_open:
+            self._over.set_result(None)
+        follower = self._followers.get(record.request.number)
+        if follower is not None:
+            self._arrive_after(follower.arrival_seconds, follower)
+
+    def _sample(self) -> None:
+        crowded = {worker.address for worker in self._workers if _is_crowded(worker)}
+        idle = {worker.address for worker in self._workers if not worker.engine.has_work}
+        self._samples.append((crowded, idle))
+        if len(self._samples) == SAMPLES_A_WINDOW:
+            always_crowded = set.intersection(*(sample[0] for sample in self._samples))
+            always_idle = set.intersection(*(sample[1] for sample in self._samples))
+            self._windows.append(bool(always_crowded and always_idle))
+            self._samples.clear()
+        # Nothing can be placed on an idle worker once the last request has come.
+        if len(self._records) < len(self._requests):
+            self._network.later(SAMPLE_SECONDS, self._sample)
+
+    def _result(self) -> Result:
+        records = self._records
+        firsts = [record.first_token - record.arrived for record in records]
+        latencies = [record.ended - record.arrived for record in records]
+        gaps = [
+            (latency - first) / (record.request.output.length - 1)
+            for record, first, latency in zip(records, firsts, latencies, strict=True)
+            if record.request.output.length > 1
+        ]
+        prompt_tokens = sum(record.request.prompt_tokens for record in records)
+        makespan = max(record.ended for record in records) - FIRST_ARRIVAL_SECONDS
+        busy = [worker.busy_seconds / makespan for worker in self._workers]
+        return Result(
+            num_requests=len(records),
+            prompt_tokens=prompt_tokens,
+            reuse=sum(record.cached_tokens for record in records) / prompt_tokens,
+            ideal_reuse=ideal_reuse([r.request for r in records], self._setup.profile.block_size),
+            ttft_mean=fmean(firsts),
+            ttft_p50=percentile(firsts, 0.5),
+            ttft_p90=percentile(firsts, 0.9),
+            ttft_p99=percentile(firsts, 0.99),
+            token_gap_mean=fmean(gaps) if gaps else 0.0,
+            latency_p50=percentile(latencies, 0.5),
+            latency_p99=percentile(latencies, 0.99),
+            makespan=makespan,
+            output_rate=sum(record.request.output.length for record in records) / makespan,
+            largest_share=max(Counter(record.worker for record in records).values()) / len(records),
+            busy_max=max(busy),
+            busy_min=min(busy),
+            idle_beside_crowded=fmean(self._windows) if self._windows else 0.0,
+            num_refusals=sum(router.placer.num_refusals for router in self._routers),
+            num_preemptions=sum(worker.engine.scheduler.num_preemptions for worker in self._workers),
+        )
+
+
+def simulate(workload: Workload, setup: Setup) -> Result:
+    """Raises ValueError for a workload without requests."""
+    if not workload.requests:
+        raise ValueError(f"workload {workload.name} has no requests")
+    return Simulation(workload, setup).run()
+
+
+def ideal_reuse(requests: Sequence[PlannedRequest], block_size: int) -> float:
+    """Of prompts in this order, if whatever came before were cached for everybody at once: prompts and outputs."""
+    known: set[bytes] = set()
+    cached_tokens = prompt_tokens = 0
+    for request in requests:
+        token_ids = request.token_ids()
+        names = chain(ROOT, token_ids, block_size)
+        depth = next((at for at, name in enumerate(names) if name not in known), len(names))
+        cached_tokens += usable_cached_tokens(depth, len(token_ids), block_size)
+        prompt_tokens += len(token_ids)
+        output = range(request.output.base, request.output.base + request.output.length)
+        known.update(names)
+        known.update(
+            chain(
+                names[-1] if names else ROOT,
+                [*token_ids[len(names) * block_size :], *output][:-1],
+                block_size,
+            )
+        )
+    return cached_tokens / prompt_tokens
+
+
+def _worker_setup(profile: HardwareProfile) -> WorkerSetup[RooflineRunner]:
+    return WorkerSetup(
+        scheduler=SchedulerConfig(
+            block_size=profile.block_size,
+            max_num_seqs=profile.max_num_seqs,
+            max_num_batched_tokens=profile.max_num_batched_tokens,
+            max_model_len=profile.max_model_len,
+        ),
+        num_blocks=profile.num_blocks,
+        make_runner=partial(RooflineRunner, profile=profile),
+        vocab_size=MAX_TOKEN,
+        max_waiting=WorkerConfig(engine=EngineConfig(model="none")).max_waiting,
+        mixed_step_seconds=profile.mixed_step_seconds,
+        measures_rates=True,
+    )
+
+
+def _router_setup(setup: Setup) -> RouterSetup:
+    """Admits every request: placement is what is measured."""
+    return RouterSetup(policy=setup.policy, placement=setup.placement, max_requests=2**31, max_tokens=2**62)
+
+
+def _call(request: PlannedRequest) -> Call:
+    return Call(
+        request_id=f"request-{request.number}",
+        prompt=request.token_ids(),
+        sampling=EngineSampling(
+            top_p=1.0, length_penalty=1.0, max_tokens=request.output.length, seed=request.output.base
+        ),
+        deadline_seconds=DEADLINE_SECONDS,
+        session_id=request.session,
+    )
+
+
+def _is_crowded(worker: WorkerProcess[RooflineRunner]) -> bool:
+    scheduler = worker.engine.scheduler
+    return bool(scheduler.waiting) or len(scheduler.running) >= CROWDED_SEQUENCES

@@ -1,0 +1,101 @@
+"""Many runs at once: a job for each workload, policy and seed, over the machine's cores.
+
+Owns the loads of the study: each workload with the rates and sizes it is run at. Does not own what is made of the
+results (bench/placement/__main__.py, bench/placement/sweep.py).
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from blockyard.deploy.bench.workloads.mooncake import read_trace
+from blockyard.deploy.bench.workloads.requests import Workload
+
+from bench.placement.simulation.simulator import Result, Setup, simulate
+from bench.placement.simulation.workloads import GENERATORS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A workload and the cluster that it meets. `trace` is a path; then `rate` is how many times as fast it plays."""
+
+    workload: str
+    rate: float
+    seconds: float
+    num_workers: int = 8
+    trace: str = ""
+
+    @property
+    def label(self) -> str:
+        unit = "x" if self.trace else "/s"
+        return f"{self.workload} {self.rate:g}{unit} on {self.num_workers}"
+
+    def build(self, seed: int) -> Workload:
+        if self.trace:
+            return read_trace(Path(self.trace), seconds=self.seconds, speed=self.rate)
+        return GENERATORS[self.workload](self.rate, self.seconds, seed)
+
+
+STANDARD_LOADS = (
+    Load(workload="shared-prefix", rate=3, seconds=100),
+    Load(workload="shared-prefix", rate=10, seconds=30),
+    Load(workload="shared-prefix", rate=30, seconds=15),
+    Load(workload="shared-prefix", rate=60, seconds=8),
+    Load(workload="multi-turn", rate=4, seconds=25),
+    Load(workload="agents", rate=1.5, seconds=25),
+    Load(workload="nothing-shared", rate=30, seconds=15),
+    Load(workload="one-group", rate=40, seconds=15),
+    Load(workload="long-prompts", rate=6, seconds=30),
+    Load(workload="uniform-groups", rate=20, seconds=25, num_workers=4),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    load: Load
+    setup: Setup
+    tag: str = ""
+    """What tells this job from others of the same load, for whoever asked."""
+
+    def run(self) -> Result:
+        return simulate(
+            self.load.build(self.setup.seed), replace(self.setup, num_workers=self.load.num_workers)
+        )
+
+
+@dataclass(slots=True)
+class Table:
+    """Results by load and tag, one for each seed."""
+
+    cells: dict[tuple[str, str], list[Result]] = field(default_factory=dict)
+
+    def add(self, job: Job, result: Result) -> None:
+        self.cells.setdefault((job.load.label, job.tag), []).append(result)
+
+    def mean(self, load: str, tag: str, figure: str) -> float:
+        return fmean(self.values(load, tag, figure))
+
+    def values(self, load: str, tag: str, figure: str) -> list[float]:
+        return [float(getattr(result, figure)) for result in self.cells[load, tag]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            f"{load} | {tag}": {
+                figure: {"mean": fmean(found), "least": min(found), "most": max(found)}
+                for figure in results[0].as_dict()
+                for found in [[float(getattr(result, figure)) for result in results]]
+            }
+            for (load, tag), results in sorted(self.cells.items())
+        }
+
+
+def run_jobs(jobs: Iterable[Job], *, processes: int) -> Iterator[tuple[Job, Result]]:
+    """In the order in which they end."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(job.run): job for job in jobs}
+        for future in as_completed(running):
+            yield running[future], future.result()

@@ -1,0 +1,146 @@
+"""The simulation's workloads by name, and their sizes. What a request is made of is in blockyard.deploy.bench."""
+
+from collections.abc import Callable
+from random import Random
+
+from blockyard.deploy.bench.workloads.conversations import Conversation, conversations
+from blockyard.deploy.bench.workloads.requests import PlannedRequest, Run, Tokens, Workload, poisson
+
+
+def shared_prefix(
+    rate: float,
+    seconds: float,
+    seed: int,
+    *,
+    groups: int = 150,
+    users: int = 5,
+    system_tokens: int = 6000,
+    question_tokens: int = 1200,
+    output_tokens: int = 1000,
+) -> Workload:
+    """Each request is some user's question, always the same one, on the system prompt of his group."""
+    chance, tokens = Random(f"shared prefix {seed}"), Tokens()
+    systems = [tokens.run(system_tokens) for _ in range(groups)]
+    questions = [[tokens.run(question_tokens) for _ in range(users)] for _ in range(groups)]
+    requests = []
+    for number, arrival in enumerate(poisson(rate, seconds, chance)):
+        group, user = chance.randrange(groups), chance.randrange(users)
+        requests.append(
+            PlannedRequest(
+                number=number,
+                arrival_seconds=arrival,
+                prompt=(systems[group], questions[group][user]),
+                output=tokens.run(output_tokens),
+                session=f"{group}.{user}",
+            )
+        )
+    about = f"{groups} groups x {users} users, {system_tokens} + {question_tokens} in, {output_tokens} out, {rate:g}/s"
+    return Workload(name="shared-prefix", about=about, requests=tuple(requests))
+
+
+CHATS = Conversation(
+    num_systems=20,
+    system_tokens=1000,
+    num_turns=(2, 10),
+    first_tokens=(50, 800),
+    turn_tokens=(20, 400),
+    output_tokens=(100, 500),
+    pause_seconds=8.0,
+)
+AGENTS = Conversation(
+    num_systems=4,
+    system_tokens=5000,
+    num_turns=(10, 30),
+    first_tokens=(200, 2000),
+    turn_tokens=(200, 3000),
+    output_tokens=(30, 200),
+    pause_seconds=1.0,
+)
+
+
+def _conversations(kind: Conversation, rate: float, seconds: float, seed: int) -> tuple[PlannedRequest, ...]:
+    """`rate` is of new conversations."""
+    chance = Random(f"conversations {seed}")
+    return conversations(kind, poisson(rate, seconds, chance), chance)
+
+
+def multi_turn(rate: float, seconds: float, seed: int) -> Workload:
+    requests = _conversations(CHATS, rate, seconds, seed)
+    return Workload(
+        name="multi-turn", about=f"chats of 2-10 turns, {rate:g} new ones a second", requests=requests
+    )
+
+
+def agents(rate: float, seconds: float, seed: int) -> Workload:
+    requests = _conversations(AGENTS, rate, seconds, seed)
+    return Workload(
+        name="agents", about=f"agents of 10-30 calls, {rate:g} new ones a second", requests=requests
+    )
+
+
+def independent(
+    name: str,
+    about: str,
+    rate: float,
+    seconds: float,
+    seed: int,
+    *,
+    systems: tuple[Run, ...] = (),
+    prompt_tokens: tuple[int, int],
+    output_tokens: tuple[int, int],
+) -> Workload:
+    """Requests that come by chance, each on one of `systems` or on nothing shared."""
+    chance, tokens = Random(f"{name} {seed}"), Tokens()
+    first = [tokens.run(system.length) for system in systems]
+    requests = []
+    for number, arrival in enumerate(poisson(rate, seconds, chance)):
+        shared = (chance.choice(first),) if first else ()
+        requests.append(
+            PlannedRequest(
+                number=number,
+                arrival_seconds=arrival,
+                prompt=(*shared, tokens.run(chance.randint(*prompt_tokens))),
+                output=tokens.run(chance.randint(*output_tokens)),
+            )
+        )
+    return Workload(name=name, about=f"{about}, {rate:g}/s", requests=tuple(requests))
+
+
+def nothing_shared(rate: float, seconds: float, seed: int) -> Workload:
+    return independent(
+        "nothing-shared", "2,000-8,000 in, 50-500 out, no prefix in common", rate, seconds, seed,
+        prompt_tokens=(2000, 8000), output_tokens=(50, 500),
+    )  # fmt: skip
+
+
+def one_group(rate: float, seconds: float, seed: int) -> Workload:
+    return independent(
+        "one-group", "one system prompt of 6,000, 200 in, 100-500 out", rate, seconds, seed,
+        systems=(Run(0, 6000),), prompt_tokens=(200, 200), output_tokens=(100, 500),
+    )  # fmt: skip
+
+
+def long_prompts(rate: float, seconds: float, seed: int) -> Workload:
+    return independent(
+        "long-prompts", "32,000 in, 1 out, no prefix in common", rate, seconds, seed,
+        prompt_tokens=(32_000, 32_000), output_tokens=(1, 1),
+    )  # fmt: skip
+
+
+def uniform_groups(rate: float, seconds: float, seed: int) -> Workload:
+    return independent(
+        "uniform-groups", "20 groups, system prompts of 2,000, 200 in, 100-300 out", rate, seconds, seed,
+        systems=(Run(0, 2000),) * 20, prompt_tokens=(200, 200), output_tokens=(100, 300),
+    )  # fmt: skip
+
+
+GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
+    "shared-prefix": shared_prefix,
+    "multi-turn": multi_turn,
+    "agents": agents,
+    "nothing-shared": nothing_shared,
+    "one-group": one_group,
+    "long-prompts": long_prompts,
+    "uniform-groups": uniform_groups,
+}
+"""By name: rate a second, seconds, seed."""

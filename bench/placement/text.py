@@ -1,0 +1,163 @@
+"""The words and tables of the placement report, and what it must hold. Does not own what is run (__main__.py)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any, Literal, get_args
+
+from blockyard.router.placement.config import PolicyName
+
+from bench.placement.simulation.profile import HardwareProfile
+from bench.placement.simulation.study import Load, Table
+from bench.reporting import Floor
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+SHOWN = {
+    "reuse": ("reuse", 1, "{:.3f}"),
+    "ttft_mean": ("TTFT mean, ms", 1000, "{:.0f}"),
+    "ttft_p99": ("TTFT p99, ms", 1000, "{:.0f}"),
+    "token_gap_mean": ("token gap, ms", 1000, "{:.1f}"),
+    "latency_p50": ("latency p50, s", 1, "{:.2f}"),
+    "largest_share": ("largest share", 1, "{:.3f}"),
+    "idle_beside_crowded": ("idle beside crowded", 1, "{:.3f}"),
+}
+"""Figure: its heading, factor and form."""
+MOCK_TAG = "mock engine, {}"
+"""Of runs with the engine that Dynamo's simulator assumes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What was run and what came of it."""
+
+    loads: Sequence[Load]
+    other_loads: Sequence[Load]
+    """A trace, and large clusters."""
+    router_loads: Sequence[Load]
+    many_routers: str
+    """The tag of runs with several routers."""
+    table: Table
+    peer_loads: Sequence[Load]
+    peer: dict[str, Any]
+    """Reuse by Dynamo's own simulator, by load's label; empty where it was not run."""
+
+
+def floors(findings: Findings) -> list[Floor]:
+    table = findings.table
+    found = []
+    for load in findings.peer_loads:
+        ours = table.mean(load.label, MOCK_TAG.format("prefix"), "reuse")
+        theirs = findings.peer[load.label]["kv"]["mean"]
+        found.append(_floor(f"reuse beside Dynamo's simulator, {load.label}", ours / theirs, 1.0, "higher"))
+    for load in findings.loads:
+        ratio = _ratio(table, load, "dynamo", "ttft_mean")
+        found.append(_floor(f"mean TTFT beside Dynamo's cost function, {load.label}", ratio, 1.0, "lower"))
+    for load in findings.loads:
+        if load.workload in ("nothing-shared", "long-prompts"):
+            for figure in ("ttft_mean", "latency_p50"):
+                ratio = _ratio(table, load, "least_loaded", figure)
+                found.append(_floor(f"{figure} beside least_loaded, {load.label}", ratio, 1.02, "lower"))
+    uniform = next(load.label for load in findings.loads if load.workload == "uniform-groups")
+    share = table.mean(uniform, "prefix", "largest_share")
+    ideal = table.mean(uniform, "prefix", "reuse") / table.mean(uniform, "prefix", "ideal_reuse")
+    idle = max(table.mean(load.label, "prefix", "idle_beside_crowded") for load in findings.loads)
+    return [
+        *found,
+        _floor(f"largest share of a worker, {uniform}", share, 0.30, "lower"),
+        _floor(f"reuse over the ideal, {uniform}", ideal, 0.95, "higher"),
+        _floor("share of seconds with one worker idle beside a crowded one, worst load", idle, 0.0, "lower"),
+    ]
+
+
+def text(findings: Findings) -> str:
+    profile, table = HardwareProfile(), findings.table
+    parts = [
+        "Virtual time, so other load on the machine changes nothing. Each worker: "
+        f"{profile.name}, by a roofline, {profile.num_blocks:,} blocks of {profile.block_size}; real routers "
+        "and workers, from the placer to the engine, on the index's twin. Means over the seeds (one run where it "
+        "says so). `dynamo` is Dynamo's published cost function in our placer. "
+        "Times are of simulated GPUs: their order and ratios are what counts.",
+        f"![reuse and time to first token]({date.today().isoformat()}-placement.png)",
+        *(_policy_table(load, table) for load in findings.loads),
+        _router_table(findings),
+        _peer_table(findings) if findings.peer else "Dynamo's own simulator was not run (`--dynamo-python`).",
+        *(_policy_table(load, table) for load in findings.other_loads),
+    ]
+    if not any(load.trace for load in findings.other_loads):
+        parts.append("No production trace was given (`--trace`).")
+    return "\n\n".join(parts)
+
+
+def _policy_table(load: Load, table: Table) -> str:
+    tags = sorted((tag for label, tag in table.cells if label == load.label and tag in POLICIES), key=_order)
+    runs = table.cells[load.label, tags[0]]
+    seeds = "1 run" if len(runs) == 1 else f"{len(runs)} seeds"
+    return "\n".join(
+        [
+            f"## {load.label} workers",
+            "",
+            f"{seeds}, {runs[0].num_requests} requests in the first, ideal reuse "
+            f"{table.mean(load.label, tags[0], 'ideal_reuse'):.3f}.",
+            "",
+            *_heading("policy"),
+            *(f"| {tag} | {_cells(load.label, tag, table)} |" for tag in tags),
+        ]
+    )
+
+
+def _order(tag: str) -> int:
+    return [str(policy) for policy in POLICIES].index(tag)
+
+
+def _heading(*first: str) -> Iterable[str]:
+    headings = [*first, *(heading for heading, _, _ in SHOWN.values())]
+    return ("| " + " | ".join(headings) + " |", "|---" * len(headings) + "|")
+
+
+def _cells(load: str, tag: str, table: Table) -> str:
+    return " | ".join(
+        form.format(factor * table.mean(load, tag, figure)) for figure, (_, factor, form) in SHOWN.items()
+    )
+
+
+def _router_table(findings: Findings) -> str:
+    rows = [
+        f"| {load.label} | {name} | {_cells(load.label, tag, findings.table)} |"
+        for load in findings.router_loads
+        for name, tag in (("1 router", "prefix"), (findings.many_routers, findings.many_routers))
+    ]
+    title = "## Several routers that share nothing but the index and the workers' reports"
+    return "\n".join([title, "", *_heading("load", "routers"), *rows])
+
+
+def _peer_table(findings: Findings) -> str:
+    lines = [
+        "## Beside Dynamo's own simulator, on the same arrivals",
+        "",
+        f"ai-dynamo-runtime {findings.peer['version']}, workers of 25,000 blocks of 16, speedup_ratio 0.5; ours have "
+        "the step times that it assumes (simulation/mocker.py). At 10/s on 4 both are past the knee: they "
+        "wait for tens of seconds. Reuse when a request is first admitted, which is what ours counts:",
+        "",
+        "| load | its kv router | counting re-admissions too | its round robin | our prefix | our dynamo | "
+        "ideal |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for load in findings.peer_loads:
+        theirs = findings.peer[load.label]
+        ours = [
+            findings.table.mean(load.label, MOCK_TAG.format(policy), "reuse")
+            for policy in ("prefix", "dynamo")
+        ]
+        ideal = findings.table.mean(load.label, MOCK_TAG.format("prefix"), "ideal_reuse")
+        peer = [theirs["kv"]["mean"], theirs["kv"]["with_readmissions"], theirs["round_robin"]["mean"]]
+        cells = [*peer, *ours, ideal]
+        lines.append(f"| {load.label} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _ratio(table: Table, load: Load, policy: str, figure: str) -> float:
+    return table.mean(load.label, "prefix", figure) / table.mean(load.label, policy, figure)
+
+
+def _floor(name: str, value: float, floor: float, better: Literal["higher", "lower"]) -> Floor:
+    return Floor(name=name, value=value, floor=floor, better=better)

@@ -1,0 +1,4 @@
+"""Loads for `blockyard bench`: which requests are sent, when, and with which prefixes. Pure.
+
+Does not own sending them (../traffic.py).
+"""

@@ -1,0 +1,191 @@
+"""`blockyard token`: makes, shows, replaces and takes out the tokens of an auth file, which routers read again by
+themselves.
+
+Owns the file as an operator changes it: one writer at a time, all or nothing, never for others to read. Does not own
+what an entry means (router/admission/token_entries.py).
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from blockyard.deploy.settings.options import output_option
+from blockyard.router.admission.auth import Role
+from blockyard.router.admission.rate_limits import RateLimit
+from blockyard.router.admission.token_entries import (
+    Document,
+    Entry,
+    new_token,
+    parse_document,
+    parse_time,
+    parse_tokens,
+    revoked,
+    rotated,
+)
+from blockyard.router.admission.token_file import TokenFile
+
+_AUTH_FILE = click.Path(dir_okay=False, path_type=Path)
+_PER_MINUTE = click.IntRange(min=1)
+_COLUMNS = ("name", "role", "tenant", "requests_per_minute", "tokens_per_minute", "expires")
+
+auth_file_option = click.option("--auth-file", type=_AUTH_FILE, required=True, help="The file of tokens.")
+name_option = click.option("--name", required=True, help="Whose tokens.")
+
+
+@click.group()
+def token() -> None:
+    """The tokens that clients show."""
+
+
+@token.command()
+@click.option("--name", required=True, help="Whose it is; the audit log has it.")
+@click.option("--role", type=click.Choice([role.value for role in Role]), required=True)
+@click.option("--tenant", help="Whose requests and prefixes are his. Default: of a tenant of his own name.")
+@click.option(
+    "--requests-per-minute",
+    type=_PER_MINUTE,
+    help="At each router. One of several prompts counts as so many.",
+)
+@click.option("--tokens-per-minute", type=_PER_MINUTE, help="At each router: of prompts, and generated ones.")
+@click.option("--expires", help="From when it is refused: a time in UTC, such as 2026-12-31T00:00:00Z.")
+@click.option(
+    "--auth-file",
+    type=_AUTH_FILE,
+    help="Add the entry to this file, made if missing; routers take it within seconds.",
+)
+@output_option
+def new(
+    name: str,
+    role: str,
+    tenant: str | None,
+    requests_per_minute: int | None,
+    tokens_per_minute: int | None,
+    expires: str | None,
+    auth_file: Path | None,
+    output: str,
+) -> None:
+    """Draw a token and print it, this once, on stdout."""
+    limit = RateLimit(requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute)
+    ends = None if expires is None else parse_time(expires, "--expires")
+    if ends is not None and ends <= datetime.now(UTC):
+        raise ValueError(f"--expires must be in the future, not {expires}")
+    drawn, entry = new_token(name, role, tenant, limit=limit, expires=ends)
+    if auth_file is not None:
+        append_entry(auth_file, entry)
+    told = (
+        f"entry for the auth file: {json.dumps(entry)}"
+        if auth_file is None
+        else f"{auth_file} has {name!r} now"
+    )
+    _show(drawn, entry, told, output)
+
+
+@token.command("list")
+@auth_file_option
+@output_option
+def list_tokens(auth_file: Path, output: str) -> None:
+    """Show whose tokens a file has, and the limits of tenants; no token is in it."""
+    TokenFile(auth_file)
+    document = parse_document(auth_file.read_text("utf-8"))
+    shown = [{column: entry.get(column) for column in _COLUMNS} for entry in document.entries]
+    if output == "json":
+        click.echo(json.dumps({"tokens": shown, "tenants": document.tenants}, indent=2))
+        return
+    for entry in shown:
+        click.echo("  ".join(f"{column}={value}" for column, value in entry.items() if value is not None))
+    for tenant, limits in document.tenants.items():
+        click.echo(
+            "  ".join([f"limits of tenant {tenant}:", *(f"{key}={value}" for key, value in limits.items())])
+        )
+
+
+@token.command()
+@name_option
+@auth_file_option
+@click.option(
+    "--overlap-seconds",
+    type=click.FloatRange(min=0),
+    default=86_400.0,
+    show_default=True,
+    help="For so long earlier tokens of the name are still good.",
+)
+@output_option
+def rotate(name: str, auth_file: Path, overlap_seconds: float, output: str) -> None:
+    """Draw another token for a name and print it, this once; earlier ones of the name end after the overlap."""
+    drawn = ""
+    entries: list[Entry] = []
+
+    def change(document: Document) -> Document:
+        nonlocal drawn, entries
+        now = datetime.now(UTC)
+        drawn, entries = rotated(document.entries, name, overlap_seconds=overlap_seconds, now=now)
+        return replace(document, entries=entries)
+
+    change_file(auth_file, change)
+    _show(drawn, entries[-1], f"{auth_file} has another token of {name!r} now", output)
+
+
+@token.command()
+@name_option
+@auth_file_option
+@output_option
+def revoke(name: str, auth_file: Path, output: str) -> None:
+    """Take all tokens of a name out; routers refuse them within seconds. What runs goes on to its end or deadline."""
+    change_file(auth_file, lambda document: replace(document, entries=revoked(document.entries, name)))
+    if output == "json":
+        click.echo(json.dumps({"revoked": name}, indent=2))
+        return
+    click.echo(f"{auth_file} has no token of {name!r} any more", err=True)
+
+
+def _show(drawn: str, entry: Entry, told: str, output: str) -> None:
+    if output == "json":
+        click.echo(json.dumps({"token": drawn, "entry": entry}, indent=2))
+        return
+    click.echo(told, err=True)
+    click.echo(drawn)
+
+
+def append_entry(path: Path, entry: dict[str, Any]) -> None:
+    """As change_file does; the file is made if it is missing."""
+    change_file(path, lambda document: replace(document, entries=[*document.entries, entry]), makes_file=True)
+
+
+def change_file(path: Path, change: Callable[[Document], Document], *, makes_file: bool = False) -> None:
+    """All or nothing, one writer at a time, read by those who could read it before. Raises ValueError where the file
+    is or would be bad."""
+    with _locked(path.parent):
+        document, before = Document(), None
+        if path.exists() or not makes_file:
+            TokenFile(path)
+            document, before = parse_document(path.read_text("utf-8")), path.stat()
+        text = change(document).text()
+        parse_tokens(text)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.unlink(missing_ok=True)  # of one that was killed
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            if before is not None:
+                os.fchown(descriptor, -1, before.st_gid)
+                os.fchmod(descriptor, before.st_mode & 0o777)
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        partial.replace(path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

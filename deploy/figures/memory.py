@@ -1,0 +1,337 @@
+"""Figures of memory: what paging wins over one run of memory for each sequence.
+
+Owns a small honest simulation of an engine that reserves contiguous memory, first fit, since this repository has no
+such engine; everything paged is the real scheduler and pool. Both take the same requests, in order of arrival, and give
+each running one a token a step.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from blockyard.deploy.figures.loads import BLOCK_SIZE, Drive, Request, Sample, mean, mixed, share
+from blockyard.worker.sequences.identifiers import BlockId
+
+MAX_LENGTH = 2048
+
+
+class ContiguousMemory:
+    """Token slots 0 .. size - 1, given away in single pieces: the first free one that is long enough."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = [(0, size)]
+        """(start, length), in order, no two adjacent."""
+
+    @property
+    def total_free(self) -> int:
+        return sum(length for _, length in self._free)
+
+    @property
+    def largest_free(self) -> int:
+        return max((length for _, length in self._free), default=0)
+
+    def reserve(self, count: int) -> int | None:
+        """Where the piece starts; None, and nothing is done, where no free piece is long enough."""
+        for index, (start, length) in enumerate(self._free):
+            if length >= count:
+                self._free[index : index + 1] = [(start + count, length - count)] if length > count else []
+                return start
+        return None
+
+    def release(self, start: int, count: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for piece in sorted([*self._free, (start, count)]):
+            if merged and sum(merged[-1]) == piece[0]:
+                merged[-1] = (merged[-1][0], merged[-1][1] + piece[1])
+            else:
+                merged.append(piece)
+        self._free = merged
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tenant:
+    request: Request
+    start: int
+    reserved: int
+    num_tokens: int
+
+
+class ContiguousEngine:
+    """Continuous batching over contiguous memory; `reserve` says how many slots a request is given."""
+
+    def __init__(self, requests: Iterable[Request], memory: int, reserve: Callable[[Request], int]) -> None:
+        self.memory = ContiguousMemory(memory)
+        self.running: list[_Tenant] = []
+        self._coming = list(requests)
+        self._reserve = reserve
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._coming or self.running)
+
+    @property
+    def waiting(self) -> list[Request]:
+        return [request for request in self._coming if request.arrival <= self._step]
+
+    @property
+    def is_blocked_by_pieces(self) -> bool:
+        """Whether the first that waits would fit what is free, were it in one piece."""
+        waiting = self.waiting
+        return bool(waiting) and self._reserve(waiting[0]) <= self.memory.total_free
+
+    def begin_step(self) -> Sample:
+        """Admits in order of arrival; what the step holds while it runs."""
+        while self._coming and self._coming[0].arrival <= self._step:
+            reserved = self._reserve(self._coming[0])
+            start = self.memory.reserve(reserved)
+            if start is None:
+                break
+            request = self._coming.pop(0)
+            tenant = _Tenant(request=request, start=start, reserved=reserved, num_tokens=len(request.prompt))
+            self.running.append(tenant)
+        return Sample(
+            step=self._step,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            tokens=sum(tenant.num_tokens for tenant in self.running),
+            taken=sum(tenant.reserved for tenant in self.running),
+            memory=self.memory.size,
+        )
+
+    def end_step(self) -> None:
+        """Each running one has its next token; those that have all leave."""
+        self._step += 1
+        for tenant in tuple(self.running):
+            tenant.num_tokens += 1
+            if tenant.num_tokens >= tenant.request.num_tokens:
+                self.running.remove(tenant)
+                self.memory.release(tenant.start, tenant.reserved)
+
+    def cells(self, size: int) -> list[tuple[int, float]]:
+        """Memory in cells of `size` slots: the request's number that most of it is for (-1: free), and how full."""
+        numbers, full = [-1] * self.memory.size, [0] * self.memory.size
+        for tenant in self.running:
+            for slot in range(tenant.reserved):
+                numbers[tenant.start + slot] = tenant.request.number
+                full[tenant.start + slot] = slot < tenant.num_tokens
+        starts = range(0, self.memory.size, size)
+        return [(_commonest(numbers[s : s + size]), mean(full[s : s + size])) for s in starts]
+
+
+def _commonest(values: list[int]) -> int:
+    return max(set(values), key=values.count)
+
+
+class PagedEngine:
+    """The real scheduler, fed the same stream."""
+
+    def __init__(self, requests: Iterable[Request], memory: int) -> None:
+        self.drive = Drive(memory // BLOCK_SIZE, max_num_seqs=512)
+        self._coming = list(requests)
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._coming or self.drive.scheduler.has_work)
+
+    def step(self, look: Callable[[Sample], None]) -> None:
+        """`look` is called while the step runs."""
+        while self._coming and self._coming[0].arrival <= self._step:
+            request = self._coming.pop(0)
+            self.drive.submit(request.prompt, request.num_outputs)
+        plan = self.drive.plan()
+        look(self.drive.sample(self._step))
+        self.drive.finish(plan)
+        self._step += 1
+
+    def num_in_pieces(self) -> int:
+        """Running sequences whose blocks do not lie one after the other."""
+        tables = [sequence.block_table for sequence in self.drive.scheduler.running]
+        return sum(table != list(range(table[0], table[0] + len(table))) for table in tables if table)
+
+    def cells(self) -> list[tuple[int, float]]:
+        """The pool block by block: the sequence's number that holds it (-1: nobody), and how full it is."""
+        owners: dict[BlockId, int] = {
+            block: sequence.sequence_id
+            for sequence in self.drive.scheduler.running
+            for block in sequence.block_table
+        }
+        fill = self.drive.block_fill()
+        blocks = self.drive.scheduler.pool.blocks()
+        return [(owners.get(block, -1), fill.get(block, 0) / BLOCK_SIZE) for block in blocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigures:
+    """Sequences of mean length 258 where 2048 is the longest allowed."""
+
+    num_sequences: int
+    mean_tokens: float
+    contiguous_utilisation: float
+    paged_utilisation: float
+    times_the_sequences: float
+    """In the same memory, by the blocks that they take."""
+    times_the_sequences_run: float
+    """In the same memory, by how many the scheduler runs at once: it keeps a block free for each one's next token."""
+
+
+def memory_figures(num_sequences: int = 50) -> MemoryFigures:
+    chance = random.Random(0)
+    half = [258 + deviation for deviation in chance.sample(range(250), num_sequences // 2)]
+    lengths = [*half, *(2 * 258 - length for length in half)]
+    memory = num_sequences * MAX_LENGTH
+    drive = _running_prompts(lengths, memory)
+    tokens = sum(sequence.num_scheduled for sequence in drive.sequences)
+    taken = drive.scheduler.pool.num_used * BLOCK_SIZE
+    full = _running_prompts(lengths * (2 * memory // taken), memory)
+    return MemoryFigures(
+        num_sequences=num_sequences,
+        mean_tokens=tokens / num_sequences,
+        contiguous_utilisation=tokens / memory,
+        paged_utilisation=tokens / taken,
+        times_the_sequences=memory / taken,
+        times_the_sequences_run=len(full.scheduler.running) / num_sequences,
+    )
+
+
+def _running_prompts(lengths: list[int], memory: int) -> Drive:
+    """As many prompts of these lengths as fit, all in one step."""
+    drive = Drive(
+        memory // BLOCK_SIZE,
+        max_model_len=MAX_LENGTH,
+        max_num_seqs=len(lengths),
+        max_num_batched_tokens=sum(lengths),
+    )
+    for number, length in enumerate(lengths):
+        drive.submit((number * 7 + index for index in range(length)), 8)
+    drive.plan()
+    return drive
+
+
+Cells = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentationFigures:
+    """One stream; contiguous memory gives each request exactly what it will ever need, as if lengths were known."""
+
+    memory: int
+    num_requests: int
+    refused_for_pieces: int
+    """Steps in which the first that waited would have fit what was free, were it in one piece."""
+    steps: int
+    paged_steps: int
+    worst_step: int
+    worst_free: int
+    worst_largest_piece: int
+    worst_wanted: int
+    paged_free: int
+    """At the same step of the pool; every one of its blocks can be had."""
+    paged_in_pieces: float
+    """Share of running sequences whose blocks do not lie one after the other: it costs them nothing."""
+    contiguous_cells: Cells
+    paged_cells: Cells
+
+
+def fragmentation_figures(memory: int = 4096, num_requests: int = 200) -> FragmentationFigures:
+    requests = mixed(num_requests, mean_steps_between=6.0, seed=3)
+    refused = steps = 0
+    worst: tuple[int, int, int, int, Cells] = (0, -1, 0, 0, [])
+    engine = ContiguousEngine(requests, memory, reserve=lambda request: request.num_tokens)
+    while engine.has_work:
+        engine.begin_step()
+        if engine.is_blocked_by_pieces:
+            refused += 1
+            free = engine.memory.total_free
+            if free > worst[0]:
+                wanted = engine.waiting[0].num_tokens
+                worst = free, steps, engine.memory.largest_free, wanted, engine.cells(BLOCK_SIZE)
+        engine.end_step()
+        steps += 1
+    free, worst_step, largest, wanted, contiguous_cells = worst
+    paged, paged_steps, seen = PagedEngine(requests, memory), 0, _Seen()
+    while paged.has_work:
+        paged.step(lambda sample: seen.look(paged, sample, worst_step))
+        paged_steps += 1
+    return FragmentationFigures(
+        memory=memory,
+        num_requests=num_requests,
+        refused_for_pieces=refused,
+        steps=steps,
+        paged_steps=paged_steps,
+        worst_step=worst_step,
+        worst_free=free,
+        worst_largest_piece=largest,
+        worst_wanted=wanted,
+        paged_free=seen.free,
+        paged_in_pieces=seen.in_pieces,
+        contiguous_cells=contiguous_cells,
+        paged_cells=seen.cells,
+    )
+
+
+class _Seen:
+    """What one step of the paged engine looks like while it runs."""
+
+    def __init__(self) -> None:
+        self.free = 0
+        self.in_pieces = 0.0
+        self.cells: Cells = []
+
+    def look(self, engine: PagedEngine, sample: Sample, wanted_step: int) -> None:
+        if sample.step == wanted_step:
+            self.free = sample.memory - sample.taken
+            self.in_pieces = engine.num_in_pieces() / sample.running
+            self.cells = engine.cells()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalFigures:
+    """The same stream of arrivals on the same memory; contiguous reserves the longest length, 2048, for each."""
+
+    memory: int
+    num_requests: int
+    contiguous: list[Sample]
+    paged: list[Sample]
+
+    @property
+    def mean_running(self) -> tuple[float, float]:
+        """While there was a queue or work: contiguous, paged."""
+        return mean(s.running for s in self.contiguous), mean(s.running for s in self.paged)
+
+    @property
+    def peak_running(self) -> tuple[int, int]:
+        return max(s.running for s in self.contiguous), max(s.running for s in self.paged)
+
+    @property
+    def utilisation(self) -> tuple[float, float]:
+        """Tokens for each slot taken, over all steps."""
+        return _utilisation(self.contiguous), _utilisation(self.paged)
+
+    @property
+    def mean_wait_steps(self) -> tuple[float, float]:
+        """Of a request, from its arrival to its admission."""
+        return (
+            sum(s.waiting for s in self.contiguous) / self.num_requests,
+            sum(s.waiting for s in self.paged) / self.num_requests,
+        )
+
+
+def _utilisation(samples: list[Sample]) -> float:
+    return share((s.tokens for s in samples), (s.taken for s in samples))
+
+
+def arrival_figures(memory: int = 8 * MAX_LENGTH, num_requests: int = 300) -> ArrivalFigures:
+    requests = mixed(num_requests, mean_steps_between=2.0, seed=5)
+    contiguous: list[Sample] = []
+    engine = ContiguousEngine(requests, memory, reserve=lambda request: MAX_LENGTH)
+    while engine.has_work:
+        contiguous.append(engine.begin_step())
+        engine.end_step()
+    paged: list[Sample] = []
+    pool = PagedEngine(requests, memory)
+    while pool.has_work:
+        pool.step(paged.append)
+    return ArrivalFigures(memory=memory, num_requests=num_requests, contiguous=contiguous, paged=paged)

@@ -1,0 +1,173 @@
+"""Figures of batching and sharing: slots of a batch kept busy, copy-on-write, and what the size of a block decides.
+
+All of it is counted on the real scheduler and pool; only static batching, which this repository does not have, is
+worked out by hand.
+"""
+
+import random
+from dataclasses import dataclass
+
+from blockyard.deploy.figures.loads import (
+    BLOCK_SIZE,
+    MIXED_OUTPUTS,
+    Drive,
+    Sample,
+    mean,
+    mixed,
+    random_tokens,
+    share,
+)
+
+BLOCK_SIZES = (16, 32, 64, 128)
+MIXED_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotFigures:
+    """Share of (step, slot) pairs that yield a token; and how many slots did, step by step."""
+
+    num_requests: int
+    slots: int
+    static: float
+    continuous: float
+    static_steps: int
+    continuous_steps: int
+    static_busy: list[int]
+    continuous_busy: list[int]
+
+
+def slot_figures(num_requests: int = 256, slots: int = 4) -> SlotFigures:
+    """Requests with outputs of 32, 128, 64, 256 tokens in turn. A static batch runs until its longest is done."""
+    outputs = [MIXED_OUTPUTS[number % len(MIXED_OUTPUTS)] for number in range(num_requests)]
+    batches = [outputs[start : start + slots] for start in range(0, num_requests, slots)]
+    static_busy = [sum(length > step for length in batch) for batch in batches for step in range(max(batch))]
+    drive = Drive(4096, max_num_seqs=slots, max_model_len=1024)
+    for number, length in enumerate(outputs):
+        drive.submit([number % 50 + 1] * 8, length)
+    continuous_busy = []
+    while drive.scheduler.has_work:
+        continuous_busy.append(len(drive.step()))
+    return SlotFigures(
+        num_requests=num_requests,
+        slots=slots,
+        static=mean(static_busy) / slots,
+        continuous=mean(continuous_busy) / slots,
+        static_steps=len(static_busy),
+        continuous_steps=len(continuous_busy),
+        static_busy=static_busy,
+        continuous_busy=continuous_busy,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOnWriteFigures:
+    """Blocks held. A fork is one request with 16 outputs on a prompt of 200 tokens; chats are 16 requests on it."""
+
+    fork_before_write: int
+    fork_after_write: int
+    chats: int
+    unshared: int
+    beams: int
+    """4 beams on 48 tokens, after 16 tokens."""
+    beams_most: int
+    """The most at any step so far."""
+    beams_unshared: int
+
+    @property
+    def fork_saved(self) -> float:
+        return 1 - self.fork_after_write / self.unshared
+
+    @property
+    def beams_saved(self) -> float:
+        return 1 - self.beams / self.beams_unshared
+
+
+def copy_on_write_figures(outputs: int = 16, prompt_tokens: int = 200) -> CopyOnWriteFigures:
+    chance = random.Random(0)
+    prompt = random_tokens(chance, prompt_tokens)
+    fork = Drive(256)
+    fork.submit(prompt, 4, n=outputs)
+    fork.step()
+    before = fork.scheduler.pool.num_used
+    fork.step()
+    chats = Drive(256)
+    for number in range(outputs):
+        chats.submit((*prompt, number), 4)
+    chats.step()
+    blocks = -(-prompt_tokens // BLOCK_SIZE)
+    beams, width, beam_prompt, beam_outputs = Drive(64), 4, 48, 16
+    beams.submit(random_tokens(chance, beam_prompt), 2 * beam_outputs, n=width, beam_width=width)
+    held = []
+    for _ in range(1 + beam_outputs):  # the first step computes the prompt
+        beams.step()
+        held.append(beams.scheduler.pool.num_used)
+    return CopyOnWriteFigures(
+        fork_before_write=before,
+        fork_after_write=fork.scheduler.pool.num_used,
+        chats=len({block for chat in chats.sequences for block in chat.block_table[:blocks]}),
+        unshared=outputs * blocks,
+        beams=held[-1],
+        beams_most=max(held),
+        beams_unshared=width * -(-(beam_prompt + beam_outputs) // BLOCK_SIZE),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSizeFigures:
+    block_size: int
+    empty_share: float
+    """Of the token slots in used blocks: those without a token, averaged over the steps of the mixed load."""
+    reuse: float
+    """Of the prompt tokens of chats on shared system prompts: those found in the cache."""
+    possible_reuse: float
+    """Of the same: those that an earlier prompt had too."""
+    names: int
+    """Blocks that the prefix index was told of on that load."""
+
+
+def block_size_figures(block_size: int) -> BlockSizeFigures:
+    samples = mixed_samples(block_size)
+    reuse, possible, names = _prefix_reuse(block_size)
+    return BlockSizeFigures(
+        block_size=block_size,
+        empty_share=mean(1 - sample.tokens / sample.taken for sample in samples),
+        reuse=reuse,
+        possible_reuse=possible,
+        names=names,
+    )
+
+
+def mixed_samples(block_size: int, *, num_requests: int = 320) -> list[Sample]:
+    """The mixed load, 32 requests at once, each that ends followed by the next: its steps until none is left to
+    follow, so that the emptying at the end of a finite stream is no part of it."""
+    drive = Drive(16384 // block_size, block_size=block_size, max_num_seqs=MIXED_AT_ONCE, max_model_len=1024)
+    for request in mixed(num_requests):
+        drive.submit(request.prompt, request.num_outputs)
+    samples: list[Sample] = []
+    while drive.scheduler.waiting:
+        plan = drive.plan()
+        samples.append(drive.sample(len(samples)))
+        drive.finish(plan)
+    return samples
+
+
+def _prefix_reuse(block_size: int, *, systems: int = 8, chats: int = 160) -> tuple[float, float, int]:
+    """Chats that each begin with one of a few system prompts, one chat every two steps."""
+    chance = random.Random(1)
+    prompts = [random_tokens(chance, chance.randint(100, 600)) for _ in range(systems)]
+    drive = Drive(65536 // block_size, block_size=block_size, max_num_seqs=64)
+    seen: set[int] = set()
+    possible = 0
+    for _ in range(chats):
+        system = chance.randrange(systems)
+        possible += len(prompts[system]) if system in seen else 0
+        seen.add(system)
+        drive.submit((*prompts[system], *random_tokens(chance, chance.randint(20, 60))), 16)
+        drive.step()
+        drive.step()
+    while drive.scheduler.has_work:
+        drive.step()
+    found = [sequence.cached_tokens or 0 for sequence in drive.sequences]
+    sent = [sequence.prompt_length for sequence in drive.sequences]
+    names = len(drive.scheduler.cache.take_changes().stored)
+    return share(found, sent), possible / sum(sent), names

@@ -1,0 +1,87 @@
+"""What an operator changes in a running cluster: rolling restarts, and what the commands of drains and flushes say.
+
+Owns the order of a rolling restart. Drains, resumes and flushes go through a router's AdminService (router/client); how
+one worker or router is restarted is the supervisor's.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.lifecycle.serving import Progress, Report
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.views.views import command_name
+from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.proto.v1.admin_pb2 import FlushCacheResponse
+
+
+def restart(
+    cluster: ClusterState,
+    names: Sequence[str] = (),
+    *,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
+    report: Report = lambda progress: None,
+) -> list[str]:
+    """One after the other, workers first; without names all of them. Returns who was restarted.
+
+    Raises ValueError for a name that nobody has, before anything is stopped, RuntimeError for one that does not come
+    back: then those after it are left alone.
+    """
+    with on_ray.driver(cluster):
+        places = on_ray.supervisor_report(on_ray.HELLO_SECONDS).places
+        order = restart_order([place.name for place in places], names)
+        for number, name in enumerate(order):
+            _restart_one(name, number, len(order), grace_seconds, report)
+    return order
+
+
+def restart_order(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Raises ValueError for a name that is not known."""
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"no worker or router is called {name!r}, only {', '.join(known)}")
+    return [name for name in known if not wanted or name in wanted]
+
+
+def _restart_one(name: str, number: int, total: int, grace_seconds: float, report: Report) -> None:
+    def tell(phase: str) -> None:
+        report(Progress(stage=f"{name}: {phase}", done=number, total=total))
+
+    tell("draining")
+    on_ray.restart(
+        name,
+        grace_seconds,
+        waiting=lambda seen: tell(_STAGES[next(p.phase for p in seen.places if p.name == name)]),
+    )
+
+
+_STAGES = {
+    "draining": "draining",
+    "waiting": "starting afresh",
+    "starting": "starting afresh",
+    "downloading": "downloading the model",
+    "stopped": "starting afresh",
+    "serving": "joining routers and workers",
+}
+
+
+def ready_workers(workers: Iterable[cluster_pb2.Worker]) -> list[str]:
+    ready = (worker for worker in workers if worker.state == cluster_pb2.WORKER_STATE_READY)
+    return [worker.worker_id for worker in ready]
+
+
+def last_line(worker: str, which: str) -> str:
+    return (
+        f"no worker but {worker} takes requests: from now on they wait, and fail as NO_WORKERS if that lasts; "
+        f"`{command_name()} resume {worker}{which}` takes the drain back"
+    )
+
+
+def drained_line(worker: str, moved: int) -> str:
+    went = {0: "", 1: "; 1 request went on elsewhere"}.get(moved, f"; {moved} requests went on elsewhere")
+    return f"{worker} is drained, nothing runs there{went}"
+
+
+def flushed_line(flushed: FlushCacheResponse) -> str:
+    host = f" and {flushed.flushed_host_blocks:,} in host memory" if flushed.flushed_host_blocks else ""
+    return f"forgot {flushed.flushed_blocks:,} cached blocks{host}"

@@ -1,0 +1,84 @@
+"""What the supervisor of a cluster is told: the configuration of every worker and router, and their number.
+
+Pure: out of what the operator wants (settings/wanted_cluster.py), what is remembered of the cluster (machine/state.py)
+and what its workers take (shape.py). The supervisor's own import of Ray is why its types are imported late.
+"""
+
+from typing import TYPE_CHECKING
+
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.lifecycle.shape import Shape
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.settings.page_token import page_token_sha256
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.security.loopback import LOOPBACK, is_every_interface
+from blockyard.router.config import RouterConfig
+from blockyard.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from blockyard.deploy.supervision.replicas import ClusterSpec
+
+
+def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "ClusterSpec":
+    """For the supervisor."""
+    from blockyard.deploy.supervision.replicas import ClusterSpec
+
+    # On a cluster of several nodes routers reach a worker by the address of the node it lands on.
+    worker_host = LOOPBACK if options.address is None else ""
+    # The commands and the live page of a local cluster are on this machine.
+    advertise_host = LOOPBACK if options.address is None and is_every_interface(options.host) else None
+    worker = WorkerConfig(
+        engine=options.engine,
+        stall_seconds=options.limits.stall_seconds,
+        cluster=cluster.cluster,
+        cluster_secret=cluster.secret,
+        metrics_names=options.metrics_names,
+        model_name=options.served_names[0],
+        session_tls=options.security.session_tls,
+        host=worker_host,
+        redis_url=cluster.redis_url,
+        log=options.log,
+        **options.worker_limits.as_settings(),
+    )
+    router = RouterConfig(
+        model=options.engine.model,
+        tokenizer=options.engine.tokenizer,
+        chat_template=options.chat_template,
+        model_names=options.served_names,
+        generation_config=options.generation_config,
+        cluster=cluster.cluster,
+        cluster_secret=cluster.secret,
+        host=options.host,
+        advertise_host=advertise_host,
+        port=options.router_port,
+        http_port=options.http_port,
+        cors_origins=options.cors_origins,
+        reuse_port=options.num_routers > 1 and not options.separate_ports,
+        redis_url=cluster.router_redis_url,
+        discovers_workers=False,
+        auth_file=options.security.auth_file,
+        page_token_sha256=page_token_sha256(cluster.directory),
+        tls=options.security.tls,
+        session_tls=options.security.session_tls,
+        policy=options.policy,
+        placement=options.placement,
+        max_outputs=options.max_outputs,
+        max_beam_width=options.max_beam_width,
+        metrics_names=options.metrics_names,
+        priority_ageing_seconds=options.engine.priority_ageing_seconds,
+        log=options.log,
+        **options.limits.as_settings(),
+    )
+    return ClusterSpec(
+        namespace=on_ray.namespace(cluster.cluster),
+        worker=worker,
+        num_workers=shape.num_workers,
+        num_cpus_per_worker=shape.num_cpus,
+        num_gpus_per_worker=shape.num_gpus,
+        router=router,
+        num_routers=options.num_routers,
+        router_resource=options.router_resource,
+        hung_seconds=options.hung_seconds,
+        code="" if options.address is None else code_version(),
+    )

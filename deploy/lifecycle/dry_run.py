@@ -1,0 +1,233 @@
+"""`blockyard up --dry-run`: what an `up` would start, and what would keep it from working. Starts nothing.
+
+Owns the plan and how it looks. The checks are preflight.py's and doctor.py's, the numbers of workers shape.py's. With
+--address it asks the Ray cluster what it has; without, it looks at this machine.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blockyard.deploy.lifecycle import doctor, preflight
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.lifecycle.cluster import refuse_if_up
+from blockyard.deploy.lifecycle.shape import Shape, room_on, shape_of
+from blockyard.deploy.machine.findings import Finding, exit_code
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.ray import nodes
+from blockyard.deploy.settings import effective, redis_given
+from blockyard.deploy.settings.setting import masked
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.views import views
+from blockyard.deploy.views.quantities import counted
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine as Ray has it, or would."""
+
+    cpus: float
+    workers: int
+    """That fit there, first node first. Where there are several, Ray may spread them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What would be."""
+
+    cluster: str
+    model: str
+    shape: Shape | None
+    """None where the workers do not fit; the findings say why."""
+    nodes: tuple[Node, ...]
+    num_gpus: float
+    dtype: str | None
+    """What workers would compute in, and why; None where their node decides."""
+    block_size: int
+    blocks_of_worker: int | None
+    """Of each worker's pool; None where the worker's node decides: a GPU's memory, a CPU's instructions."""
+    routers: tuple[str, ...]
+    redis: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def would_work(self) -> bool:
+        return exit_code(list(self.findings)) == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        blocks = self.blocks_of_worker
+        tokens = None if blocks is None else blocks * self.block_size
+        return asdict(self) | {"tokens_of_worker": tokens, "would_work": self.would_work}
+
+
+def examine(options: UpOptions) -> Plan:
+    """Raises nothing that is wrong with the cluster to be: that is in the findings."""
+    options, moved_ports = preflight.ports_moved(options)
+    findings = [*_looks(options), *_refusals(options)]
+    for warning in (*moved_ports, *filter(None, (options.exposure,))):
+        findings.append(Finding(verdict="warn", subject="router port", detail=warning))
+    node_cpus, num_gpus, other_hosts = _hardware(options, findings)
+    shape = _shape(options, node_cpus, num_gpus, findings)
+    has_gpu = _would_have_gpu(options, num_gpus)
+    has_private_redis = options.given_redis_url is None
+    try:
+        preflight.check_reachable(other_hosts, has_private_redis=has_private_redis)
+    except RuntimeError as error:
+        findings.append(_failure("redis", str(error)))
+    return Plan(
+        cluster=options.cluster,
+        model=options.served_names[0],
+        shape=shape,
+        nodes=tuple(_filled(node_cpus, shape)),
+        num_gpus=num_gpus,
+        dtype=_dtype(options, has_gpu=has_gpu),
+        block_size=options.engine.block_size,
+        blocks_of_worker=_blocks(options, has_gpu=has_gpu),
+        routers=tuple(_addresses(options)),
+        redis=_redis(options, has_private_redis),
+        findings=tuple(findings),
+    )
+
+
+def _looks(options: UpOptions) -> Iterator[Finding]:
+    """Doctor's, but of a Redis that is given what `up` says, which starts without one that does not answer."""
+    for finding in doctor.examine(None, options.redis_url):
+        if finding.subject != "redis":
+            yield finding
+    try:
+        for warning in redis_given.check(options):
+            yield Finding(verdict="warn", subject="redis", detail=warning)
+    except ValueError as error:
+        yield _failure("redis", str(error))
+
+
+def plan_view(plan: Plan, settings: Iterable[effective.Effective]) -> RenderableType:
+    changed = effective.effective_table(settings, changed_only=True)
+    return Group(
+        Text("\n".join(_lines(plan))),
+        Text("\nsettings that are not defaults"),
+        changed if changed.row_count else Text("none"),
+        Text("\nchecks"),
+        *(views.finding_line(finding) for finding in plan.findings),
+        Text("\nit would start" if plan.would_work else "\nit would not start", "bold"),
+    )
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"cluster {plan.cluster} would serve {plan.model}; nothing has been started"
+    if plan.shape is not None:
+        gpu = ", a GPU" if plan.shape.num_gpus else ""
+        yield f"workers    {plan.shape.num_workers}, each with {counted(plan.shape.num_cpus, 'CPU')}{gpu}"
+    else:
+        yield "workers    none: see the checks"
+    for number, node in enumerate(plan.nodes):
+        workers = f", {counted(node.workers, 'worker')}" if plan.shape is not None else ""
+        yield f"node {number}     {counted(node.cpus, 'CPU')}{workers}"
+    dtype = plan.dtype or "what the worker's node decides; the worker logs it"
+    yield f"data type  {dtype}"
+    if plan.blocks_of_worker is None:
+        decides = "the worker's node decides" if plan.dtype is None else "its GPU's memory leaves"
+        yield f"pool       what {decides}; the worker logs it"
+    else:
+        tokens = plan.blocks_of_worker * plan.block_size
+        yield f"pool       {plan.blocks_of_worker:,} blocks of {plan.block_size}, {tokens:,} tokens on each worker"
+    yield from (f"router     {address}" for address in plan.routers)
+    yield f"redis      {plan.redis}"
+
+
+def _refusals(options: UpOptions) -> Iterator[Finding]:
+    try:
+        refuse_if_up(options.cluster)
+    except ValueError as error:
+        yield _failure("cluster", str(error))
+    for subject, detail in preflight.problems(options):
+        yield _failure(subject, detail)
+
+
+def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[tuple[float, ...], float, int]:
+    """CPUs of each node, GPUs of all, and machines beside this one."""
+    if options.address is None:
+        return *preflight.local_hardware(options), 0
+    asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)
+    try:
+        with on_ray.driver(asked):
+            if not options.ships_code:
+                findings.extend(_other_code())
+            hardware = on_ray.hardware()
+            return hardware.node_cpus, hardware.num_gpus, preflight.other_hosts()
+    except RuntimeError as error:
+        findings.append(_failure("ray", str(error)))
+        return (), 0.0, 0
+
+
+def _other_code() -> Iterator[Finding]:
+    try:
+        nodes.check_code(nodes.ask_nodes())
+    except ValueError as error:
+        yield _failure("code", str(error))
+
+
+def _shape(
+    options: UpOptions, node_cpus: tuple[float, ...], num_gpus: float, findings: list[Finding]
+) -> Shape | None:
+    """Of a joined cluster what does not fit is a finding here; of a local one it is already."""
+    try:
+        return shape_of(options, node_cpus, num_gpus) if node_cpus else None
+    except RuntimeError as error:
+        if options.address is not None:
+            findings.append(_failure("workers", str(error)))
+        return None
+
+
+def _filled(node_cpus: Iterable[float], shape: Shape | None) -> Iterator[Node]:
+    left = shape.num_workers if shape is not None else 0
+    for cpus in node_cpus:
+        here = 0 if shape is None else min(left, room_on(cpus, shape))
+        left -= here
+        yield Node(cpus=cpus, workers=here)
+
+
+def _would_have_gpu(options: UpOptions, num_gpus: float) -> bool:
+    """Whoever asks for GPUs that are not there is told so by a finding, and nothing about CPUs."""
+    return options.engine.device == "cuda" or (options.engine.device != "cpu" and num_gpus > 0)
+
+
+def _blocks(options: UpOptions, *, has_gpu: bool) -> int | None:
+    try:
+        pool = preflight.pool_of(options, preflight.model_config(options.engine.model), has_gpu=has_gpu)
+    except (ValueError, OSError):
+        return None  # a finding says so
+    return None if pool is None else pool.num_blocks
+
+
+def _dtype(options: UpOptions, *, has_gpu: bool) -> str | None:
+    try:
+        chosen = preflight.dtype_here(options, preflight.model_config(options.engine.model), has_gpu=has_gpu)
+    except (ValueError, OSError):
+        return None  # a finding says so
+    return None if chosen is None else str(chosen)
+
+
+def _addresses(options: UpOptions) -> Iterator[str]:
+    host = options.host
+    is_shared = not options.separate_ports
+    of = f", shared by {options.num_routers} routers" if is_shared and options.num_routers > 1 else ""
+    for number in range(1 if is_shared else options.num_routers):
+        http = "" if options.http_port is None else f", HTTP on {_port(options.http_port, number)}"
+        yield f"{host}, {_port(options.router_port, number)}{http}{of}"
+
+
+def _port(first: int, number: int) -> str:
+    return f"port {first + number}" if first else "a free port"
+
+
+def _redis(options: UpOptions, has_private_redis: bool) -> str:
+    if has_private_redis:
+        return "a private one, on this machine's loopback"
+    return masked(options.given_redis_url) or ""
+
+
+def _failure(subject: str, detail: str) -> Finding:
+    return Finding(verdict="fail", subject=subject, detail=detail)

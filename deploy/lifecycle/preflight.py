@@ -1,0 +1,260 @@
+"""What can be known to be wrong with an `up` before anything is started.
+
+Owns the checks, each with the value that is wrong. Changes nothing: a port is bound for a moment and given back. What
+only Ray knows is checked once it answers (shape.py, `check_reachable`).
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE
+from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
+from blockyard.deploy.lifecycle.serving import ClusterStartError
+from blockyard.deploy.lifecycle.shape import shape_of
+from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_port
+from blockyard.deploy.views.quantities import counted, format_bytes
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.memory.kv_size import (
+    DTYPE_BYTES,
+    KVSize,
+    blocks_in_budget,
+    bytes_per_block,
+    stored_dtype,
+)
+from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
+from blockyard.worker.model.data_type import ChosenDataType, dtype_of
+from blockyard.worker.model.shards import check_shards, num_parameters
+
+if TYPE_CHECKING:
+    from blockyard.deploy.settings.wanted_cluster import UpOptions
+
+CPU_KV_CACHE_BYTES = 2**30
+"""What a worker on a CPU takes unless it is told."""
+_SERVED_ON = {"http_port": "HTTP", "router_port": "gRPC"}
+
+
+def check(options: "UpOptions") -> None:
+    """Raises ValueError for the first thing that is wrong."""
+    for _, detail in problems(options):
+        raise ValueError(detail)
+
+
+def problems(options: "UpOptions") -> Iterator[tuple[str, str]]:
+    """Each with its subject."""
+    checks: tuple[tuple[str, Callable[[UpOptions], object]], ...] = (
+        ("security", lambda options: options.security.check()),
+        ("model", check_model),
+        ("workers", _check_workers),
+        ("router port", _check_ports),
+        ("metrics tab", _check_metrics_tab),
+    )
+    for subject, look in checks:
+        try:
+            look(options)
+        except (ValueError, ClusterStartError, OSError) as error:
+            yield subject, str(error)
+
+
+def local_hardware(options: "UpOptions") -> tuple[tuple[float, ...], float]:
+    """CPUs of the one node that a local cluster has, and its GPUs."""
+    cpus = (float(len(os.sched_getaffinity(0))),)
+    if options.engine.device == "cpu":
+        return cpus, 0.0
+    import torch
+
+    return cpus, float(torch.cuda.device_count())
+
+
+def model_config(model: str) -> ModelConfig:
+    """Without its weights. Raises ValueError for a model that is nowhere, or that the engine cannot run."""
+    return load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
+
+
+def dtype_here(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> ChosenDataType | None:
+    """What workers compute in; None where the CPU of another machine decides. Raises ValueError."""
+    engine, on_cpu = options.engine, not has_gpu
+    possible = {dtype_of(engine, config, on_cpu=on_cpu, has_bfloat16=has).name for has in (True, False)}
+    if options.address is not None and len(possible) > 1:
+        return None
+    return dtype_of(engine, config, on_cpu=on_cpu)
+
+
+def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSize | None:
+    """Each worker's; None where only the worker knows, of what its GPU has left or its CPU multiplies."""
+    engine = options.engine
+    if engine.kv_cache_memory is None and has_gpu:
+        return None
+    chosen = dtype_here(options, config, has_gpu=has_gpu)
+    if chosen is None:
+        return None
+    block_bytes = bytes_per_block(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=engine.block_size,
+        kv_dtype=stored_dtype(engine.kv_cache_dtype, chosen.name),
+    )
+    budget_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
+    return KVSize(
+        num_blocks=blocks_in_budget(budget_bytes, block_bytes),
+        block_size=engine.block_size,
+        block_bytes=block_bytes,
+    )
+
+
+def crowding(options: "UpOptions") -> str | None:
+    """Return a warning where workers of this machine get less than one CPU each and nobody asked for that."""
+    if options.address is not None or options.cpus_per_worker is not None:
+        return None
+    (cpus,), num_gpus = local_hardware(options)
+    shape = shape_of(options, (cpus,), num_gpus)
+    if shape.num_cpus >= 1:
+        return None
+    return (
+        f"{shape.num_workers} workers share {counted(cpus, 'CPU')}, {shape.num_cpus:.2g} of one each: "
+        f"{counted(int(cpus), 'worker')} would have one each (--workers, --cpus-per-worker)"
+    )
+
+
+def check_reachable(other_hosts: int, *, has_private_redis: bool) -> None:
+    """Raises ClusterStartError where workers would be on machines that cannot reach the index."""
+    if has_private_redis and other_hosts:
+        raise ClusterStartError(
+            f"the Ray cluster has nodes on {counted(other_hosts, 'other machine')}, which cannot "
+            "reach a private Redis on this one's loopback: give --redis-url (BLOCKYARD_REDIS_URL)"
+        )
+
+
+def other_hosts() -> int:
+    """Machines of the Ray cluster that this process, a driver, is not on."""
+    import ray
+
+    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return len({node["NodeManagerAddress"] for node in nodes if node["Alive"]} - {here, "127.0.0.1"})
+
+
+def check_model(options: "UpOptions") -> None:
+    """Raise ValueError for a model that is not found, that the engine cannot run, or that does not fit."""
+    engine = options.engine
+    if options.address is not None and not Path(engine.model).is_dir():
+        return  # the nodes may have what this machine has not
+    config = model_config(engine.model)
+    context = engine.max_model_len or config.max_position_embeddings
+    if context > config.max_position_embeddings:
+        raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    if Path(engine.model).is_dir():
+        check_weights(engine)
+    pool = pool_of(options, config, has_gpu=engine.device != "cpu")
+    if pool is not None and pool.num_tokens < context:
+        raise ValueError(
+            f"the KV cache holds {pool.num_tokens} tokens, fewer than max_model_len {context}: give it more memory "
+            "(--kv-cache-memory) or lower --max-model-len"
+        )
+    if options.address is None and engine.engine == "model":
+        _check_memory(options, config)
+
+
+def check_weights(engine: EngineConfig) -> None:
+    """Check the headers of a model's files, which must be on this machine. Raises ValueError."""
+    if engine.engine == "model" and engine.load_format == "auto":
+        folder = resolve_model(engine.model)
+        check_shards(folder, load_config(folder))
+
+
+def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
+    """Check that workers on CPUs fit into memory. Only a worker knows its GPU's. Raises ValueError."""
+    cpus, num_gpus = local_hardware(options)
+    num_workers = shape_of(options, cpus, num_gpus).num_workers
+    pool = pool_of(options, config, has_gpu=num_gpus > 0)
+    if num_gpus or pool is None:
+        return
+    weights_bytes = weights_bytes_of(options.engine, config, on_cpu=True)
+    needed_bytes = num_workers * (weights_bytes + pool.total_bytes)
+    has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > has_bytes:
+        raise ValueError(
+            f"{counted(num_workers, 'worker')} would need {format_bytes(needed_bytes)}, and this "
+            f"machine has {format_bytes(has_bytes)}: each holds {format_bytes(weights_bytes)} of weights and "
+            f"{format_bytes(pool.total_bytes)} of KV cache (--kv-cache-memory, --workers)"
+        )
+
+
+def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool) -> int:
+    """Compute the bytes of one worker's weights, without the copies that kernels make of some."""
+    return num_parameters(config) * DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
+
+
+def _check_workers(options: "UpOptions") -> None:
+    if options.address is None:
+        shape_of(options, *local_hardware(options))
+
+
+def _check_ports(options: "UpOptions") -> None:
+    """Of this machine: where the routers of a joined cluster will be, Ray decides."""
+    if options.address is not None:
+        return
+    try:
+        with reserved_port(options.host, 0):
+            pass
+    except (ValueError, OSError):
+        raise ValueError(f"--host {options.host} is no address of this machine") from None
+    with ExitStack() as stack:
+        for option, first in (("--router-port", options.router_port), ("--http-port", options.http_port)):
+            for port in range(first, first + options.num_ports) if first else ():
+                try:
+                    stack.enter_context(reserved_port(options.host, port))
+                except ValueError:
+                    raise ValueError(f"{option}: {_taken(port)}") from None
+
+
+def ports_moved(options: "UpOptions") -> tuple["UpOptions", list[str]]:
+    """The options with free ports in place of movable ones that are taken on this machine, and a line for each.
+
+    Raises ValueError where none is free."""
+    told, given_out = [], set[int]()
+
+    def is_free(port: int) -> bool:
+        return port not in given_out and can_bind(options.host, port)
+
+    # Those that were asked for come first: the others stay out of their way.
+    for name in sorted(_SERVED_ON, key=lambda name: name in options.movable_ports):
+        first = port = getattr(options, name)
+        if not first:
+            continue
+        if name in options.movable_ports:
+            port = next_free(first, options.num_ports, is_free)
+        if port != first:
+            told.append(f"port {first} is taken: {_SERVED_ON[name]} is served on {port}")
+            options = replace(options, **{name: port})
+        given_out.update(range(port, port + options.num_ports))
+    return options, told
+
+
+def _check_metrics_tab(options: "UpOptions") -> None:
+    if not options.live_page_in_metrics_tab:
+        return
+    if options.address is not None:
+        raise ValueError(
+            "--live-page-in-metrics-tab is for a Ray that `up` starts, and --address names one that runs"
+        )
+    if GRAFANA_VARIABLE in os.environ:
+        raise ValueError(
+            f"--live-page-in-metrics-tab is for a Ray without Grafana, and {GRAFANA_VARIABLE} names one "
+            f"({os.environ[GRAFANA_VARIABLE]}), which has that tab"
+        )
+    if os.environ.get(HOOK_VARIABLE, HOOK) != HOOK:
+        raise ValueError(
+            f"--live-page-in-metrics-tab needs the live page, and your own {HOOK_VARIABLE} keeps it away"
+        )
+
+
+def _taken(port: int) -> str:
+    with socket.socket() as probe:
+        is_used = probe.connect_ex(("127.0.0.1", port)) == 0
+    return f"port {port} is taken" if is_used else f"port {port} cannot be had"

@@ -1,0 +1,119 @@
+"""Growing and shrinking the workers of a running cluster, as a command does it.
+
+Owns whether there is room, and what is said meanwhile. How workers come and leave is the supervisor's.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.lifecycle.serving import Progress, Report
+from blockyard.deploy.machine import state
+from blockyard.deploy.supervision.replicas import SupervisorReport, taken_out_of
+from blockyard.deploy.views.quantities import counted
+from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """What a scaling has changed."""
+
+    workers: tuple[str, ...]
+    """All that there are now."""
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    taken_out: tuple[str, ...] = ()
+    """Of those that there are, who was drained and takes no requests. A scaling does not bring them back."""
+
+    def line(self) -> str:
+        count = counted(len(self.workers), "worker")
+        changes = [f"new: {', '.join(self.added)}"] if self.added else []
+        changes += [f"gone: {', '.join(self.removed)}"] if self.removed else []
+        told = "; ".join([f"{count} now", *changes]) if changes else f"nothing to do: {count}"
+        return "; ".join([told, *map(_told_as_out, self.taken_out)])
+
+
+def scale(
+    cluster: state.ClusterState,
+    num_workers: int,
+    *,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
+    waits_for_nodes: bool = False,
+    report: Report = lambda progress: None,
+) -> Scaled:
+    """Returns once there are exactly so many workers and those that are new are in use; one that was taken out counts,
+    and stays out. Raises ValueError, before anything is changed, where the nodes have no room and none is waited for,
+    RuntimeError where a new worker does not start."""
+    with on_ray.driver(cluster):
+        before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
+        names = workers_of(before)
+        missing = num_workers - len(names)
+        if missing > 0 and not waits_for_nodes:
+            check_room(on_ray.room(), before, missing)
+        on_ray.scale(
+            num_workers, grace_seconds, waiting=lambda seen: report(_progress(seen, names, num_workers))
+        )
+        scaled = scaled_of(names, on_ray.supervisor_report())
+    state.save(replace(cluster, num_workers=len(scaled.workers)))
+    return scaled
+
+
+def scaled_of(before: tuple[str, ...], report: SupervisorReport) -> Scaled:
+    after = workers_of(report)
+    taken_out = taken_out_of((place for place in report.places if place.kind == "worker"), frozenset())
+    return Scaled(
+        workers=after,
+        added=tuple(name for name in after if name not in before),
+        removed=tuple(name for name in before if name not in after),
+        taken_out=tuple(sorted(taken_out)),
+    )
+
+
+def workers_of(report: SupervisorReport) -> tuple[str, ...]:
+    return tuple(place.name for place in report.places if place.kind == "worker")
+
+
+def _told_as_out(name: str) -> str:
+    return f"{name} is taken out (`blockyard restart {name}`)"
+
+
+def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, missing: int) -> None:
+    """Raises ValueError where the nodes cannot take so many more workers."""
+    needs = {"CPU": report.cpus_per_worker, "GPU": report.gpus_per_worker}
+    needs = {name: amount for name, amount in needs.items() if amount}
+    free = list(free)
+    room = sum(_fit(node, needs) for node in free) if needs else missing
+    if room >= missing:
+        return
+    each = " and ".join(counted(amount, name) for name, amount in needs.items())
+    raise ValueError(
+        f"{counted(missing, 'more worker')} of {each} each will not fit: the Ray cluster has room for {room}, "
+        "and each worker that runs holds as much. Add a node, have an autoscaler add it (--wait-for-nodes), or start "
+        f"the cluster with {_smaller_share(free, report, len(workers_of(report)) + missing)}"
+    )
+
+
+def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport, num_workers: int) -> str:
+    """Suggest how so many workers could fit. With several nodes the right number of CPUs is not known."""
+    if report.gpus_per_worker:
+        return "fewer workers"
+    if len(free) != 1:
+        return "fewer CPUs for each (--cpus-per-worker)"
+    cpus = free[0].get("CPU", 0.0) + report.cpus_per_worker * len(workers_of(report))
+    share = cpus // num_workers or floor(100 * cpus / num_workers) / 100
+    return f"--cpus-per-worker {share:g}"
+
+
+def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """The small addend: Ray keeps fractions to four digits."""
+    return min(int(node.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items())
+
+
+def _progress(seen: SupervisorReport, before: tuple[str, ...], num_workers: int) -> Progress:
+    workers = [place for place in seen.places if place.kind == "worker"]
+    if num_workers >= len(before):
+        serving = sum(place.phase == "serving" for place in workers)
+        return Progress(stage="starting workers", done=serving, total=num_workers)
+    gone = max(0, len(before) - len(workers))
+    return Progress(stage="draining workers", done=gone, total=len(before) - num_workers)

@@ -1,0 +1,110 @@
+"""How a process on this machine has ended: by which signal or exit code, and whether for want of memory.
+
+Asks the kernel through a pidfd that is opened while the process lives, so it need be nobody's child. Linux tells this
+since 6.15; before, only while its parent has not taken note. Does not own whom to watch (supervision/supervisor.py).
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+MEMORY_SECONDS = 2.0
+"""Between looks at how many processes were killed for memory."""
+_LOOK_SECONDS = 0.02
+_LOOKS = 50
+"""One second of them. The kernel has the status once the process is a zombie or was waited for: in milliseconds."""
+_INFO = struct.Struct("=QQ11Ii")
+"""The kernel's struct pidfd_info: a mask of what it holds first, the status last."""
+_GET_INFO = 0xC0000000 | _INFO.size << 16 | 0xFF << 8 | 11
+"""PIDFD_GET_INFO, an ioctl that reads and writes _INFO."""
+_HAS_STATUS = 1 << 3
+
+
+def num_memory_kills() -> int:
+    """How many processes the kernel has killed for memory, here: in this control group, or on the machine."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip()
+        for counters in (Path(f"/sys/fs/cgroup{group}/memory.events"), Path("/proc/vmstat")):
+            if counters.exists():
+                lines = (line.split() for line in counters.read_text(encoding="ascii").splitlines())
+                return next(int(count) for name, count in lines if name == "oom_kill")
+    return 0
+
+
+class DeathWatch:
+    """Of one process, once it is named; `close` ends it. To be made and used on an event loop."""
+
+    def __init__(self, memory_kills: Callable[[], int] = num_memory_kills) -> None:
+        """`memory_kills`: how many processes the kernel has killed for memory so far."""
+        self._pid = 0
+        self._pidfd: int | None = None
+        self._count_kills = memory_kills
+        self._kills = memory_kills(), memory_kills()
+        """At the last two looks: a kill before them was another process's."""
+        self._next_look: asyncio.TimerHandle | None = None
+
+    def watch(self, pid: int) -> None:
+        """To be called once."""
+        with contextlib.suppress(OSError):  # It has gone already.
+            self._pid, self._pidfd = pid, os.pidfd_open(pid)
+            self._look()
+
+    def close(self) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+    def _look(self) -> None:
+        self._kills = self._kills[1], self._count_kills()
+        self._next_look = asyncio.get_running_loop().call_later(MEMORY_SECONDS, self._look)
+
+    async def told(self) -> str:
+        """How it ended, in words; empty where it lives or the kernel does not say."""
+        for _ in range(_LOOKS if self._pidfd is not None else 0):
+            if (status := self._status()) is not None:
+                return ending(status, for_memory=self._count_kills() > self._kills[0])
+            await asyncio.sleep(_LOOK_SECONDS)
+        return ""
+
+    def _status(self) -> int | None:
+        """As waitpid has it."""
+        assert self._pidfd is not None
+        info = bytearray(_INFO.pack(_HAS_STATUS, *[0] * 13))
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self._pidfd, _GET_INFO, info)
+            mask, *_, status = _INFO.unpack(info)
+            if mask & _HAS_STATUS:
+                return int(status)
+        return _status_of_zombie(self._pid)
+
+
+def ending(status: int, *, for_memory: bool) -> str:
+    """Says what a status of waitpid means. `for_memory`: the kernel has killed a process for memory meanwhile."""
+    if not os.WIFSIGNALED(status):
+        return f"its process exited with code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    if number == signal.SIGKILL and for_memory:
+        return "its process was killed for memory, by the kernel (SIGKILL)"
+    return f"its process was killed by {_name(number)}"
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+        if fields[0] == "Z":
+            return int(fields[-1])
+    return None

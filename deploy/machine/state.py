@@ -1,0 +1,176 @@
+"""What `up` remembers of a cluster so that `down`, `status` and the others find it again.
+
+Owns one file for each cluster, `$BLOCKYARD_HOME/<cluster>.json` (default ~/.blockyard), readable by its owner
+only: it holds the cluster secret and the Redis URL. Does not own the processes it names.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blockyard.deploy.machine.processes import ProcessIdentity, is_alive
+from blockyard.proto.security.loopback import LOOPBACK
+
+HOME_VARIABLE = "BLOCKYARD_HOME"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+
+
+class NoSuchClusterError(ValueError):
+    """No state file: the cluster was not started here, or `down` has ended it."""
+
+    def __init__(self, cluster: str) -> None:
+        known = known_clusters()
+        others = f", only {', '.join(known)} (--cluster)" if known else ", and no other"
+        super().__init__(f"no cluster {cluster!r} is known here{others}")
+        self.cluster = cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadState:
+    """The local Ray head that `up` started: one session of processes."""
+
+    session: int
+    processes: tuple[ProcessIdentity, ...]
+    """Some that started with it; any still alive proves that the session is ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisState:
+    """The private Redis that `up` started."""
+
+    process: ProcessIdentity
+    port: int
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterState:
+    """Written again whenever `up` has started one more part, so that a failed `up` can be undone too."""
+
+    cluster: str
+    model: str
+    secret: str = field(repr=False)
+    redis_url: str | None = field(default=None, repr=False)
+    """The workers'."""
+    router_redis_url: str | None = field(default=None, repr=False)
+    num_workers: int = 0
+    cpus_per_worker: float = 0.0
+    """CPUs of each worker. 0 if unknown: not decided yet, or saved by an older version."""
+    ray_address: str | None = None
+    ray_token_path: str | None = None
+    """The token that the head and its dashboard ask for; None on a cluster that we joined."""
+    dashboard_url: str | None = None
+    metrics_port: int | None = None
+    """Port of this node's metrics, on every interface."""
+    node_address: str = LOOPBACK
+    """Address of this node, as Ray knows it."""
+    logs_directory: str | None = None
+    """Ray's session logs on this node, where the dashboard's Logs tab looks."""
+    routers: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()
+    """Where they serve OpenAI's API, host:port."""
+    dtypes: tuple[str, ...] = ()
+    """The data types that workers computed in at its start, and why."""
+    host: str = LOOPBACK
+    """Routers bind this address."""
+    directory: str | None = None
+    """Everything this cluster writes to disk; `down` removes it."""
+    head: HeadState | None = None
+    """None on a cluster that we joined."""
+    redis: RedisState | None = None
+    """None where the operator named a Redis."""
+    is_supervised: bool = False
+    """The supervisor of this name on its Ray is this cluster's. Without one there is nobody to say goodbye to."""
+    starter: ProcessIdentity | None = None
+    """The `up` that makes it: while it lives, the cluster is its alone."""
+
+    def recorded_processes(self) -> tuple[ProcessIdentity, ...]:
+        redis = () if self.redis is None else (self.redis.process,)
+        return redis + (() if self.head is None else self.head.processes)
+
+    def anything_alive(self) -> bool:
+        """A joined cluster has no process of ours here and counts as alive: only `down` ends it."""
+        joined = self.head is None and self.ray_address is not None
+        starting = self.starter is not None and self.starter.pid != os.getpid() and is_alive(self.starter)
+        return joined or starting or any(is_alive(process) for process in self.recorded_processes())
+
+
+def checked_name(cluster: str) -> str:
+    if not _NAME.fullmatch(cluster):
+        raise ValueError(f"a cluster's name is 1-32 letters, digits, _ or -, not {cluster!r}")
+    return cluster
+
+
+def home() -> Path:
+    return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".blockyard")
+
+
+def state_path(cluster: str) -> Path:
+    return home() / f"{checked_name(cluster)}.json"
+
+
+def save(state: ClusterState) -> None:
+    """Atomic, and never readable by others, not even for a moment."""
+    path = state_path(state.cluster)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(state), file, indent=2)
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, no other command with this home decides whose a name is."""
+    home().mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(home(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def load(cluster: str) -> ClusterState:
+    """Raises NoSuchClusterError, with the names of those there are."""
+    path = state_path(cluster)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NoSuchClusterError(cluster) from None
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return _from_document(document)
+
+
+def forget(cluster: str) -> None:
+    state_path(cluster).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other clusters live here, or it is gone
+        home().rmdir()
+
+
+def known_clusters() -> list[str]:
+    return sorted(path.stem for path in home().glob("*.json"))
+
+
+def _from_document(document: dict[str, Any]) -> ClusterState:
+    head, redis = document.pop("head"), document.pop("redis")
+    document["routers"] = tuple(document["routers"])
+    document["gateways"] = tuple(document.get("gateways", ()))
+    document["dtypes"] = tuple(document.get("dtypes", ()))
+    document.setdefault("is_supervised", True)  # of a version that did not say
+    if document.get("starter") is not None:
+        document["starter"] = ProcessIdentity(**document["starter"])
+    if head is not None:
+        processes = tuple(ProcessIdentity(**process) for process in head.pop("processes"))
+        document["head"] = HeadState(processes=processes, **head)
+    if redis is not None:
+        document["redis"] = RedisState(process=ProcessIdentity(**redis.pop("process")), **redis)
+    return ClusterState(**document)

@@ -1,0 +1,247 @@
+"""Runs Ray's head and starts again what of it dies or hangs: its raylet and its dashboard.
+
+    python -m blockyard.deploy.ray.guardian STARTED_FILE COMMAND...
+
+It runs the command, which starts the head; makes the file once that has ended well; and watches the head's processes
+from then on. It leads their session, so that whatever it starts ends with the rest of them. It holds no secret beyond
+the environment that Ray's processes have.
+
+Each part is asked whether it answers (head_probes.py), in a thread, so that a silent one delays no look. One that hangs
+is killed, and then started again as a dead one is.
+
+A raylet takes its workers with it, and is started as another node of the same cluster. Ray's control service then
+starts the supervisor there, which brings everybody back. The control service itself has the cluster in memory: its
+death is the cluster's end (docs/operating.md). Imports nothing heavy: it lives as long as the cluster.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blockyard.deploy.machine.processes import (
+    STOPPED,
+    ProcessIdentity,
+    command_of,
+    environment_of,
+    group_of,
+    identify,
+    is_alive,
+    listening_ports,
+    session_members,
+    state_of,
+)
+from blockyard.deploy.ray import head_probes
+from blockyard.deploy.ray.head_probes import Pulse
+
+LOOK_SECONDS = 0.5
+MAX_STOPPED_LOOKS = 40
+"""A part that is stopped for so many looks in a row hangs, and is killed."""
+MAX_PAUSE_SECONDS = 30.0
+"""Between two starts of one part; the first follows at once, and each pause is twice the one before."""
+STEADY_SECONDS = 60.0
+"""After so long the pauses begin anew."""
+GCS, RAYLET, DASHBOARD = "gcs_server", "raylet", "dashboard"
+_NODE_ID_BYTES = 28
+_WORKER_TITLE = "ray::"
+
+
+@dataclass(slots=True, kw_only=True)
+class Question:
+    """One that a part is asked."""
+
+    answer: Future[bool]
+    asked_at: float
+    is_late: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One program of the head, as it was first started."""
+
+    name: str
+    process: ProcessIdentity
+    command: list[str]
+    environment: dict[str, str]
+    num_stopped_looks: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
+    question: Question | None = None
+    pause_seconds: float = 0.0
+    started_at: float = 0.0
+
+
+def name_of(command: list[str]) -> str:
+    """Of the part that such a command is; empty for all else."""
+    if not command:
+        return ""
+    if Path(command[0]).name in (GCS, RAYLET):
+        return Path(command[0]).name
+    return DASHBOARD if any(word.endswith("/ray/dashboard/dashboard.py") for word in command[1:4]) else ""
+
+
+def parts_of(session: int) -> dict[str, Part]:
+    found = {}
+    for member in session_members(session):
+        command = command_of(member.pid)
+        if name := name_of(command):
+            environment = environment_of(member.pid)
+            found[name] = Part(name=name, process=member, command=command, environment=environment)
+    return found
+
+
+def as_new_node(command: list[str], node_id: str) -> list[str]:
+    """A raylet's command under another node id: the control service takes none back that it saw die. Raises ValueError
+    for a command without one."""
+    old = _value(command, "--node_id")
+    return [word.replace(old, node_id) for word in command]
+
+
+def next_pause_seconds(last_seconds: float, alive_seconds: float) -> float:
+    """Before another start of one that lived so long."""
+    if alive_seconds >= STEADY_SECONDS:
+        return 0.0
+    return min(MAX_PAUSE_SECONDS, max(1.0, 2.0 * last_seconds))
+
+
+def _value(command: list[str], option: str) -> str:
+    """Raises ValueError where the command lacks it."""
+    for word in command:
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    raise ValueError(f"its command has no {option}")
+
+
+def does_answer(part: Part, *, seconds: float) -> bool:
+    """Tells whether a part answers in time. One that cannot be asked counts as answering; so does a raylet with TLS."""
+    if part.name == RAYLET and part.environment.get("RAY_USE_TLS") == "1":
+        return True
+    try:
+        token = head_probes.ray_token(part.environment)
+        if part.name == RAYLET:
+            return head_probes.does_raylet_answer(listening_ports(part.process.pid), token, seconds=seconds)
+        address = _value(part.command, "--host"), int(_value(part.command, "--port"))
+        return head_probes.does_dashboard_answer(address, token, seconds=seconds)
+    except (OSError, ValueError):
+        return True
+
+
+class Guardian:
+    """Of the session that this process leads."""
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._parts = parts_of(session)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="questions")
+
+    def watch(self) -> None:
+        """Until the control service has ended."""
+        woke_at = time.monotonic()
+        while is_alive(self._parts[GCS].process):
+            last_at, woke_at = woke_at, time.monotonic()
+            is_late = woke_at - last_at > LOOK_SECONDS + head_probes.LATE_SECONDS
+            for name in (RAYLET, DASHBOARD):
+                if (part := self._parts.get(name)) is not None:
+                    self._look(part, is_late=is_late)
+            time.sleep(LOOK_SECONDS)
+            _reap()
+        _say("Ray's control service has ended")
+
+    def _look(self, part: Part, *, is_late: bool) -> None:
+        if is_alive(part.process):
+            is_stopped = state_of(part.process.pid) == STOPPED
+            part.num_stopped_looks = part.num_stopped_looks + 1 if is_stopped else 0
+            self._ask(part, is_late=is_late)
+            if part.num_stopped_looks >= MAX_STOPPED_LOOKS or part.pulse.hangs:
+                _say(f"{part.name} {'is stopped' if is_stopped else 'does not answer'} and is killed")
+                _kill(part.process)
+        elif time.monotonic() >= part.started_at + part.pause_seconds:
+            self._start_again(part)
+
+    def _ask(self, part: Part, *, is_late: bool) -> None:
+        """Looks whether the last question was answered, and asks another when it is time."""
+        question, now = part.question, time.monotonic()
+        if question is not None:
+            question.is_late |= is_late
+            if not question.answer.done() or now < question.asked_at + head_probes.QUESTION_SECONDS:
+                return
+            part.pulse = part.pulse.after(answered=question.answer.result(), was_late=question.is_late)
+            part.question = None
+        with contextlib.suppress(RuntimeError):  # No thread is to be had now: the next look tries again.
+            answer = self._threads.submit(does_answer, part, seconds=head_probes.QUESTION_SECONDS)
+            part.question = Question(answer=answer, asked_at=now)
+
+    def _start_again(self, part: Part) -> None:
+        """A failed start is tried again after a pause, as one that dies at once is."""
+        _say(f"{part.name} has died and is started again")
+        now = time.monotonic()
+        part.pause_seconds = next_pause_seconds(part.pause_seconds, now - part.started_at)
+        part.started_at, part.num_stopped_looks = now, 0
+        part.pulse, part.question = Pulse(), None
+        try:
+            if part.name == RAYLET:
+                self._make_room(part)
+            process = subprocess.Popen(
+                part.command,
+                env=part.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+        except (OSError, ValueError) as error:
+            _say(f"{part.name} could not be started: {error}")
+        else:
+            part.process = identify(process.pid) or part.process
+
+    def _make_room(self, raylet: Part) -> None:
+        """Removes what a dead raylet has left, and makes its command that of a new node."""
+        self._end_workers()
+        for option in ("--raylet_socket_name", "--store_socket_name"):
+            Path(_value(raylet.command, option)).unlink(missing_ok=True)
+        raylet.command = as_new_node(raylet.command, secrets.token_hex(_NODE_ID_BYTES))
+
+    def _end_workers(self) -> None:
+        """Those of a raylet that is dead, and what they have started: they hold ports and devices."""
+        members = session_members(self._session)
+        titles = {member.pid: "".join(command_of(member.pid)[:1]) for member in members}
+        workers = {pid for pid, title in titles.items() if title.startswith(_WORKER_TITLE)}
+        for member in members:
+            if member.pid in workers or group_of(member.pid) in workers:
+                _kill(member)
+
+
+def _kill(process: ProcessIdentity) -> None:
+    if is_alive(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _say(what: str) -> None:
+    with contextlib.suppress(OSError):  # As of a full disk.
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
+
+
+def main() -> int:
+    started, *command = sys.argv[1:]
+    code = subprocess.call(command)
+    if code == 0:
+        guardian = Guardian(os.getsid(0))
+        Path(started).touch()
+        guardian.watch()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

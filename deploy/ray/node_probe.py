@@ -1,0 +1,104 @@
+"""What is asked of a Ray node before anything of ours runs there: versions, code, files, Redis, ports.
+
+Ray carries this module to the node by value, for the node may have another copy of the package or none: so it imports
+nothing of ours but inside a call that expects to fail, and answers with plain values.
+"""
+
+import asyncio
+import importlib.metadata
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+CONNECT_SECONDS = 3.0
+
+
+class NodeProbe:
+    """An actor, one on each node, for as long as the questions take."""
+
+    async def facts(
+        self, packages: Sequence[str], model: str | None, redis_url: str | None
+    ) -> dict[str, Any]:
+        return {
+            "host": socket.gethostname(),
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "packages": {name: _installed(name) for name in packages},
+            "code": _code(),
+            "has_bfloat16": _has_bfloat16(),
+            "model": None if model is None else _model(model),
+            "redis": None if redis_url is None else await asyncio.to_thread(_redis, redis_url),
+        }
+
+    async def listen(self, host: str) -> int:
+        """The port of a listener on this node's address that lives as long as this actor."""
+        self._listener = await asyncio.start_server(lambda reader, writer: writer.close(), host, 0)
+        port: int = self._listener.sockets[0].getsockname()[1]
+        return port
+
+    async def unreachable(self, others: Sequence[tuple[str, str, int]]) -> list[str]:
+        """The names of those that take no connection from here."""
+        return [name for name, host, port in others if not await _reaches(host, port)]
+
+
+async def _reaches(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _code() -> str | None:
+    """None where the package is missing, or so old that it cannot say."""
+    try:
+        from blockyard.proto.naming.code_version import code_version
+
+        return code_version()
+    except Exception:  # Whatever is wrong with that copy: it is not ours.
+        return None
+
+
+def _has_bfloat16() -> bool:
+    """Whether a worker on this node's CPU computes in bfloat16 by itself."""
+    try:
+        from blockyard.worker.model.data_type import cpu_has_bfloat16
+
+        return cpu_has_bfloat16()
+    except Exception:
+        return False
+
+
+def _model(folder: str) -> str:
+    """Empty, or what is wrong."""
+    if not os.path.isdir(folder):
+        return "the folder is not there"
+    names = ["config.json", *(name for name in os.listdir(folder) if name.endswith(".safetensors"))]
+    unreadable = [name for name in names if not os.access(os.path.join(folder, name), os.R_OK)]
+    if unreadable:
+        return f"cannot be read: {', '.join(sorted(unreadable))}"
+    return "" if len(names) > 1 else "there are no weights (*.safetensors)"
+
+
+def _redis(url: str) -> str:
+    """Empty, or what is wrong. Never the error's own text: it may quote the password."""
+    try:
+        import redis
+
+        with redis.Redis.from_url(
+            url, socket_timeout=CONNECT_SECONDS, socket_connect_timeout=CONNECT_SECONDS
+        ) as client:
+            client.ping()
+    except Exception as error:
+        return type(error).__name__
+    return ""

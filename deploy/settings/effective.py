@@ -1,0 +1,168 @@
+"""The configuration that holds: each setting's value and where it comes from; and an example to begin with.
+
+Owns what is shown of secrets: nothing. Asks click, which has decided; reads no file (config_file.py).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from itertools import groupby
+from typing import Any
+
+import click
+from blockyard.deploy.settings.config_file import CONFIG_VARIABLE, FILE_KEY
+from blockyard.deploy.settings.setting import Setting, masked, settings_of
+from click.core import ParameterSource
+from rich.table import Table
+
+_SOURCES = {ParameterSource.COMMANDLINE: "flag", ParameterSource.DEFAULT_MAP: "file"}
+_EXAMPLES = {
+    "a whole number": "1",
+    "a number": "1.0",
+    "true or false": "true",
+    "a size, such as 2GiB": '"2GiB"',
+}
+SECTIONS = {
+    "cluster": "What runs, and where.",
+    "engine": "Every worker's engine: the model, its memory, its steps.",
+    "worker": "Every worker beside its engine.",
+    "placement": "How routers choose a worker.",
+    "limits": "What routers admit, and for how long they bear what goes wrong.",
+    "security": "Tokens and TLS of the cluster's ports: files, which lie at the same path on every node.",
+    "redis": "The prefix index. A URL with a password does not belong in this file: set the variable.",
+    "logs": "Of routers and workers.",
+    "client": "How the other commands reach routers. A token comes by its file, or by BLOCKYARD_TOKEN.",
+}
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effective:
+    """One setting as it holds."""
+
+    section: str
+    key: str
+    value: Any
+    """Nothing of a secret."""
+    source: str
+    """flag, a variable's name, file, or default."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of a table: what its names are by default."""
+
+
+def effective(context: click.Context) -> list[Effective]:
+    """Of the command that runs."""
+    found = []
+    for setting in sorted(settings_of(context.command), key=_order):
+        assert setting.name is not None
+        value = context.params[setting.name] if setting.expose_value else None
+        found.append(
+            Effective(
+                section=setting.section,
+                key=setting.key,
+                value=_plain(masked(value) if setting.is_secret else value),
+                source=_source(context, setting),
+                defaults=_table_defaults(context, setting),
+            )
+        )
+    return found
+
+
+def as_document(settings: Iterable[Effective], context: click.Context) -> dict[str, Any]:
+    sections: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        shown = {"value": setting.value, "source": setting.source}
+        sections.setdefault(setting.section, {})[setting.key] = shown
+    return {"file": context.meta.get(FILE_KEY), "settings": sections}
+
+
+def effective_table(settings: Iterable[Effective], *, changed_only: bool = False) -> Table:
+    """A line for each setting, and for each name of a table; `changed_only` leaves out what is by default."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("setting", "value", "from"):
+        table.add_column(heading, overflow="fold")
+    for setting in settings:
+        for name, value, source in _rows(setting):
+            if source != "default" or not changed_only:
+                table.add_row(name, value, source, style=None if source == "default" else "bold")
+    return table
+
+
+def _rows(setting: Effective) -> Iterator[tuple[str, str, str]]:
+    name, value, source = f"{setting.section}.{setting.key}", setting.value, setting.source
+    if isinstance(value, dict) and value:
+        for key, part in value.items():
+            is_default = key in setting.defaults and setting.defaults[key] == part
+            yield f"{name}.{key}", _text(part), "default" if is_default else source
+    else:
+        yield name, "-" if value in (None, [], {}) else _text(value), source
+
+
+def _table_defaults(context: click.Context, setting: Setting) -> Mapping[str, Any]:
+    if not setting.takes_pairs or setting.callback is None:
+        return {}
+    defaults: Mapping[str, Any] = _plain(setting.callback(context, setting, ()))
+    return defaults
+
+
+def example(settings: Iterable[Setting]) -> str:
+    """A file in which every setting stands as a comment, with its default."""
+    lines = [
+        "# Settings of Blockyard, all by their defaults. Take the # off what you change.",
+        f"# Used by --config FILE or {CONFIG_VARIABLE}. Flags are heard first, then the environment, then this file.",
+    ]
+    for section, members in groupby(sorted(settings, key=_order), key=lambda setting: setting.section):
+        lines += ["", f"# {SECTIONS[section]}", f"[{section}]"]
+        for setting in members:
+            lines += [f"# {line}" for line in _told(setting)]
+            lines.append(_example_line(setting))
+    return "\n".join(lines) + "\n"
+
+
+def _told(setting: Setting) -> Iterator[str]:
+    yield " ".join((setting.help or "").split())
+    if setting.takes_pairs and setting.pair_names is not None:
+        yield f"Names: {', '.join(setting.pair_names)}."
+
+
+def _example_line(setting: Setting) -> str:
+    if setting.takes_pairs:
+        return f"#{setting.key} = {{}}"
+    if setting.is_flag:
+        return f"#{setting.key} = false"
+    if isinstance(setting.default, str | int | float) and not setting.required:
+        return f"#{setting.key} = {json.dumps(setting.default)}"
+    return f"# {setting.key} = {_example_value(setting)}  # {setting.kind}; not set by default"
+
+
+def _example_value(setting: Setting) -> str:
+    if setting.multiple:
+        return "[]"
+    if isinstance(setting.type, click.Choice):
+        return json.dumps(str(setting.type.choices[0]))
+    return _EXAMPLES.get(setting.kind, '"..."')
+
+
+def _source(context: click.Context, setting: Setting) -> str:
+    assert setting.name is not None
+    source = context.get_parameter_source(setting.name)
+    if source is ParameterSource.ENVIRONMENT:
+        return next((name for name in setting.variables if os.environ.get(name)), "environment")
+    return _SOURCES.get(source, "default") if source is not None else "default"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _order(setting: Setting) -> int:
+    return list(SECTIONS).index(setting.section)

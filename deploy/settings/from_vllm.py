@@ -1,0 +1,110 @@
+"""vLLM's names of our settings, so that the options of a `vllm serve` line do the same here.
+
+Owns the names whose meaning is the same, those that ask for what always holds here, and the reasons why others are
+refused. Pure, but for the command that reads them. docs/cli.md has the same as a table.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import click
+from blockyard.deploy.settings.setting import GroupedCommand, wrong_values_are_usage
+
+ALIASES: Mapping[str, str] = {
+    "--port": "--http-port",
+    "--served-model-name": "--model-name",
+    "--data-parallel-size": "--workers",
+    "-dp": "--workers",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--swap-space": "--swap-space-gib",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+}
+"""Ours by vLLM's."""
+VALUES: Mapping[tuple[str, str], str] = {
+    ("--dtype", "half"): "float16",
+    ("--dtype", "float"): "float32",
+    ("--kv-cache-dtype", "fp8_e4m3"): "fp8",
+    ("--generation-config", "vllm"): "none",
+}
+"""Ours by an option and vLLM's value of it."""
+HOLD_ALWAYS = frozenset(
+    (
+        "--enable-prefix-caching",
+        "--enable-chunked-prefill",
+        "--disable-log-requests",
+        "--no-enable-log-requests",
+        "--disable-uvicorn-access-log",
+    )
+)
+"""Switches that ask for nothing."""
+_ONE_GPU = (
+    "a worker has one GPU, which must hold the whole model; --workers serves copies of it, one on each GPU"
+)
+ONLY_ONE = {
+    "--tensor-parallel-size": _ONE_GPU,
+    "-tp": _ONE_GPU,
+    "--pipeline-parallel-size": _ONE_GPU,
+    "-pp": _ONE_GPU,
+}
+"""Refused above 1, with the reason."""
+REFUSED = {
+    "--api-key": "everybody on a machine can read its arguments: `blockyard token new --auth-file FILE`, then "
+    "--auth-file FILE",
+    "--trust-remote-code": "no code of a model's folder is ever run",
+    "--quantization": "quantised checkpoints are not served; --cpu-linears int8 and --kv-cache-dtype quantise here",
+    "-q": "quantised checkpoints are not served; --cpu-linears int8 and --kv-cache-dtype quantise here",
+    "--enable-lora": "LoRA adapters are not served",
+    "--no-enable-prefix-caching": "the prefix cache is always on; `cache_salt` keeps a request's prefixes apart",
+}
+"""With the reason."""
+_TRANSLATED = frozenset((*ALIASES, *ONLY_ONE, *(option for option, _ in VALUES)))
+
+
+class VllmCommand(GroupedCommand):
+    """A command that takes vLLM's names as well. Its help shows ours alone."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        with wrong_values_are_usage():
+            arguments = ours(arguments)
+        return super().parse_args(context, arguments)
+
+
+def ours(arguments: Sequence[str]) -> list[str]:
+    """The same in our words. Raises ValueError for what means something that is not here."""
+    return list(_ours(list(arguments)))
+
+
+def _ours(left: list[str]) -> Iterator[str]:
+    while left:
+        argument = left.pop(0)
+        if argument == "--":
+            yield from (argument, *left)
+            return
+        option, equals, value = argument.partition("=")
+        if option.startswith("--"):
+            option = option.replace("_", "-")
+        if option in REFUSED:
+            raise ValueError(f"{option} is not taken: {REFUSED[option]}")
+        if option in HOLD_ALWAYS:
+            continue
+        if option not in _TRANSLATED:
+            yield option + equals + value
+            continue
+        values = [value] if equals else _values_of(option, left)
+        if option in ONLY_ONE:
+            if values != ["1"]:
+                raise ValueError(f"{' '.join([option, *values])} is not taken: {ONLY_ONE[option]}")
+            continue
+        known = ALIASES.get(option, option)
+        yield from (f"{known}={VALUES.get((known, value), value)}" for value in values)
+        if not values:
+            yield known
+
+
+def _values_of(option: str, left: list[str]) -> list[str]:
+    """Takes them out of what follows the option: vLLM's option of names has several."""
+    most = len(left) if option == "--served-model-name" else 1
+    values: list[str] = []
+    while left and len(values) < most and not left[0].startswith("-"):
+        values.append(left.pop(0))
+    return values

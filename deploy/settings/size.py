@@ -1,0 +1,110 @@
+"""`blockyard size`: what a memory budget holds of a model's KV cache. Owns the arithmetic's words, not the
+sizes."""
+
+import re
+from dataclasses import dataclass
+
+from blockyard.worker.memory.kv_size import (
+    DTYPE_BYTES,
+    KVCacheDtype,
+    KVSize,
+    blocks_in_budget,
+    bytes_per_block,
+    stored_dtype,
+)
+from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
+from blockyard.worker.model.data_type import (
+    ChosenDataType,
+    RequestedDataType,
+    choose_dtype,
+    cpu_has_bfloat16,
+)
+from blockyard.worker.model.shards import num_parameters
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """One model's KV cache in one budget."""
+
+    model: str
+    dtype: ChosenDataType
+    kv_dtype: str
+    max_model_len: int
+    weights_bytes: int
+    """In `dtype`; a worker holds them beside the KV cache."""
+    kv: KVSize
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "dtype": self.dtype.name,
+            "dtype_why": self.dtype.why,
+            "kv_dtype": self.kv_dtype,
+            "weights_bytes": self.weights_bytes,
+            "block_size": self.kv.block_size,
+            "bytes_per_block": self.kv.block_bytes,
+            "blocks": self.kv.num_blocks,
+            "tokens": self.kv.num_tokens,
+            "max_model_len": self.max_model_len,
+            "max_concurrency": round(self.kv.max_concurrency(self.max_model_len), 2),
+        }
+
+
+def parse_bytes(text: str) -> int:
+    """`60GB` is decimal, `60GiB` binary, `60` bytes. Raises ValueError."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"a size is a number with B, KB, MB, GB, KiB, MiB or GiB, not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def size_model(
+    model: str,
+    *,
+    budget_bytes: int,
+    block_size: int,
+    dtype: RequestedDataType,
+    kv_cache_dtype: KVCacheDtype,
+    on_cpu: bool,
+    max_model_len: int | None,
+) -> ModelSize:
+    """`on_cpu`: of this machine's kind, for dtype "auto" asks what that multiplies.
+
+    Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
+    config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
+    chosen = choose_dtype(dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16())
+    context = max_model_len or config.max_position_embeddings
+    if context > config.max_position_embeddings:
+        raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    kv_dtype = stored_dtype(kv_cache_dtype, chosen.name)
+    block_bytes = bytes_per_block(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+    )
+    kv = KVSize(
+        num_blocks=blocks_in_budget(budget_bytes, block_bytes), block_size=block_size, block_bytes=block_bytes
+    )
+    return ModelSize(
+        model=model,
+        dtype=chosen,
+        kv_dtype=kv_dtype,
+        max_model_len=context,
+        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen.name],
+        kv=kv,
+    )

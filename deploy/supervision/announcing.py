@@ -1,0 +1,104 @@
+"""Keeps a cluster's announcement in Ray's key-value store, where the dashboard finds it.
+
+Runs in the supervisor. A store that does not answer costs the page its news and nothing else.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from blockyard.deploy.dashboard.announcement import (
+    KV_NAMESPACE,
+    AnnouncedPlace,
+    Announcement,
+    encode,
+    key_of,
+)
+from blockyard.deploy.ray.nodes import all_node_names
+from blockyard.proto.naming.model_files import model_names
+from ray.exceptions import RayError
+
+if TYPE_CHECKING:
+    from blockyard.deploy.supervision.replicas import Place
+    from blockyard.router.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+REPEAT_LOOKS = 20
+"""It is told anew after so many, in case the store has lost it."""
+KV_SECONDS = 2.0
+
+
+def announcement_of(
+    router: "RouterConfig", places: Iterable["Place"], nodes: Mapping[str, str]
+) -> Announcement:
+    """Describe a cluster. `nodes` are the nodes' names by their ids."""
+    return Announcement(
+        cluster=router.cluster,
+        model=model_names(router.model, router.model_names)[0],
+        uses_tls=router.tls is not None,
+        wants_certificate=router.tls is not None and router.tls.client_ca is not None,
+        wants_token=router.auth_file is not None,
+        places=tuple(
+            AnnouncedPlace(
+                name=place.name,
+                kind=place.kind,
+                phase=place.phase,
+                address=place.address,
+                incarnation=place.incarnation,
+                num_starts=place.num_starts,
+                node=nodes.get(place.node_id, ""),
+            )
+            for place in places
+        ),
+    )
+
+
+async def keep_announced(router: "RouterConfig", places: Sequence["Place"]) -> None:
+    """Until cancelled. Looks rather than listens: a change of a place has many causes."""
+    told, looks = b"", 0
+    nodes: dict[str, str] = {}
+    while True:
+        node_ids = {place.node_id for place in places if place.node_id}
+        if not node_ids <= nodes.keys():
+            nodes = dict.fromkeys(node_ids, "") | await _node_names()
+        announcement = announcement_of(router, places, nodes)
+        now, looks = encode(announcement), looks + 1
+        if now != told or looks % REPEAT_LOOKS == 0:
+            told = now if await put(key_of(announcement.cluster), now) else b""
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _node_names() -> dict[str, str]:
+    """Ask Ray's control service. A node that it does not name has no name on the page."""
+    try:
+        async with asyncio.timeout(KV_SECONDS):
+            return await asyncio.to_thread(all_node_names)
+    except (RayError, OSError, TimeoutError) as error:
+        logger.debug("the live page is not told the names of nodes: %s", type(error).__name__)
+        return {}
+
+
+async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:
+    with contextlib.suppress(RayError, OSError, TimeoutError):
+        async with asyncio.timeout(KV_SECONDS):
+            await _store().async_internal_kv_del(key_of(cluster), False, namespace=namespace)
+
+
+async def put(key: bytes, value: bytes, namespace: bytes = KV_NAMESPACE) -> bool:
+    """False where the store does not take it in time."""
+    try:
+        async with asyncio.timeout(KV_SECONDS):
+            await _store().async_internal_kv_put(key, value, True, namespace=namespace)
+    except (RayError, OSError, TimeoutError) as error:
+        logger.debug("%s was not told: %s", namespace.decode(), type(error).__name__)
+        return False
+    return True
+
+
+def _store() -> Any:
+    return ray.experimental.internal_kv.internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]

@@ -1,0 +1,36 @@
+"""How `blockyard explain` shows a placement: each candidate with the terms of its cost."""
+
+from blockyard.deploy.views import views
+from blockyard.proto.v1 import cluster_pb2
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+_TERMS = ("queue_ms", "prefill_ms", "host_load_ms", "decode_ms", "memory_ms", "others_ms", "total_ms", "cost")
+"""Of a candidate, in the order in which they add up."""
+
+
+def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> RenderableType:
+    """Cheapest first; times in ms."""
+    if not explained.chosen_worker_id:
+        return Text("no worker would take it now", "red")
+    index = "" if explained.index_available else "; the prefix index does not answer"
+    heading = Text(f"{explained.chosen_worker_id}, by policy {explained.policy}{index}", "bold")
+    names = (*(term.removesuffix("_ms").replace("_", " ") for term in _TERMS[:-1]), "cost")
+    headings = ("worker", "cached", "host", "uncached", *names)
+    rows = [
+        (
+            candidate.worker_id,
+            *(
+                f"{tokens:,}"
+                for tokens in (
+                    candidate.cached_tokens,
+                    candidate.host_cached_tokens,
+                    candidate.uncached_tokens,
+                )
+            ),
+            *(f"{getattr(candidate, term):,.1f}" for term in _TERMS),
+        )
+        for candidate in explained.candidates
+    ]
+    told = Text("tokens, and estimates in ms; the least cost is chosen", "dim")
+    return Group(heading, views.plain_table(headings, rows), told)

@@ -1,0 +1,171 @@
+"""What `blockyard top` shows: rates between two looks at the workers, and a screen of them. Pure.
+
+Owns what a rate is and how it looks at 80 columns and more. Asks nobody (commands/watch.py).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from blockyard.deploy.views.quantities import counted
+from blockyard.deploy.views.views import ANY_WIDTH, state_text
+from blockyard.proto.v1 import cluster_pb2
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+SPARKS = "▁▂▃▄▅▆▇█"
+MAX_HISTORY = 60
+"""Looks that the sparkline remembers."""
+WIDE_COLUMNS = 100
+"""From there on the rarer columns have room."""
+BAR_CELLS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One answer of the routers."""
+
+    at_seconds: float
+    """On the asker's monotonic clock."""
+    info: cluster_pb2.ClusterInfo
+    workers: tuple[cluster_pb2.Worker, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow:
+    """One worker, with what it did since the look before."""
+
+    worker: str
+    state: str
+    running: int
+    waiting: int
+    kv_usage: float
+    """Share of its blocks that sequences hold."""
+    hit_rate: float | None
+    """Prompt tokens that came from the cache; None where none came at all."""
+    prompt_tokens_per_second: float
+    generated_tokens_per_second: float
+    preemptions: int
+    index_lag_seconds: float | None
+
+
+def rows_of(now: Look, before: Look | None) -> list[WorkerRow]:
+    """Without a look before, rates are 0 and the hit rate is that since the worker's start."""
+    earlier = {} if before is None else {worker.incarnation: worker.load for worker in before.workers}
+    seconds = 0.0 if before is None else now.at_seconds - before.at_seconds
+    return [_row(worker, earlier.get(worker.incarnation), seconds) for worker in now.workers]
+
+
+def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seconds: float) -> WorkerRow:
+    load = worker.load
+    base = cluster_pb2.WorkerLoad() if before is None else before
+    prompt, cached = load.prompt_tokens - base.prompt_tokens, load.cached_tokens - base.cached_tokens
+    if prompt <= 0 or not 0 <= cached <= prompt:
+        prompt, cached = load.prompt_tokens, load.cached_tokens
+    has_rate = before is not None and seconds > 0
+
+    def rate(total: int, earlier: int) -> float:
+        # Counters go back if two routers answer in the wrong order, or if a new incarnation counts from 0.
+        return max(total - earlier, 0) / seconds if has_rate else 0.0
+
+    return WorkerRow(
+        worker=worker.worker_id,
+        state=cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_"),
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage=load.used_blocks / worker.total_blocks if worker.total_blocks else 0.0,
+        hit_rate=cached / prompt if prompt else None,
+        prompt_tokens_per_second=rate(load.prompt_tokens, base.prompt_tokens),
+        generated_tokens_per_second=rate(load.generated_tokens, base.generated_tokens),
+        preemptions=load.preemptions,
+        index_lag_seconds=worker.index.lag_seconds if worker.HasField("index") else None,
+    )
+
+
+def total_rate(rows: Iterable[WorkerRow]) -> float:
+    """Tokens generated in a second, by all."""
+    return sum(row.generated_tokens_per_second for row in rows)
+
+
+def as_document(now: Look, rows: Sequence[WorkerRow]) -> dict[str, Any]:
+    """One line of `--output json`."""
+    info = now.info
+    return {
+        "cluster": info.cluster,
+        "model": info.model.id,
+        "requests_running": info.requests_running,
+        "requests_waiting": info.requests_waiting,
+        "migrations": info.migrations,
+        "index_state": cluster_pb2.IndexState.Name(info.index_state).removeprefix("INDEX_STATE_"),
+        "generated_tokens_per_second": total_rate(rows),
+        "workers": [asdict(row) for row in rows],
+    }
+
+
+def sparkline(rates: Sequence[float], columns: int) -> str:
+    """Draw the last rates, one a column, relative to the largest. Negative, infinite and NaN rates count as 0."""
+    shown = [rate if isfinite(rate) and rate > 0 else 0.0 for rate in rates[-columns:]]
+    most = max(shown, default=0.0)
+    return "".join(SPARKS[int(rate / most * (len(SPARKS) - 1)) if most else 0] for rate in shown)
+
+
+def bar(share: float, cells: int = BAR_CELLS) -> str:
+    filled = round(min(max(share, 0.0), 1.0) * cells)
+    return "█" * filled + "░" * (cells - filled)
+
+
+def screen(
+    now: Look, rows: Sequence[WorkerRow], rates: Sequence[float], *, columns: int, trouble: str = ""
+) -> RenderableType:
+    """`rates`: those of all workers together, the latest last. `trouble`: why this is not of now."""
+    info = now.info
+    index = cluster_pb2.IndexState.Name(info.index_state).removeprefix("INDEX_STATE_")
+    head = Text(
+        f"{info.cluster}: {info.model.id} on {info.workers_ready} of {counted(info.workers_known, 'worker')}",
+        "bold",
+    )
+    totals = Text(
+        f"router: {info.requests_running} running, {info.requests_waiting} waiting, "
+        f"{counted(info.migrations, 'migration')}; index {index}"
+    )
+    latest = rates[-1] if rates else 0.0
+    told = f"{latest:>9,.0f} tokens/s "
+    spark = Text.assemble(told, (sparkline(rates, max(columns - len(told) - 1, 1)), "cyan"))
+    lines = [head, totals, spark]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    told_last = (Text(trouble, "red"),) if trouble else ()
+    return Group(*lines, _table(now, rows, columns), *told_last)
+
+
+def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
+    is_wide, is_unbounded = columns >= WIDE_COLUMNS, columns >= ANY_WIDTH
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    widest = (None, None) if is_unbounded else (16, 40 if is_wide else 10)
+    for heading, most in zip(("worker", "state"), widest, strict=True):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", max_width=most)
+    table.add_column("run", justify="right", no_wrap=True)
+    table.add_column("wait", justify="right", no_wrap=True)
+    table.add_column("KV used", no_wrap=True)
+    for heading in ("hits", "in/s", "out/s", "preempt"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if is_wide:
+        table.add_column("lag s", justify="right", no_wrap=True)
+    for worker, row in zip(now.workers, rows, strict=True):
+        state = state_text(worker) if is_wide else Text(row.state, state_text(worker).style)
+        cells: list[RenderableType] = [
+            Text(row.worker),
+            state,
+            *(Text(str(count)) for count in (row.running, row.waiting)),
+            Text(f"{bar(row.kv_usage)} {row.kv_usage:4.0%}"),
+            Text("-" if row.hit_rate is None else f"{row.hit_rate:.0%}"),
+            Text(f"{row.prompt_tokens_per_second:,.0f}"),
+            Text(f"{row.generated_tokens_per_second:,.0f}"),
+            Text(str(row.preemptions)),
+        ]
+        if is_wide:
+            cells.append(Text("-" if row.index_lag_seconds is None else f"{row.index_lag_seconds:.2f}"))
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,355 @@
+"""What the commands say: summaries, tables and single lines, as rich renderables that are plain without a
+terminal.
+
+Owns words and looks; asks nobody and prints nothing. Never shows a secret, only where it lies. Pool maps are
+in pool_map.py.
+"""
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockyard.deploy.dashboard.sign_in import page_url
+from blockyard.deploy.machine.findings import Finding
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.settings.size import ModelSize
+from blockyard.deploy.views.quantities import counted, format_bytes, short_decimal
+from blockyard.proto.security.loopback import is_loopback
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import Finish
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from blockyard.deploy.ray.nodes import RayNode
+    from blockyard.deploy.settings.wanted_cluster import UpOptions
+    from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+
+
+_RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
+    "host": lambda load: load.host_cached_blocks,
+    "preempted": lambda load: load.preemptions,
+    "swapped": lambda load: load.swaps,
+}
+
+
+ANY_WIDTH = 10_000
+"""Columns of a table that is neither cut nor folded."""
+NO_WORKER = "No worker is registered with this router. `blockyard status` says what each is doing."
+_PHASE_STYLES = {"serving": "green", "not answering": "red", "waiting": "red", "stopped": "red"}
+
+
+def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
+    workers = list(workers)
+    if not workers:
+        return Text(NO_WORKER, "yellow")
+    # Most clusters have no host cache and enough memory: then these columns would only take room.
+    extra = [
+        (heading, count)
+        for heading, count in _RARE_COUNTS.items()
+        if any(count(worker.load) for worker in workers)
+    ]
+    headings = ("worker", "state", "address", "device", "running", "waiting", "free", "cached", "used")
+    table = FittingTable(*headings, *(heading for heading, _ in extra), "hit rate")
+    for worker in workers:
+        load = worker.load
+        table.add_row(
+            worker.worker_id,
+            state_text(worker),
+            worker.address,
+            worker.device,
+            *(str(count) for count in (load.running, load.waiting)),
+            *(str(count) for count in (load.free_blocks, load.cached_blocks, load.used_blocks)),
+            *(str(count(load)) for _, count in extra),
+            f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-",
+        )
+    return table
+
+
+def state_name(worker: cluster_pb2.Worker) -> str:
+    return cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+
+
+def state_text(worker: cluster_pb2.Worker) -> Text:
+    name = state_name(worker)
+    reason = f" ({worker.state_reason})" if worker.state_reason else ""
+    return Text(name + reason, style="green" if name == "READY" else "red")
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    table = FittingTable(*headings)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def summary(cluster: ClusterState) -> RenderableType:
+    """What `up` says at the end. The only secret in it opens the live page."""
+    name, command = _named(cluster), command_name()
+    lines = [
+        _first_line(cluster),
+        *(f"data type  {dtype}" for dtype in cluster.dtypes),
+        *cpus_lines(cluster),
+        *(f"router     {address}" for address in cluster.routers),
+        *(f"OpenAI     {address} (the base URL ends in /v1)" for address in cluster.gateways),
+        *dashboard_lines(cluster, signs_in=True),
+        *metrics_lines(cluster),
+        "try next:",
+        f'  {command} generate{name} "def main():"',
+        f"  {command} chat{name}        {command} workers{name}        {command} blocks{name}",
+        f"  {command} down{name}",
+    ]
+    return Text("\n".join(lines))
+
+
+def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
+    """Tells what `serve` says once it serves: addresses, and a call to try."""
+    scheme = "http" if options.security.tls is None else "https"
+    urls = [f"{scheme}://{address}/v1" for address in cluster.gateways]
+    lines = [
+        _first_line(cluster),
+        *(f"data type  {dtype}" for dtype in cluster.dtypes),
+        *cpus_lines(cluster),
+        *(f"HTTP       {url}" for url in urls),
+        *(f"gRPC       {address}" for address in cluster.routers),
+        *(f"alias      {alias}" for alias in options.served_names[1:]),
+        *dashboard_lines(cluster, signs_in=True),
+        "try:",
+        *(_curl(url, options) for url in urls[:1]),
+        "Ctrl-C ends it.",
+    ]
+    return Text("\n".join(lines))
+
+
+def _curl(url: str, options: "UpOptions") -> str:
+    """Short lines: one that is folded cannot be pasted into a shell."""
+    security = options.security
+    body = json.dumps({"model": options.served_names[0], "prompt": "def main():", "max_tokens": 48})
+    parts = [
+        f"curl {url}/completions",
+        *([] if security.tls is None else ["--cacert CA.pem"]),
+        *([] if security.auth_file is None else ['-H "Authorization: Bearer $BLOCKYARD_TOKEN"']),
+        '-H "Content-Type: application/json"',
+        f"-d {shlex.quote(body)}",
+    ]
+    return "  " + " \\\n    ".join(parts)
+
+
+def _first_line(cluster: ClusterState) -> str:
+    workers = counted(cluster.num_workers, "worker")
+    if not is_loopback(cluster.host):
+        reach = f"for whoever reaches {cluster.host}"
+    elif cluster.head is None:
+        reach = "its API for its routers' own machine alone (see --host)"
+    else:
+        reach = "its API for this machine alone (see --host)"
+    return f"cluster {cluster.cluster} serves {cluster.model} on {workers}, {reach}"
+
+
+def cpus_lines(cluster: ClusterState) -> list[str]:
+    """Say how many CPUs each worker holds, which decides whether another one has room."""
+    if not cluster.cpus_per_worker:
+        return []
+    return [f"CPUs       {cluster.cpus_per_worker:g} for each worker (see --cpus-per-worker)"]
+
+
+def summary_dict(cluster: ClusterState) -> dict[str, object]:
+    """The same for programs."""
+    fields = (
+        "cluster",
+        "model",
+        "num_workers",
+        "cpus_per_worker",
+        "routers",
+        "gateways",
+        "dtypes",
+        "dashboard_url",
+        "ray_token_path",
+        "metrics_port",
+    )
+    return {name: getattr(cluster, name) for name in fields}
+
+
+def command_name() -> str:
+    """`blockyard` as the shell here would find it."""
+    installed = Path(sys.executable).parent / "blockyard"
+    if shutil.which("blockyard") or not installed.exists():
+        return "blockyard"
+    return str(installed.relative_to(Path.cwd())) if installed.is_relative_to(Path.cwd()) else str(installed)
+
+
+def dashboard_lines(cluster: ClusterState, *, signs_in: bool = False) -> list[str]:
+    """Say where the dashboard and the live page are. With `signs_in` the page's URL has its key."""
+    if cluster.dashboard_url is None:
+        return []
+    token_path = cluster.ray_token_path
+    has_key = signs_in and token_path is not None and Path(token_path).is_file()
+    lines = [
+        f"live page  {page_url(cluster.dashboard_url, token_path if has_key else None)}",
+        f"           open it signed in: {command_name()} open{_named(cluster)}",
+        f"dashboard  {cluster.dashboard_url}",
+    ]
+    if token_path is not None:
+        lines.append(f"           it asks for a token once: cat {token_path}")
+        lines.append("           (this one, not that of the `ray get-auth-token` that its dialog names)")
+    if cluster.head is None:
+        lines.append(
+            "           the live page is there if its head was started with our hook: docs/live-page.md"
+        )
+    return lines
+
+
+def _named(cluster: ClusterState) -> str:
+    """Return the option that names the cluster in a command, or nothing for the default cluster."""
+    return "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
+
+
+def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> list[str]:
+    """Return the metrics address of each node, or of this machine if no nodes are given.
+
+    Ray binds these ports to every interface and asks for no token.
+    """
+    if nodes:
+        where = [(node.metrics_address, f", of node {node.name}" if len(nodes) > 1 else "") for node in nodes]
+    else:
+        here = f"{cluster.node_address}:{cluster.metrics_port}"
+        where = [(here, "")] if cluster.metrics_port is not None else []
+    lines = [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
+    return (
+        [*lines, "           anybody who reaches that address can read them without a token"] if lines else []
+    )
+
+
+def place_dict(place: "Place") -> dict[str, object]:
+    fields = (
+        "name",
+        "kind",
+        "address",
+        "http_address",
+        "pid",
+        "node_id",
+        "incarnation",
+        "code",
+        "num_starts",
+        "error",
+    )
+    return {name: getattr(place, name) for name in fields} | {"phase": place.told_phase}
+
+
+def status_view(
+    cluster: ClusterState,
+    report: "SupervisorReport | None",
+    info: cluster_pb2.ClusterInfo | None,
+    nodes: Sequence["RayNode"],
+) -> RenderableType:
+    """Without a report nothing is known of the places: the routers' word is all there is."""
+    num_workers = cluster.num_workers
+    if report is not None:
+        num_workers = sum(place.kind == "worker" for place in report.places)
+    counts = Text("no router answers", "red") if info is None else Text(_counts(num_workers, info))
+    if report is None:
+        return Group(
+            counts, Text("the supervisor has said nothing: what each place does is not known", "red")
+        )
+    where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
+    table = _places_table(report, nodes)
+    return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
+
+
+def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
+    """With the node of each where there are several."""
+    names = {node.node_id: node.name for node in nodes}
+    node_heading = ("node",) if len(nodes) > 1 else ()
+    table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
+    for place in report.places:
+        phase = Text(place.told_phase, style=_PHASE_STYLES.get(place.told_phase, "yellow"))
+        node = (names.get(place.node_id, "-"),) if node_heading else ()
+        facts = (place.address, str(place.pid or "-"), str(place.num_starts))
+        age_seconds = report.error_age_seconds(place)
+        age = f" ({ago(age_seconds)})" if place.error and age_seconds is not None else ""
+        table.add_row(place.name, phase, *node, *facts, Text(f"{place.error}{age}", style="red"))
+    return table
+
+
+def ago(seconds: float) -> str:
+    """Format an age, for example `12 s ago`, in the largest unit of which there are at least two."""
+    for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_seconds:
+            return f"{seconds // unit_seconds:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:
+    index = "answers" if info.index_available else "is away: placement goes by load"
+    return (
+        f"{info.model.id} on {info.workers_ready} of {counted(num_workers, 'worker')}, policy {info.policy}, "
+        f"{info.requests_running} running, {info.requests_waiting} waiting; the prefix index {index}"
+    )
+
+
+def size_view(sized: ModelSize) -> RenderableType:
+    kv = sized.kv
+    rows = [
+        ("data type", str(sized.dtype)),
+        ("weights", f"{format_bytes(sized.weights_bytes)} in {sized.dtype.name}, beside the KV cache"),
+        ("KV cache", f"{format_bytes(kv.total_bytes)} in {sized.kv_dtype}"),
+        ("bytes a block", f"{kv.block_bytes:,}"),
+        ("blocks", f"{kv.num_blocks:,} of {kv.block_size} tokens"),
+        ("tokens", f"{kv.num_tokens:,}"),
+        (
+            "requests at once",
+            f"{short_decimal(kv.max_concurrency(sized.max_model_len))} of {sized.max_model_len:,} tokens",
+        ),
+    ]
+    return plain_table(("a worker holds", Path(sized.model).name), rows)
+
+
+def finish_line(finish: Finish) -> str:
+    moved = f", {counted(finish.migrations, 'migration')}" if finish.migrations else ""
+    return (
+        f"[{finish.worker_id}: {counted(finish.prompt_tokens, 'prompt token')}, {finish.cached_tokens} cached, "
+        f"{finish.completion_tokens} generated in {finish.total_seconds:.2f} s, first after "
+        f"{finish.time_to_first_token_seconds * 1000:.0f} ms, {finish.reason}, seed {finish.seed}{moved}]"
+    )
+
+
+def finding_line(finding: Finding) -> Text:
+    style = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict]
+    return Text.assemble((f"{finding.verdict:<5}", style), f"{finding.subject:<13} {finding.detail}")
+
+
+class FittingTable:
+    """Rows under headings. Where the terminal is narrower than they are, each row is a name and lines of `heading
+    value`: a column that is cut would show no number at all."""
+
+    def __init__(self, *headings: str) -> None:
+        self._headings = headings
+        self._rows: list[tuple[RenderableType, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        self._rows.append(tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+        for heading in self._headings:
+            table.add_column(heading, no_wrap=True)
+        for row in self._rows:
+            table.add_row(*row)
+        if console.measure(table, options=options.update(width=ANY_WIDTH)).maximum <= options.max_width:
+            yield table
+            return
+        for name, *cells in self._rows:
+            yield name
+            facts = [
+                Text.assemble((f"{heading} ", "dim"), cell)
+                for heading, cell in zip(self._headings[1:], cells, strict=True)
+                if isinstance(cell, Text) and cell.plain
+            ]
+            yield Padding(Columns(facts, padding=(0, 3, 0, 0)), (0, 0, 0, 2))

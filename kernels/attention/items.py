@@ -1,0 +1,123 @@
+"""How the attention of one step is cut into work items: who reads which keys, in how many programs.
+
+Attention is a list of work items. An item is six integers:
+
+    row, first query token, end query token, first key, end key, partial slot
+
+The query tokens count from the row's first query, keys are positions in the row's context. A decode row of a
+long context becomes several items, each with a partial slot, and one merge joins them; partial slot -1 means
+that the item sees all keys it needs and writes the output itself. A prefill row becomes items of
+`PREFILL_ITEM_TOKENS` queries. What many decode rows read alike becomes items over several rows (`shared_prefix`);
+their own items begin behind it, and the same merge joins both.
+
+Owns the balance between programs. Knows no blocks, no tensors and no backend: pure arithmetic in numpy.
+
+Shapes: R sequences (rows), W decode items, X prefill items, Y shared items, D decode rows, Q prefill rows, M members of
+shared items.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+from blockyard.kernels.attention.shared_prefix import Int32Array, Int64Array, SharedPrefixes, members_of_item
+
+PREFILL_ITEM_TOKENS = 128
+# A split reads at least this many keys: below it the merge costs more than the parallelism gains.
+MIN_SPLIT_TOKENS = 256
+# Splits are multiples of the kernels' largest key tile: only the last tile of a row is masked.
+SPLIT_ALIGNMENT_TOKENS = 64
+# Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
+DEFAULT_TARGET_PROGRAMS = 528
+# Query heads of a kv head where nobody says: how many decodes an item has goes by it, not what comes of them.
+DEFAULT_GROUP = 4
+# Of a step whose work is not cut.
+NO_ITEMS: Mapping[str, Int32Array] = MappingProxyType(
+    {
+        "decode": np.zeros((0, 6), dtype=np.int32),
+        "prefill": np.zeros((0, 6), dtype=np.int32),
+        "shared": np.zeros((0, 5), dtype=np.int32),
+        "members": np.zeros(0, dtype=np.int32),
+        "partials": np.zeros(1, dtype=np.int32),
+    }
+)
+
+
+def items_of_step(
+    query_R: Int64Array,
+    context_R: Int64Array,
+    window: int | None,
+    shared: SharedPrefixes,
+    num_kv_heads: int,
+    group: int,
+    target_programs: int,
+) -> Mapping[str, Int32Array]:
+    """The items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their members, and
+    where each decode row's partial slots start.
+
+    Decode row i owns the partial slots from `partials[i]` up to `partials[i + 1]`, those of what it shares first.
+    """
+    num_decodes = int((query_R == 1).sum())
+    context_D = context_R[:num_decodes]
+    begin_D = np.maximum(_first_keys(context_D - 1, window), shared.tokens_of_rows(num_decodes))
+    members = members_of_item(group)
+    total_reads = (int((context_D - begin_D).sum()) + shared.reads(members)) * num_kv_heads
+    wanted_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
+    split_tokens = -(-wanted_tokens // SPLIT_ALIGNMENT_TOKENS) * SPLIT_ALIGNMENT_TOKENS
+    shared_Y5, splits_M = shared.items(split_tokens, members)
+    shared_splits_D = np.zeros(num_decodes, dtype=np.int64)
+    shared_splits_D[shared.members_M] = splits_M
+    decode_W6, partial_starts_D1 = _decode_items(context_D, begin_D, shared_splits_D, wanted_tokens)
+    return {
+        "decode": decode_W6,
+        "prefill": _prefill_items(query_R, context_R, window, num_decodes),
+        "shared": shared_Y5,
+        "members": shared.members_M.astype(np.int32),
+        "partials": partial_starts_D1,
+    }
+
+
+def _first_keys(position: Int64Array, window: int | None) -> Int64Array:
+    """The first key that the query at each position sees."""
+    return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+
+
+def _decode_items(
+    context_D: Int64Array, begin_D: Int64Array, shared_splits_D: Int64Array, wanted_tokens: int
+) -> tuple[Int32Array, Int32Array]:
+    """Cut what each row reads alone into splits of about equal size, chosen from the total work, not from the batch
+    size. Who has splits of shared keys has partial slots for them, and for its own."""
+    keys_D = context_D - begin_D
+    wanted_D = -(-keys_D // wanted_tokens)
+    size_D = -(-keys_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
+    splits_D = -(-keys_D // size_D)
+    partials_D = np.where(splits_D + shared_splits_D > 1, splits_D + shared_splits_D, 0)
+    partial_starts_D1 = np.concatenate(([0], np.cumsum(partials_D)))
+
+    row_W = np.repeat(np.arange(len(context_D)), splits_D)
+    split_W = np.arange(len(row_W)) - np.repeat(np.cumsum(splits_D) - splits_D, splits_D)
+    first_W = begin_D[row_W] + split_W * size_D[row_W]
+    end_W = np.minimum(first_W + size_D[row_W], context_D[row_W])
+    own_slot_W = partial_starts_D1[row_W] + shared_splits_D[row_W] + split_W
+    slot_W = np.where(partials_D[row_W] > 0, own_slot_W, -1)
+    items_W6 = np.stack((row_W, np.zeros_like(row_W), np.ones_like(row_W), first_W, end_W, slot_W), axis=1)
+    return items_W6.astype(np.int32), partial_starts_D1.astype(np.int32)
+
+
+def _prefill_items(
+    query_R: Int64Array, context_R: Int64Array, window: int | None, num_decodes: int
+) -> Int32Array:
+    """Items of PREFILL_ITEM_TOKENS queries, longest first: short ones fill the gaps at the launch's end."""
+    query_Q, context_Q = query_R[num_decodes:], context_R[num_decodes:]
+    tiles_Q = -(-query_Q // PREFILL_ITEM_TOKENS)
+    row_X = np.repeat(np.arange(len(query_Q)), tiles_Q)
+    tile_X = np.arange(len(row_X)) - np.repeat(np.cumsum(tiles_Q) - tiles_Q, tiles_Q)
+    first_X = tile_X * PREFILL_ITEM_TOKENS
+    end_X = np.minimum(first_X + PREFILL_ITEM_TOKENS, query_Q[row_X])
+    first_position_X = context_Q[row_X] - query_Q[row_X]
+    begin_X = _first_keys(first_position_X + first_X, window)
+    keys_X = first_position_X + end_X
+    items_X6 = np.stack(
+        (row_X + num_decodes, first_X, end_X, begin_X, keys_X, np.full_like(row_X, -1)), axis=1
+    )
+    return items_X6[np.argsort(begin_X - keys_X, kind="stable")].astype(np.int32)

@@ -1,0 +1,418 @@
+"""The fast backend for CPUs: embedding, attention, rotary embedding with the KV write, norms, SiLU-mul, linears and the
+choice of tokens in C++ (`native/`).
+
+Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears that
+`can_lay_out` refuses, block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
+are no multiple of 16 or beyond MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is
+one vector, and bf16 by pairs: `to_native` says how. Copies and swaps move whole blocks and need not know. Linears may
+be in int8 instead. Must never import triton.
+
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
+size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles of a block. A pool may be quantised
+(`kv_pool`): then its scales lie as everywhere.
+"""
+
+from collections.abc import Callable
+
+import torch
+from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.cpu.checks import (
+    PlanChecks,
+    check_heads,
+    check_norms,
+    check_nuclei,
+    check_pool,
+    check_rotary_table,
+    need,
+)
+from blockyard.kernels.cpu.int8_linear import can_quantise, int8_linear, quantise
+from blockyard.kernels.cpu.library import (
+    Attention,
+    CpuLibrary,
+    Gather,
+    Likeliest,
+    Norm,
+    Nuclei,
+    Placement,
+    SiluMul,
+)
+from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out, panel_linear
+from blockyard.kernels.cpu.recording import Allocations, Arena, RecordedCalls, RecordingLibrary
+from blockyard.kernels.interface import HeadNorms, LinearsName, split_heads
+from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
+from blockyard.kernels.torch.backend import TorchBackend
+
+LANES = 16
+MAX_HEAD_DIM = 256
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+# As `stored_as` of native/lanes.h counts them; 0 is the type of the heads.
+_STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
+
+
+class CpuBackend(TorchBackend):
+    """Not thread-safe, as the torch backend. The library is `cpu_extension`'s."""
+
+    name = "cpu"
+    settles_all_nuclei = True
+    mlp_rows = 256  # as many as its linears take at once
+
+    def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:
+        super().__init__()
+        self._library = library
+        self._plans = PlanChecks()
+        self._linears = linears
+        self.widens_bfloat16 = library.has_linear(is_bf16=True)
+
+    def record(self, compute: Callable[[], torch.Tensor], arena: Arena) -> "RecordedStep":
+        """Runs what is to be replayed. Every tensor that it reads must live, and stay, as long as the recording does.
+
+        Raises NotRecordable where some of it is PyTorch's to compute.
+        """
+        library, plans = self._library, self._plans
+        recording = self._library = RecordingLibrary(library)
+        checks = self._plans = PlanChecks.keeping()
+        try:
+            with Allocations(arena):
+                result = compute()
+        finally:
+            self._library, self._plans = library, plans
+        return RecordedStep(RecordedCalls(recording, arena, result), checks)
+
+    def write_kv(
+        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+    ) -> None:
+        if not has_native_layout(kv_pool_B2KPD, k_TKD.dtype):
+            return super().write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
+        self._place(k_TKD[:, :0], k_TKD, v_TKD, None, None, kv_pool_B2KPD, plan)
+
+    def place_heads(
+        self,
+        heads_TXD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        if not has_native_layout(kv_pool_B2KPD, heads_TXD.dtype):
+            return super().place_heads(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        q_TND, k_TKD, v_TKD = split_heads(heads_TXD, kv_pool_B2KPD.shape[2])
+        self._place(q_TND, k_TKD, v_TKD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        return q_TND
+
+    def _place(
+        self,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        norms: HeadNorms | None,
+        cos_sin_SD: torch.Tensor | None,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> None:
+        num_tokens, num_kv_heads, head_dim = k_TKD.shape
+        check_pool(kv_pool_B2KPD, k_TKD, plan)
+        check_heads(kv_pool_B2KPD, q_TND, k_TKD, v_TKD)
+        num_positions = None if cos_sin_SD is None else cos_sin_SD.shape[0]
+        self._plans.check(plan, kv_pool_B2KPD.shape[0], num_positions)
+        need(
+            q_TND.shape[0] == v_TKD.shape[0] == num_tokens <= plan.slot_mapping_T.shape[0],
+            "tokens without a slot",
+        )
+        need(v_TKD.shape[1] == num_kv_heads, "more keys than values")
+        if cos_sin_SD is not None:
+            check_rotary_table(cos_sin_SD, head_dim)
+        if norms is not None:
+            check_norms(norms, k_TKD)
+        placement = Placement(
+            q=q_TND.data_ptr(),
+            k=k_TKD.data_ptr(),
+            v=v_TKD.data_ptr(),
+            pool=kv_pool_B2KPD.data_ptr(),
+            cos_sin=None if cos_sin_SD is None else cos_sin_SD.data_ptr(),
+            positions=plan.positions_T.data_ptr(),
+            slots=plan.slot_mapping_T.data_ptr(),
+            q_norm=None if norms is None else norms.q_weight_D.data_ptr(),
+            k_norm=None if norms is None else norms.k_weight_D.data_ptr(),
+            q_stride=q_TND.stride(0),
+            k_stride=k_TKD.stride(0),
+            v_stride=v_TKD.stride(0),
+            num_tokens=num_tokens,
+            num_heads=q_TND.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=plan.block_size,
+            stored=_STORED.get(kv_pool_B2KPD.dtype, 0),
+            eps=0.0 if norms is None else norms.eps,
+        )
+        self._library.place(k_TKD.dtype == torch.bfloat16, torch.get_num_threads(), placement)
+
+    def attention(
+        self,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        out_TND: torch.Tensor,
+    ) -> None:
+        if not has_native_layout(kv_pool_B2KPD, q_TND.dtype):
+            return super().attention(q_TND, kv_pool_B2KPD, plan, scale=scale, out_TND=out_TND)
+        _, num_heads, head_dim = q_TND.shape
+        num_kv_heads = kv_pool_B2KPD.shape[2]
+        check_pool(kv_pool_B2KPD, q_TND[:, :num_kv_heads], plan)
+        check_heads(kv_pool_B2KPD, q_TND, out_TND)
+        self._plans.check(plan, kv_pool_B2KPD.shape[0])
+        need(
+            num_heads % num_kv_heads == 0,
+            "{} query heads do not divide among {} kv heads",
+            num_heads,
+            num_kv_heads,
+        )
+        need(out_TND.shape[1] == num_heads, "an output of other heads")
+        need(
+            plan.num_query_tokens <= min(q_TND.shape[0], out_TND.shape[0]), "fewer queries than the plan has"
+        )
+        work = Attention(
+            q=q_TND.data_ptr(),
+            out=out_TND.data_ptr(),
+            pool=kv_pool_B2KPD.data_ptr(),
+            query_starts=plan.query_starts_R1.data_ptr(),
+            context_lens=plan.context_lens_R.data_ptr(),
+            table=plan.block_table_RB.data_ptr(),
+            q_stride=q_TND.stride(0),
+            out_stride=out_TND.stride(0),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=plan.block_size,
+            num_rows=plan.num_rows,
+            table_stride=plan.block_table_RB.stride(0),
+            window=plan.window or 0,
+            stored=_STORED.get(kv_pool_B2KPD.dtype, 0),
+            scale=scale,
+        )
+        self._library.attend(q_TND.dtype == torch.bfloat16, torch.get_num_threads(), work)
+
+    def rms_norm(
+        self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
+    ) -> None:
+        if not _is_native(x_TH, weight_H, out_TH):
+            return super().rms_norm(x_TH, weight_H, eps, out_TH=out_TH)
+        self._normalise(x_TH, None, weight_H, eps, out_TH)
+
+    def add_rms_norm(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+        *,
+        out_TH: torch.Tensor,
+    ) -> None:
+        if not _is_native(x_TH, residual_TH, weight_H, out_TH):
+            return super().add_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH=out_TH)
+        self._normalise(x_TH, residual_TH, weight_H, eps, out_TH)
+
+    def _normalise(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor | None,
+        weight_H: torch.Tensor,
+        eps: float,
+        out_TH: torch.Tensor,
+    ) -> None:
+        num_rows, hidden = x_TH.shape
+        need(weight_H.shape == (hidden,), "a norm of {} for {}", weight_H.shape, hidden)
+        need(out_TH.shape == x_TH.shape, "an output of another shape")
+        need(residual_TH is None or residual_TH.shape == x_TH.shape, "a residual of another shape")
+        work = Norm(
+            x=x_TH.data_ptr(),
+            residual=None if residual_TH is None else residual_TH.data_ptr(),
+            weight=weight_H.data_ptr(),
+            out=out_TH.data_ptr(),
+            x_stride=x_TH.stride(0),
+            residual_stride=0 if residual_TH is None else residual_TH.stride(0),
+            out_stride=out_TH.stride(0),
+            num_rows=num_rows,
+            hidden=hidden,
+            eps=eps,
+        )
+        self._library.normalise(x_TH.dtype == torch.bfloat16, torch.get_num_threads(), work)
+
+    def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        if not _is_native(gate_up_T2I, out_TI):
+            return super().silu_mul(gate_up_T2I, out_TI=out_TI)
+        num_rows, width = out_TI.shape
+        need(
+            gate_up_T2I.shape == (num_rows, 2 * width),
+            "gate and up {} for {}",
+            gate_up_T2I.shape,
+            width,
+        )
+        work = SiluMul(
+            gate_up=gate_up_T2I.data_ptr(),
+            out=out_TI.data_ptr(),
+            gate_up_stride=gate_up_T2I.stride(0),
+            out_stride=out_TI.stride(0),
+            num_rows=num_rows,
+            width=width,
+        )
+        self._library.silu_mul(gate_up_T2I.dtype == torch.bfloat16, torch.get_num_threads(), work)
+
+    def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """A token that the table does not have becomes NaN."""
+        if not _is_native(table_VH) or not table_VH.is_contiguous():
+            return super().embed(table_VH, tokens_T)
+        need(
+            tokens_T.dtype == torch.int64 and tokens_T.is_contiguous() and tokens_T.is_cpu,
+            "tokens of {}",
+            tokens_T.dtype,
+        )
+        out_TH = table_VH.new_empty(tokens_T.shape[0], table_VH.shape[1])
+        work = Gather(
+            table=table_VH.data_ptr(),
+            rows=tokens_T.data_ptr(),
+            out=out_TH.data_ptr(),
+            table_rows=table_VH.shape[0],
+            num_rows=tokens_T.shape[0],
+            row_bytes=table_VH.shape[1] * table_VH.itemsize,
+        )
+        self._library.gather(table_VH.dtype == torch.bfloat16, torch.get_num_threads(), work)
+        return out_TH
+
+    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _is_native(logits_SV):
+            return super().likeliest(logits_SV)
+        num_rows, vocab_size = logits_SV.shape
+        tokens_S = torch.empty(num_rows, dtype=torch.int64)
+        is_finite_S = torch.empty(num_rows, dtype=torch.bool)
+        work = Likeliest(
+            logits=logits_SV.data_ptr(),
+            tokens=tokens_S.data_ptr(),
+            is_finite=is_finite_S.data_ptr(),
+            stride=logits_SV.stride(0),
+            num_rows=num_rows,
+            vocab_size=vocab_size,
+        )
+        self._library.likeliest(logits_SV.dtype == torch.bfloat16, torch.get_num_threads(), work)
+        return tokens_S, is_finite_S
+
+    def settle_nuclei(
+        self,
+        weights_FV: torch.Tensor,
+        top_k_F: torch.Tensor,
+        top_p_F: torch.Tensor,
+        unsettled_F: torch.Tensor,
+        threshold_F: torch.Tensor,
+    ) -> None:
+        check_nuclei(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        num_rows, vocab_size = weights_FV.shape
+        threads = torch.get_num_threads()
+        members = torch.empty(threads, vocab_size)
+        work = Nuclei(
+            weights=weights_FV.data_ptr(),
+            top_k=top_k_F.data_ptr(),
+            top_p=top_p_F.data_ptr(),
+            unsettled=unsettled_F.data_ptr(),
+            threshold=threshold_F.data_ptr(),
+            members=members.data_ptr(),
+            stride=weights_FV.stride(0),
+            num_rows=num_rows,
+            vocab_size=vocab_size,
+        )
+        self._library.settle_nuclei(False, threads, work)
+
+    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        if self._linears == "int8" and can_quantise(weight_OI):
+            return quantise(weight_OI)
+        if can_lay_out(self._library, weight_OI):
+            return lay_out(weight_OI)
+        return super().pack_linear(weight_OI)
+
+    def linear(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if weight_OI.dtype == torch.int8:
+            return int8_linear(self._library, x_TI, weight_OI, bias_O)
+        if weight_OI.dim() > 2:
+            return panel_linear(self._library, x_TI, weight_OI, bias_O)
+        return super().linear(x_TI, weight_OI, bias_O)
+
+
+class RecordedStep:
+    """A computation of the backend, over tensors that may hold another step each time."""
+
+    def __init__(self, calls: RecordedCalls, checks: PlanChecks) -> None:
+        self._calls = calls
+        self._checks = checks
+
+    def replay(self) -> torch.Tensor:
+        """Its result, where it always is. Raises ValueError for a plan that points where it must not."""
+        self._checks.check_again()
+        self._calls.replay()
+        return self._calls.result
+
+
+def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the C++ kernels serve such a pool for a model in `dtype`: then its numbers lie as `to_native`
+    lays them out."""
+    block_size, head_dim = kv_pool_B2KPD.shape[3], head_dim_of(kv_pool_B2KPD)
+    return (
+        (dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype) in _NATIVE_DTYPES
+        and head_dim % LANES == 0
+        and head_dim <= MAX_HEAD_DIM
+        and block_size % LANES == 0
+    )
+
+
+def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a pool with each head's keys [P, D] as [J, D, 16], and in bf16 as [J, D / 2, 16, 2] beside values as
+    [P / 2, D, 2], where the C++ kernels serve it for a model in `dtype`; scales stay."""
+    native = kv_pool_B2KPD.clone()
+    if has_native_layout(kv_pool_B2KPD, dtype):
+        for there, here in zip(_as_native(native), _as_plain(kv_pool_B2KPD), strict=True):
+            there.copy_(here)
+    return native
+
+
+def from_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `to_native` made it from."""
+    plain = kv_pool_B2KPD.clone()
+    if has_native_layout(kv_pool_B2KPD, dtype):
+        for there, here in zip(_as_plain(plain), _as_native(kv_pool_B2KPD), strict=True):
+            there.copy_(here)
+    return plain
+
+
+def _as_plain(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [B, K, J, D / E, 16, E] and values [B, K, P / E, D, E], views; E numbers lie together natively."""
+    keys_BKPD, values_BKPD, together = _numbers_of(kv_pool_B2KPD)
+    keys = keys_BKPD.unflatten(3, (-1, together)).unflatten(2, (-1, LANES)).transpose(3, 4)
+    return keys, values_BKPD.unflatten(2, (-1, together)).transpose(3, 4)
+
+
+def _as_native(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a pool that is laid out natively."""
+    keys_BKPD, values_BKPD, together = _numbers_of(kv_pool_B2KPD)
+    head_dim = keys_BKPD.shape[3]
+    keys = (
+        keys_BKPD.unflatten(2, (-1, LANES))
+        .flatten(3, 4)
+        .unflatten(3, (head_dim // together, LANES, together))
+    )
+    return keys, values_BKPD.unflatten(2, (-1, together)).flatten(3, 4).unflatten(3, (head_dim, together))
+
+
+def _numbers_of(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Keys and values [B, K, P, D], views, and how many numbers lie together natively."""
+    numbers = numbers_of(kv_pool_B2KPD) if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD
+    return numbers[:, 0], numbers[:, 1], 2 if kv_pool_B2KPD.dtype == torch.bfloat16 else 1
+
+
+def _is_native(*tensors: torch.Tensor) -> bool:
+    """fp32 or bf16 on the CPU, all of one type, rows dense."""
+    dtype = tensors[0].dtype
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.stride(-1) != 1 or not tensor.is_cpu:
+            return False
+    return dtype in _NATIVE_DTYPES

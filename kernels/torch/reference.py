@@ -1,0 +1,127 @@
+"""Each operation in the plainest PyTorch that is obviously right: the oracle of the tests, too slow to serve.
+
+Attention goes row by row, gathers the row's keys and values into dense tensors, repeats the kv heads and
+takes a masked softmax in fp32. Nothing here is tuned, and nothing in the product calls it.
+
+Shapes: T tokens, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool, H hidden
+size, I intermediate size, S positions in the rotary table, C block copies, L context length, Q queries of one
+row. A pool may be quantised (`kv_pool`).
+"""
+
+import torch
+from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.kv_pool import LARGEST, is_quantised, numbers_of, scales_of
+
+
+def write_kv(
+    k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+) -> None:
+    """pool[slot // P, 0 or 1, :, slot % P] = k or v, for every slot that is not padding."""
+    for token, slot in enumerate(plan.slot_mapping_T.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, plan.block_size)
+            for kind, heads_KD in enumerate((k_TKD[token], v_TKD[token])):
+                if is_quantised(kv_pool_B2KPD):
+                    _write_quantised(heads_KD, kv_pool_B2KPD[block : block + 1], kind, offset)
+                else:
+                    kv_pool_B2KPD[block, kind, :, offset] = heads_KD
+
+
+def _write_quantised(heads_KD: torch.Tensor, kv_pool_12KPD: torch.Tensor, kind: int, offset: int) -> None:
+    """scale = max |head| / largest number; number = the nearest to head / scale. NaN where anything is not finite."""
+    dtype = kv_pool_12KPD.dtype
+    for head, head_D in enumerate(heads_KD.float()):
+        peak = head_D.abs().max()
+        scale = peak / LARGEST[dtype] if torch.isfinite(peak) else torch.tensor(float("nan"))
+        number_D = head_D / scale if scale > 0 else torch.zeros_like(head_D)
+        number_D = number_D.round() if dtype == torch.int8 else number_D
+        numbers_of(kv_pool_12KPD)[0, kind, head, offset] = number_D.to(dtype)
+        scales_of(kv_pool_12KPD)[0, kind, head, offset] = scale
+
+
+def heads_of(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
+    """[B, 2, K, P, D] in fp32, of any pool: what a quantised one says its heads are."""
+    if not is_quantised(kv_pool_B2KPD):
+        return kv_pool_B2KPD.float()
+    return numbers_of(kv_pool_B2KPD).float() * scales_of(kv_pool_B2KPD)[..., None]
+
+
+def attention(
+    q_TND: torch.Tensor,
+    kv_pool_B2KPD: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    out_TND: torch.Tensor,
+) -> None:
+    """out = softmax(scale * q k^T + mask) v for each row, whose queries are its last positions.
+
+    The mask hides what comes after a query, and under a window of W tokens what lies W or more before it. A
+    hidden value weighs 0, and may be NaN.
+    """
+    token = 0
+    for row, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens, strict=True)):
+        num_blocks = -(-context_len // plan.block_size)
+        blocks = plan.block_table_RB[row, :num_blocks].long()
+        rows = slice(token, token + query_len)
+        kv_B2KPD = heads_of(kv_pool_B2KPD[blocks])
+        out_TND[rows] = _attend_row(q_TND[rows], kv_B2KPD, context_len, scale, plan.window).to(out_TND.dtype)
+        token += query_len
+
+
+def _attend_row(
+    q_QND: torch.Tensor, kv_B2KPD: torch.Tensor, context_len: int, scale: float, window: int | None
+) -> torch.Tensor:
+    query_len, num_heads, head_dim = q_QND.shape
+    num_kv_heads = kv_B2KPD.shape[2]
+    dense_2KLD = kv_B2KPD.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context_len]
+    if window is not None:
+        # 0 * NaN is NaN: what no query sees is taken out beforehand.
+        dense_2KLD[:, :, : max(0, context_len - query_len - window + 1)] = 0.0
+    k_NLD, v_NLD = dense_2KLD.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores_NQL = q_QND.float().transpose(0, 1) @ k_NLD.transpose(1, 2) * scale
+    key_L = torch.arange(context_len, device=q_QND.device)
+    query_Q = torch.arange(context_len - query_len, context_len, device=q_QND.device)
+    hidden_QL = key_L > query_Q[:, None]
+    if window is not None:
+        hidden_QL |= key_L <= query_Q[:, None] - window
+    scores_NQL = scores_NQL.masked_fill(hidden_QL, float("-inf"))
+    out_NQD: torch.Tensor = torch.softmax(scores_NQL, dim=-1) @ v_NLD
+    return out_NQD.transpose(0, 1)
+
+
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor) -> None:
+    """out = (x / sqrt(mean(x^2) + eps), rounded to x's type) * weight, as LlamaRMSNorm rounds."""
+    x_fp32 = x_TH.float()
+    normed_TH = x_fp32 * torch.rsqrt((x_fp32 * x_fp32).mean(dim=-1, keepdim=True) + eps)
+    out_TH.copy_(weight_H * normed_TH.to(x_TH.dtype))
+
+
+def add_rms_norm(
+    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
+) -> None:
+    """residual += x, rounded to its type; out = rms_norm(residual)."""
+    residual_TH += x_TH
+    rms_norm(residual_TH, weight_H, eps, out_TH=out_TH)
+
+
+def rotary(
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
+) -> None:
+    """x1, x2 = x1 cos - x2 sin, x2 cos + x1 sin for the halves x1, x2 of a head, in place, in fp32."""
+    cos_T1D, sin_T1D = cos_sin_SD[positions_T][:, None].chunk(2, dim=-1)
+    for x in (q_TND, k_TKD):
+        first, second = x.float().chunk(2, dim=-1)
+        x.copy_(torch.cat((first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D), dim=-1))
+
+
+def silu_mul(gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+    """out = silu(gate) * up, computed in fp32."""
+    gate_TI, up_TI = gate_up_T2I.float().chunk(2, dim=-1)
+    out_TI.copy_(gate_TI * torch.sigmoid(gate_TI) * up_TI)
+
+
+def copy_blocks(kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
+    """pool[dst] = pool[src], one pair after the other."""
+    for source, destination in src_dst_C2.tolist():
+        kv_pool_B2KPD[destination] = kv_pool_B2KPD[source]

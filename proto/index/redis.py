@@ -1,0 +1,394 @@
+"""The prefix index in Redis: one script call for each operation.
+
+Owns the connection's settings, the calling of the scripts and the mapping of Redis's errors to
+PrefixIndexError. Does not own the layout (schema.py), retries, time-outs of the placement path, or when
+to renew: the publisher and the router decide those.
+"""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from blockyard.proto.index import schema as index_schema
+from blockyard.proto.index import scripts as index_scripts
+from blockyard.proto.index import walks as index_walks
+from blockyard.proto.index.contract import (
+    MAX_BERTHS,
+    MAX_LISTED,
+    MAX_PAGE_RECORDS,
+    ApplyResult,
+    Batch,
+    Berth,
+    Depths,
+    DirectoryPage,
+    ErrorKind,
+    Holder,
+    Incarnation,
+    IndexInfo,
+    PrefixIndexError,
+    PurgeProgress,
+    RenewResult,
+    SpotCheck,
+    WorkerId,
+    WorkerRecord,
+    merge_tiers,
+)
+from blockyard.proto.index.redis_parser import BoundedParser
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+MAX_RECORD_CHARACTERS = 256
+MAX_FIELD_BYTES = 4 * MAX_RECORD_CHARACTERS
+MAX_IDENTITY_BYTES = 2 * MAX_FIELD_BYTES
+MAX_PAGE_BYTES = 1 << 18
+MAX_PAGES = 2 * MAX_LISTED // MAX_PAGE_RECORDS
+"""Pages that `directory` reads. A server that was replaced could send empty ones without end."""
+MAX_BLOCK_SIZE_DIGITS = 9
+MAX_ERROR_CHARACTERS = 300
+_ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
+_DATABASE = re.compile(r"(/[0-9]*)?")
+_SCRIPTS = (
+    *(index_scripts.REGISTER, index_scripts.APPLY, index_scripts.RENEW, index_scripts.RETIRE),
+    *(index_scripts.CLAIM, index_scripts.UNCLAIM),
+    *(index_scripts.LOOKUP, index_scripts.DIRECTORY, index_walks.PURGE, index_walks.INFO),
+)
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError, which quotes nothing of it, for what is no URL of a Redis."""
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme in ("redis", "rediss", "unix") and bool(
+            parts.hostname or parts.scheme == "unix"
+        )
+        pool: Any = Redis.from_url(url).connection_pool
+        pool.make_connection()  # which connects nowhere yet
+    except (ValueError, TypeError):
+        is_known = False
+    if not is_known or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
+        raise ValueError(
+            "this is no Redis URL, such as redis://USER:PASSWORD@HOST:6379/0 or rediss://HOST"
+        ) from None
+
+
+def connect(url: str, *, timeout_seconds: float) -> Redis:
+    """A client that answers or fails within the time-out. redis-py's own retries would hang for over
+    10 s on a stopped server, so there are none: whoever calls knows better when to come back. Raises ValueError."""
+    check_url(url)
+    client: Redis = Redis.from_url(
+        url,
+        parser_class=BoundedParser,
+        socket_timeout=timeout_seconds,
+        socket_connect_timeout=timeout_seconds,
+        retry=Retry(NoBackoff(), 0),
+        decode_responses=False,
+    )
+    return client
+
+
+class RedisPrefixIndex:
+    """PrefixIndex in Redis. Several may share one client; the caller closes the client.
+
+    A reader may not load scripts: where Redis has lost them it finds nothing, until a worker, which notices it at the
+    next renewal of its lease, has loaded all of them again."""
+
+    def __init__(
+        self, client: Redis, cluster: str, *, max_berths: int = MAX_BERTHS, is_reader: bool = False
+    ) -> None:
+        self._client = client
+        self._prefix = index_schema.key_prefix(cluster)
+        self._max_berths = max_berths
+        self._is_reader = is_reader
+
+    async def register(
+        self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
+    ) -> Berth:
+        # The readers' too, which may be of another version than what is there.
+        await self._load_scripts()
+        epoch = secrets.randbits(63)
+        reply = await self._call(
+            index_scripts.REGISTER,
+            epoch,
+            _milliseconds(lease_seconds),
+            self._max_berths,
+            record.worker_id,
+            record.incarnation,
+            record.address,
+            record.fingerprint,
+            record.block_size,
+            int(has_host_cache),
+            index_schema.ANYWHERE_SUFFIX,
+            record.proof,
+        )
+        with _of_our_scripts():
+            number, anywhere = _counts(reply, 2)
+        if number == 0:
+            raise PrefixIndexError(
+                ErrorKind.BERTHS_EXHAUSTED,
+                f"all {self._max_berths} berths are taken, dead ones are not purged yet: "
+                f"{record.worker_id} is not in the index",
+            )
+        return Berth(number=number, epoch=epoch, anywhere=anywhere or None)
+
+    async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
+        names = (batch.removed, batch.anywhere_removed, batch.anywhere_added, batch.added)
+        packed = map(index_schema.pack_names, names)
+        numbers = (berth.number, berth.anywhere or 0)
+        reply = await self._call(index_scripts.APPLY, *numbers, berth.epoch, batch.sequence, *packed)
+        with _of_our_scripts():
+            return ApplyResult(reply.decode())
+
+    async def renew(
+        self,
+        berth: Berth,
+        *,
+        lease_seconds: float,
+        applied_sequence: int = 0,
+        check: SpotCheck | None = None,
+    ) -> RenewResult:
+        reply = await self._call(
+            index_scripts.RENEW,
+            berth.number,
+            berth.epoch,
+            _milliseconds(lease_seconds),
+            applied_sequence,
+            berth.anywhere or 0,
+            *(_check_arguments(check) if check is not None else ()),
+        )
+        with _of_our_scripts():
+            return RenewResult(reply.decode())
+
+    async def retire(self, berth: Berth) -> None:
+        await self._call(index_scripts.RETIRE, berth.number, berth.epoch, berth.anywhere or 0)
+
+    async def claim(self, holder: str, *, lease_seconds: float) -> bool:
+        """Whether the cluster's name is this holder's from now on, for so long: not while another's claim runs."""
+        reply = await self._call(index_scripts.CLAIM, holder, _milliseconds(lease_seconds))
+        with _of_our_scripts():
+            return _counts(reply, 1) == (1,)
+
+    async def unclaim(self, holder: str) -> None:
+        await self._call(index_scripts.UNCLAIM, holder)
+
+    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+        if not names:
+            return []
+        packed = index_schema.pack_names(names)
+        bounds = index_schema.MAX_BUCKET_ENTRIES, most, MAX_IDENTITY_BYTES
+        reply = await self._call(index_scripts.LOOKUP, packed, *bounds, nothing=())
+        with _of_our_scripts():
+            return _parse_holders(_at_most(2 * most, reply), most_blocks=len(names))
+
+    async def directory(self) -> list[WorkerRecord]:
+        records: list[WorkerRecord] = []
+        after = 0
+        for _ in range(MAX_PAGES):
+            page = await self.directory_page(after)
+            records += page.records
+            after = page.next_after
+            if after == 0 or len(records) >= MAX_LISTED:
+                break
+        return records[:MAX_LISTED]
+
+    async def directory_page(self, after: int = 0) -> DirectoryPage:
+        bounds = MAX_BERTHS, MAX_PAGE_RECORDS, MAX_FIELD_BYTES, MAX_PAGE_BYTES
+        reply = await self._call(index_scripts.DIRECTORY, after, *bounds, nothing=(0, ()))
+        with _of_our_scripts():
+            (next_after,), found = _counts(reply[:1], 1), _at_most(MAX_PAGE_RECORDS, reply[1])
+            if next_after and not after < next_after <= MAX_BERTHS:
+                raise ValueError(next_after)
+            records = [record for fields in found if (record := _parse_record(fields)) is not None]
+        return DirectoryPage(records=records, next_after=next_after)
+
+    async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
+        reply = await self._call(
+            index_walks.PURGE, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
+        )
+        with _of_our_scripts():
+            active, cursor, changed = _counts(reply[:3], 3)
+            freed = tuple(int(number) for number in reply[3])
+        return PurgeProgress(active=bool(active), next_bucket=cursor, changed_entries=changed, freed=freed)
+
+    async def info(self) -> IndexInfo:
+        names = sampled_names = sampled_bytes = live = dead = 0
+        for first in range(0, index_schema.NUM_BUCKETS, index_schema.INFO_SLICE_BUCKETS):
+            stop = min(first + index_schema.INFO_SLICE_BUCKETS, index_schema.NUM_BUCKETS)
+            sample = index_schema.INFO_SAMPLE_EVERY
+            reply = await self._call(index_walks.INFO, first, stop, sample, nothing=(0, 0, 0, 0, 0))
+            with _of_our_scripts():
+                counts = _counts(reply, 5)
+            names += counts[0]
+            sampled_names += counts[1]
+            sampled_bytes += counts[2]
+            live, dead = counts[3:]
+        bytes_a_name = sampled_bytes / sampled_names if sampled_names else 0.0
+        return IndexInfo(names=names, bytes=round(bytes_a_name * names), live_berths=live, dead_berths=dead)
+
+    async def _call(self, script: str, *arguments: str | int | bytes, nothing: Any = None) -> Any:
+        """`nothing` is what a reader is answered where Redis has no scripts."""
+        evalsha: Any = self._client.evalsha
+        sent = _digest(script), 1, self._prefix, *arguments
+        with _failures_told():
+            try:
+                return await evalsha(*sent)
+            except exceptions.NoScriptError:
+                if self._is_reader:
+                    return nothing
+            await self._load_scripts()
+            return await evalsha(*sent)
+
+    async def _load_scripts(self) -> None:
+        """All, in one round trip: a reader's too."""
+        with _failures_told():
+            async with self._client.pipeline(transaction=False) as pipe:
+                for script in _SCRIPTS:
+                    pipe.script_load(script)
+                await pipe.execute()
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Raises PrefixIndexError for whatever a server, which may be no Redis or in other hands, does to its client."""
+    try:
+        yield
+    except PrefixIndexError:
+        raise
+    except Exception as error:
+        raise PrefixIndexError(error_kind(error), _shown(error)) from error
+
+
+@contextmanager
+def _of_our_scripts() -> Iterator[None]:
+    """An answer is taken apart inside. Raises PrefixIndexError for one that none of our scripts gives."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        text = "Redis answers what none of our scripts does"
+        raise PrefixIndexError(ErrorKind.REPLY, text) from error
+
+
+def _counts(reply: Any, wanted: int) -> tuple[int, ...]:
+    counts = tuple(reply)
+    if len(counts) != wanted or not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        raise ValueError(wanted)
+    return counts
+
+
+def _at_most(bound: int, items: Sequence[Any]) -> Sequence[Any]:
+    """What is longer is a failure and not cut short: those open the breaker, and nobody reads any more of it."""
+    if len(items) > bound:
+        raise ValueError(bound)
+    return items
+
+
+def _shown(error: Exception) -> str:
+    """The server has chosen the text."""
+    text = str(error)[:MAX_ERROR_CHARACTERS]
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+@cache
+def _digest(script: str) -> str:
+    """By which Redis knows a script that was loaded."""
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+
+_NO_RIGHT = "The user executing the script can't"
+"""How Redis 6.2 refuses a script's command or key."""
+
+
+def error_kind(error: Exception) -> ErrorKind:
+    """Errors raised inside a script arrive as text in a ResponseError, in another form in each version."""
+    text = str(error)
+    match error:
+        case exceptions.TimeoutError() | TimeoutError():
+            return ErrorKind.TIMEOUT
+        case (
+            exceptions.AuthenticationError()
+            | exceptions.AuthorizationError()
+            | exceptions.NoPermissionError()
+        ):
+            return ErrorKind.DENIED
+        case exceptions.BusyLoadingError():
+            return ErrorKind.LOADING
+        # From 7 on a script is refused before it runs, which redis-py tells by these classes without the code's word.
+        case exceptions.OutOfMemoryError():
+            return ErrorKind.FULL
+        case exceptions.ReadOnlyError():
+            return ErrorKind.READ_ONLY
+        case exceptions.ConnectionError() | OSError():
+            return ErrorKind.CONNECTION
+        case _ if "OOM " in text:
+            return ErrorKind.FULL
+        case _ if "READONLY" in text or "read only replica" in text:
+            return ErrorKind.READ_ONLY
+        case _ if any(word in text for word in ("NOPERM", "NOAUTH", "WRONGPASS", "permission", _NO_RIGHT)):
+            return ErrorKind.DENIED
+        case _ if "WRONGTYPE" in text:
+            return ErrorKind.DAMAGED
+    return ErrorKind.REPLY
+
+
+def _milliseconds(seconds: float) -> int:
+    if seconds <= 0:
+        raise ValueError(f"a lease must be longer than 0 s, got {seconds}")
+    return max(1, round(seconds * 1000))
+
+
+def _check_arguments(check: SpotCheck) -> list[str | bytes]:
+    names = (check.held, check.gone, check.anywhere_held, check.anywhere_gone)
+    return [
+        index_schema.identity(check.record.worker_id, check.record.incarnation),
+        index_schema.ANYWHERE_SUFFIX,
+        check.record.address,
+        *map(index_schema.pack_names, names),
+    ]
+
+
+def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]:
+    """Drops entries that our scripts did not write. No holder has more than `most_blocks` blocks."""
+    on_gpu: Depths = {}
+    anywhere: Depths = {}
+    for identity, depth in zip(reply[::2], reply[1::2], strict=True):
+        if not isinstance(identity, bytes) or len(identity) > MAX_IDENTITY_BYTES:
+            continue
+        if not isinstance(depth, int) or not 0 < depth <= most_blocks:
+            continue
+        text = identity.decode(errors="replace")
+        depths = anywhere if text.endswith(index_schema.ANYWHERE_SUFFIX) else on_gpu
+        parts = text.removesuffix(index_schema.ANYWHERE_SUFFIX).split("\0", 2)
+        if len(parts) == 2:
+            depths[WorkerId(parts[0]), Incarnation(parts[1])] = depth
+    return merge_tiers(on_gpu, anywhere)
+
+
+def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
+    """None for what is not of our making."""
+    *facts, proof = fields
+    if any(fact is None for fact in facts):
+        return None
+    worker_id, incarnation, address, fingerprint, block_size = (
+        cast(bytes, fact)[: MAX_FIELD_BYTES + 1].decode(errors="replace") for fact in facts
+    )
+    texts = (worker_id, incarnation, address, fingerprint)
+    if not all(text.isprintable() and len(text) <= MAX_RECORD_CHARACTERS for text in texts):
+        return None
+    if not (
+        block_size.isdecimal() and len(block_size) <= MAX_BLOCK_SIZE_DIGITS and _ADDRESS.fullmatch(address)
+    ):
+        return None
+    return WorkerRecord(
+        worker_id=WorkerId(worker_id),
+        incarnation=Incarnation(incarnation),
+        address=address,
+        fingerprint=fingerprint,
+        block_size=int(block_size),
+        proof=(proof or b"")[:MAX_RECORD_CHARACTERS].decode(errors="replace"),
+    )

@@ -1,0 +1,137 @@
+"""The first way out: an HTTP endpoint that Prometheus scrapes, for a process that Ray knows nothing of.
+
+Owns how readings become series, and how many may scrape at once and for how long. Does not own what is read, nor by
+whom it may be seen: whoever reaches the port may.
+"""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from socketserver import ThreadingMixIn
+from threading import BoundedSemaphore, Thread, Timer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from blockyard.proto.metrics.readings import Distribution, Kind, Metric, Reading, Readings, Source, numbers
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+MAX_PORT = 65535
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+MAX_SCRAPES = 16
+"""Connections at once, each of which has a thread. Beyond it new ones are closed at once."""
+SCRAPE_SECONDS = 10.0
+"""For a connection, all in all."""
+
+
+class ReadingsCollector(Collector):
+    """Reads when scraped, on the endpoint's thread."""
+
+    def __init__(self, source: Source, read: Callable[[], Readings]) -> None:
+        self._source = source
+        self._read = read
+
+    def collect(self) -> Iterator[Family]:
+        readings = self._read()
+        for metric in self._source.table:
+            # A router has none before its first look.
+            if metric.name in readings:
+                yield from self._families(metric, readings[metric.name])
+
+    def _families(self, metric: Metric, reading: Reading) -> Iterator[Family]:
+        """Return the metric under its own name, and under vLLM's where those are wanted."""
+        yield self._family(metric, reading, metric.full_name, metric.label)
+        for name in metric.vllm if self._source.names == "vllm" else ():
+            yield self._family(metric, reading, name, metric.vllm_label)
+
+    def _family(self, metric: Metric, reading: Reading, name: str, label: str) -> Family:
+        labels = [*self._source.labels, *((label,) if label else ())]
+        values = list(self._source.labels.values())
+        if metric.kind is Kind.HISTOGRAM:
+            assert isinstance(reading, Distribution)
+            histogram = HistogramMetricFamily(name, metric.meaning, labels=labels)
+            buckets = list(zip(bounds(metric), reading.cumulative, strict=True))
+            histogram.add_metric(values, buckets=buckets, sum_value=reading.sum)
+            return histogram
+        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = make(name, metric.meaning, labels=labels)
+        for value, number in numbers(metric, reading):
+            family.add_metric([*values, *((value,) if label else ())], number)
+        return family
+
+
+def bounds(metric: Metric) -> list[str]:
+    """A histogram's values of `le`, the last of them +Inf."""
+    return [*map(str, metric.buckets), "+Inf"]
+
+
+def exposition(source: Source, readings: Readings) -> bytes:
+    """The readings as Prometheus' text, of the type CONTENT_TYPE."""
+    registry = CollectorRegistry()
+    registry.register(ReadingsCollector(source, lambda: readings))
+    return generate_latest(registry)
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: it would quote the client."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = BoundedSemaphore(MAX_SCRAPES)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        timer = Timer(SCRAPE_SECONDS, _hang_up, (request,))
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a client that goes is no defect of ours."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def metrics_endpoint(host: str, port: int, source: Source, read: Callable[[], Readings]) -> Iterator[str]:
+    """Serves at the URL for the life of the context; port 0 takes a free one. Raises OSError for a taken port,
+    ValueError for one that is none."""
+    if not 0 <= port <= MAX_PORT:
+        raise ValueError(f"the port of the metrics must be from 0 to {MAX_PORT}, not {port}")
+    registry = CollectorRegistry()
+    registry.register(ReadingsCollector(source, read))
+    # An IPv6 address is in brackets, as gRPC takes it.
+    address = host.removeprefix("[").removesuffix("]")
+    server = (_Server6 if ":" in address else _Server)((address, port), _Handler)
+    server.set_app(make_wsgi_app(registry))
+    thread = Thread(target=server.serve_forever, daemon=True, name="metrics")
+    thread.start()
+    try:
+        yield f"http://{host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

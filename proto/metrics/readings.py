@@ -1,0 +1,150 @@
+"""What a metric is, and what is read of it: the words that worker, router and both ways out have in common.
+
+Pure. Owns the shape of metrics and histograms. Does not own which metrics there are (table.py) nor how they
+leave the process (prometheus.py, ray.py).
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from typing import Literal
+
+PREFIX = "blockyard_"
+MetricNames = Literal["blockyard", "vllm"]
+"""Which names leave at Prometheus endpoints: ours alone, or vLLM's beside them."""
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    """Only grows, and begins at 0 with its process."""
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row of the table. Raises ValueError for one that contradicts itself."""
+
+    name: str
+    """Without the prefix, and without the `_total` of a counter."""
+    kind: Kind
+    unit: str
+    meaning: str
+    vllm: tuple[str, ...] = ()
+    """What vLLM calls the same, without the `_total` of a counter. A name of its has one metric of ours."""
+    vllm_label: str = ""
+    """What vLLM calls the label."""
+    label: str = ""
+    """One at most beside those that every series has."""
+    values: tuple[str, ...] = ()
+    """All that the label can be: no metric grows with what clients send."""
+    most_values: int = 0
+    """How many values the label has at most, where they are known only when it runs."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds, each included; above the last there is one more."""
+
+    def __post_init__(self) -> None:
+        if bool(self.label) != (bool(self.values) != bool(self.most_values)):
+            raise ValueError(f"{self.name}: a label needs its values or their number, and they need a label")
+        if bool(self.buckets) != (self.kind is Kind.HISTOGRAM):
+            raise ValueError(f"{self.name}: buckets are for histograms")
+        if self.label and self.kind is Kind.HISTOGRAM:
+            raise ValueError(f"{self.name}: a histogram has no label of its own")
+        if list(self.buckets) != sorted(set(self.buckets)):
+            raise ValueError(f"{self.name}: buckets must grow")
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names under which Prometheus has it."""
+        match self.kind:
+            case Kind.COUNTER:
+                return (f"{self.full_name}_total",)
+            case Kind.GAUGE:
+                return (self.full_name,)
+            case Kind.HISTOGRAM:
+                return tuple(f"{self.full_name}_{part}" for part in ("bucket", "sum", "count"))
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram at one moment."""
+
+    cumulative: tuple[int, ...]
+    """How many were at or below each bound; the last one is all."""
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return self.cumulative[-1]
+
+
+class Histogram:
+    """Counts values by bucket, in 0.14 us each; prometheus_client's own took 0.74 in the same loop, Ray's 5."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, metric: Metric) -> None:
+        self._bounds = metric.buckets
+        self._counts = [0] * (len(metric.buckets) + 1)
+        self._sum = 0.0
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        return self._bounds
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def read(self) -> Distribution:
+        return Distribution(tuple(accumulate(self._counts)), self._sum)
+
+
+Reading = float | Mapping[str, float] | Distribution
+"""A number, one for each value of the label (those that are left out are 0), or a histogram."""
+Readings = Mapping[str, Reading]
+"""By a metric's name. Counters are totals since the process began."""
+
+
+def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
+    """Of a counter or gauge: (value of its label, number), in the table's order. Raises ValueError for a label's value
+    that the table does not have, for too many of them, or for a reading of another kind."""
+    if isinstance(reading, Distribution):
+        raise ValueError(f"{metric.name} is no histogram")
+    if not isinstance(reading, Mapping):
+        if metric.label:
+            raise ValueError(f"{metric.name} needs a number for each {metric.label}")
+        return [("", float(reading))]
+    if metric.most_values:
+        if len(reading) > metric.most_values:
+            raise ValueError(
+                f"{metric.name} has at most {metric.most_values} of {metric.label}, not {len(reading)}"
+            )
+        return [(value, float(number)) for value, number in reading.items()]
+    if unknown := sorted(set(reading) - set(metric.values)):
+        raise ValueError(f"{metric.name} has no {metric.label} {', '.join(unknown)}")
+    return [(value, float(reading.get(value, 0.0))) for value in metric.values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One process whose metrics are exported: what it measures, and the labels of all its series."""
+
+    table: Sequence[Metric]
+    labels: Mapping[str, str]
+    names: MetricNames = "blockyard"
+
+
+def labels_of(kind: Literal["worker", "router"], name: str, *, cluster: str, model: str) -> dict[str, str]:
+    """Make the labels of all series of a process. The last two keep clusters of one Prometheus apart."""
+    return {kind: name, "cluster": cluster, "model_name": model}
+
+
+def by_name(table: Sequence[Metric]) -> dict[str, Metric]:
+    return {metric.name: metric for metric in table}

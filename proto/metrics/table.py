@@ -1,0 +1,252 @@
+"""Every metric of the cluster: its name, kind, unit, labels, meaning, and what vLLM calls the same.
+
+Pure, and the one list: workers and routers read what stands here, both ways out make their series of it, and the table
+in docs/operating.md, the dashboard and the alerts are tested against it. Does not own how anything is measured
+(worker/metrics.py, router/generation/metrics.py).
+"""
+
+from blockyard.proto.metrics.readings import Kind, Metric
+
+OUTCOMES = (
+    "OK",
+    "CANCELLED",
+    "ABORTED",
+    "CONTEXT_LENGTH_EXCEEDED",
+    "DEADLINE_EXCEEDED",
+    "DEADLINE_UNREACHABLE",
+    "ENGINE_FAILED",
+    "INTERNAL",
+    "INVALID_REQUEST",
+    "LAST_WORKER",
+    "MALFORMED_MESSAGE",
+    "MODEL_NOT_FOUND",
+    "NOT_FOUND",
+    "NO_WORKERS",
+    "OVERLOADED",
+    "PERMISSION_DENIED",
+    "POISON_REQUEST",
+    "RATE_LIMITED",
+    "REQUEST_ALREADY_RUNS",
+    "REQUEST_NOT_FOUND",
+    "REQUEST_TOO_LARGE",
+    "ROUTER_DRAINING",
+    "SLOW_READER",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+    "UNSUPPORTED",
+    "WORKER_LOST",
+    "WORKER_NOT_FOUND",
+    "WORKER_UNREACHABLE",
+)
+"""How a request ends: well, by its client's leaving, or by the reason of an error (router/errors.py)."""
+MOST_TENANTS = 32
+"""Values of the label `tenant`: 31 names and OTHER_TENANTS."""
+OTHER_TENANTS = "other"
+"""Stands for all further tenants, and for calls that name none."""
+WORKER_STATES = ("connecting", "ready", "draining", "suspect", "refused", "lost")
+
+_FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_REQUEST_TOKENS = (
+    1.0,
+    8.0,
+    32.0,
+    128.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16384.0,
+    32768.0,
+    65536.0,
+    131072.0,
+)
+_LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+def _counter(name: str, unit: str, meaning: str, *vllm: str) -> Metric:
+    return Metric(name=name, kind=Kind.COUNTER, unit=unit, meaning=meaning, vllm=vllm)
+
+
+def _gauge(name: str, unit: str, meaning: str, *vllm: str) -> Metric:
+    return Metric(name=name, kind=Kind.GAUGE, unit=unit, meaning=meaning, vllm=vllm)
+
+
+def _histogram(
+    name: str, buckets: tuple[float, ...], meaning: str, *vllm: str, unit: str = "seconds"
+) -> Metric:
+    return Metric(name=name, kind=Kind.HISTOGRAM, unit=unit, meaning=meaning, vllm=vllm, buckets=buckets)
+
+
+def _by_tenant(name: str, unit: str, meaning: str) -> Metric:
+    return Metric(
+        name=name, kind=Kind.COUNTER, unit=unit, meaning=meaning, label="tenant", most_values=MOST_TENANTS
+    )
+
+
+WORKER_METRICS = (
+    _gauge("running", "sequences", "Sequences in the running batch."),
+    _gauge("waiting", "sequences", "Sequences in the worker's own queue."),
+    _gauge(
+        "kv_usage_ratio",
+        "0 to 1",
+        "Share of the KV blocks that running sequences hold.",
+        "vllm:kv_cache_usage_perc",
+    ),
+    _gauge("blocks_free", "blocks", "KV blocks that hold nothing."),
+    _gauge("blocks_cached", "blocks", "KV blocks that nobody holds, kept for the prefix in them."),
+    _gauge("blocks_used", "blocks", "KV blocks that running sequences hold."),
+    _gauge("host_cached_blocks", "blocks", "Evicted blocks that host memory keeps."),
+    _counter(
+        "prompt_tokens",
+        "tokens",
+        "Prompt tokens of requests whose first token came from here; a replay that goes on behind it adds none.",
+    ),
+    _counter("cached_tokens", "tokens", "Those of them that were reused from the prefix cache."),
+    _counter("generated_tokens", "tokens", "Tokens generated, whether or not a client took them."),
+    _counter(
+        "preemptions", "sequences", "Sequences that gave their blocks to others.", "vllm:num_preemptions"
+    ),
+    _counter("swaps", "sequences", "Preemptions that moved blocks to host memory."),
+    _counter("evictions", "blocks", "Cached blocks given to somebody who needed a block."),
+    _gauge("stalled_seconds", "seconds", "How long the step under way has run."),
+    _gauge("draining", "0 or 1", "1 while the worker takes nothing new."),
+    _gauge(
+        "index_state", "state", "What the index knows of this worker: 1 there is none, 2 exact, 3 degraded."
+    ),
+    _gauge("index_lag_seconds", "seconds", "Age of the oldest change that the index has not confirmed."),
+    _gauge("index_entries", "names", "Names that the index should hold of this worker."),
+    _counter("index_errors", "calls", "Calls of the index that failed."),
+    _counter("index_resyncs", "resyncs", "How often the index was told everything anew."),
+    _counter("index_damages", "damages", "How often the index did not say what it had been told."),
+)
+
+ROUTER_METRICS = (
+    _histogram(
+        "time_to_first_token_seconds",
+        _FIRST_TOKEN_SECONDS,
+        "From a request's arrival to its first token.",
+        "vllm:time_to_first_token_seconds",
+    ),
+    _histogram(
+        "inter_token_latency_seconds",
+        _GAP_SECONDS,
+        "Between two pieces of one output, mostly of a token each; a replay's pause too.",
+        "vllm:inter_token_latency_seconds",
+    ),
+    _histogram(
+        "request_seconds",
+        _REQUEST_SECONDS,
+        "From a request's arrival to the end of its answer, of those that ended OK.",
+        "vllm:e2e_request_latency_seconds",
+    ),
+    _histogram(
+        "queue_seconds",
+        _QUEUE_SECONDS,
+        "From a request's arrival until a worker was sent it, tokenising included; of those with a first token.",
+        "vllm:request_queue_time_seconds",
+    ),
+    _histogram(
+        "prefill_seconds",
+        _REQUEST_SECONDS,
+        "From sending a request to its first worker until its first token: the worker's own queue is in it.",
+        "vllm:request_prefill_time_seconds",
+    ),
+    _histogram(
+        "decode_seconds",
+        _REQUEST_SECONDS,
+        "From a request's first token to the last of its outputs, however it ended.",
+        "vllm:request_decode_time_seconds",
+    ),
+    _histogram(
+        "request_prompt_tokens",
+        _REQUEST_TOKENS,
+        "Prompt tokens of a request with a first token.",
+        "vllm:request_prompt_tokens",
+        unit="tokens",
+    ),
+    _histogram(
+        "request_generated_tokens",
+        _REQUEST_TOKENS,
+        "Tokens that a request's client was given, of all outputs together, however it ended.",
+        "vllm:request_generation_tokens",
+        unit="tokens",
+    ),
+    Metric(
+        name="requests",
+        kind=Kind.COUNTER,
+        unit="requests",
+        meaning="Requests for generation that ended, by how.",
+        label="outcome",
+        values=OUTCOMES,
+    ),
+    Metric(
+        name="outputs",
+        kind=Kind.COUNTER,
+        unit="outputs",
+        meaning="Outputs that ended of themselves, by finish reason; a request has `n` of them.",
+        vllm=("vllm:request_success",),
+        vllm_label="finished_reason",
+        label="reason",
+        values=("stop", "length"),
+    ),
+    _counter(
+        "router_prompt_tokens",
+        "tokens",
+        "Prompt tokens of requests with a first token, each once.",
+        "vllm:prompt_tokens",
+        "vllm:prefix_cache_queries",
+    ),
+    _counter(
+        "router_cached_tokens",
+        "tokens",
+        "Those of them that were reused, as clients are told.",
+        "vllm:prefix_cache_hits",
+    ),
+    _counter(
+        "router_generated_tokens",
+        "tokens",
+        "Tokens that went to clients, none twice.",
+        "vllm:generation_tokens",
+    ),
+    _by_tenant("tenant_requests", "requests", "Requests of a tenant that ended, however."),
+    _by_tenant("tenant_refusals", "requests", "Those of them that ended as OVERLOADED or RATE_LIMITED."),
+    _by_tenant("tenant_prompt_tokens", "tokens", "Prompt tokens of a tenant's requests with a first token."),
+    _by_tenant("tenant_generated_tokens", "tokens", "Tokens that went to a tenant's clients."),
+    _gauge("router_running", "requests", "Requests that a worker has.", "vllm:num_requests_running"),
+    _gauge(
+        "router_waiting",
+        "requests",
+        "Requests that no worker has yet, or none has again.",
+        "vllm:num_requests_waiting",
+    ),
+    _gauge("requests_admitted", "outputs", "What counts against `max_requests`."),
+    _gauge("requests_limit", "outputs", "`max_requests`."),
+    _gauge("prompt_tokens_admitted", "tokens", "What counts against `max_tokens_admitted`."),
+    _gauge("prompt_tokens_limit", "tokens", "`max_tokens_admitted`."),
+    _counter("migrations", "requests", "Requests that went on elsewhere because their worker failed them."),
+    _counter("promised_blocks", "blocks", "Blocks that the index said the chosen workers had cached."),
+    _counter("stale_blocks", "blocks", "Those of them that were not reused."),
+    _counter("reused_blocks", "blocks", "Blocks really reused by the same requests, promised or not."),
+    Metric(
+        name="workers",
+        kind=Kind.GAUGE,
+        unit="workers",
+        meaning="Workers as this router sees them, by state.",
+        label="state",
+        values=WORKER_STATES,
+    ),
+    _gauge("router_index_state", "state", "The whole index: 1 there is none, 2 exact, 3 degraded."),
+    _counter("index_lookups", "look-ups", "Look-ups of placement."),
+    _counter("index_failed_lookups", "look-ups", "Those of them that failed or took too long."),
+    _counter("index_skipped_lookups", "requests", "Requests placed without a look-up after several failed."),
+    _histogram(
+        "loop_lag_seconds", _LAG_SECONDS, "How much later than it should the event loop's watch woke up."
+    ),
+    _gauge("router_draining", "0 or 1", "1 while the router takes nothing new."),
+)
+
+METRICS = WORKER_METRICS + ROUTER_METRICS

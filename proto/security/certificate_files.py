@@ -1,0 +1,153 @@
+"""PEM files of certificates and keys: read, checked, and read again when they change.
+
+Owns the refusal of what could never be used: no pair, no PEM, a certificate that has expired or is not valid yet. Does
+not own what is made of the files (tls.py).
+"""
+
+import logging
+import ssl
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Generic, TypeVar
+
+from blockyard.proto.security.secret_files import read_file, read_secret_file
+from cryptography import x509
+
+logger = logging.getLogger(__name__)
+
+WARNING_TIME = timedelta(days=14)
+"""So long before a certificate expires the log says so, at each start and once a day."""
+LOOK_SECONDS = 1.0
+"""Files are looked at so often at most, when somebody connects."""
+PATIENCE_SECONDS = 0.05
+"""A caller waits so long for a look. After that it goes on with what was made before, and so do all others."""
+READ_AGAIN_SECONDS = 24 * 3600.0
+"""Files that have not changed are checked again so often, for their dates."""
+
+Made = TypeVar("Made")
+
+
+def read_pair(key: str, cert: str) -> tuple[bytes, bytes]:
+    """A private key and its certificate, valid now. Raises ValueError that names the files."""
+    pair = read_secret_file(key, "TLS key")[0], read_file(cert, "TLS certificate")
+    # gRPC itself would say nothing, and fail every handshake.
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=no_password)
+        chain = x509.load_pem_x509_certificates(pair[1])
+    except (ssl.SSLError, ValueError):
+        raise ValueError(
+            f"TLS certificate {cert} and key {key} are no pair in PEM form without a password"
+        ) from None
+    for certificate in chain:
+        _check_dates(certificate, f"TLS certificate {cert}")
+    _warn_of_expiry(chain, f"TLS certificate {cert}")
+    return pair
+
+
+def read_ca(path: str) -> bytes:
+    """Certificates of which one at least is valid now: an old and a new one may lie side by side.
+
+    Raises ValueError that names the file.
+    """
+    content = read_file(path, "TLS CA")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
+        bundle = x509.load_pem_x509_certificates(content)
+    except (ssl.SSLError, ValueError):
+        raise ValueError(f"TLS CA {path} holds no certificates in PEM form") from None
+    last = max(bundle, key=lambda certificate: certificate.not_valid_after_utc)
+    if not any(_is_valid(certificate) for certificate in bundle):
+        _check_dates(last, f"TLS CA {path}")
+    _warn_of_expiry([last], f"TLS CA {path}")
+    return content
+
+
+def no_password() -> str:
+    """Instead of asking on the terminal."""
+    raise ValueError("the key has a password")
+
+
+def _is_valid(certificate: x509.Certificate) -> bool:
+    return certificate.not_valid_before_utc <= datetime.now(UTC) < certificate.not_valid_after_utc
+
+
+def _check_dates(certificate: x509.Certificate, what: str) -> None:
+    now, begin, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if end <= now:
+        raise ValueError(f"{what} has expired on {end:%Y-%m-%d %H:%M} UTC")
+    if begin > now:
+        raise ValueError(f"{what} is not valid before {begin:%Y-%m-%d %H:%M} UTC")
+
+
+def _warn_of_expiry(certificates: Iterable[x509.Certificate], what: str) -> None:
+    end = min(certificate.not_valid_after_utc for certificate in certificates)
+    if end - datetime.now(UTC) < WARNING_TIME:
+        logger.warning("%s expires on %s UTC", what, f"{end:%Y-%m-%d %H:%M}")
+
+
+class Reloaded(Generic[Made]):
+    """What is made of files, made again when they change. Files that cannot be used are said in the log, and what was
+    made before stays. Thread-safe.
+
+    Files are read in a thread of their own: on a lost file server a look may take minutes, and callers are event loops.
+    """
+
+    def __init__(self, paths: Sequence[str], make: Callable[[], Made]) -> None:
+        """Raises what `make` raises."""
+        self._paths = paths
+        self._make = make
+        self._lock = Lock()
+        self._look: Thread | None = None
+        """Under way, or the last one."""
+        self._state = self._states()
+        self._looked_at = self._read_at = time.monotonic()
+        self._made = make()
+
+    def current(self) -> Made:
+        """Returns what was made last, of the files as they are. Blocks for PATIENCE_SECONDS at most."""
+        if look := self._new_look():
+            look.join(PATIENCE_SECONDS)
+            if look.is_alive():
+                logger.error("%s: reading takes long, what was read before stays in use", self._paths[0])
+        return self._made
+
+    def _new_look(self) -> Thread | None:
+        """None where the last one is recent, or goes on still."""
+        with self._lock:
+            now = time.monotonic()
+            goes_on = self._look is not None and self._look.is_alive()
+            if goes_on or now - self._looked_at < LOOK_SECONDS:
+                return None
+            self._looked_at = now
+            self._look = Thread(target=self._read_again, args=(now,), name="certificates", daemon=True)
+            self._look.start()
+            return self._look
+
+    def _read_again(self, now: float) -> None:
+        state = self._states()
+        has_changed = state != self._state
+        if not has_changed and now - self._read_at < READ_AGAIN_SECONDS:
+            return
+        self._state, self._read_at = state, now
+        try:
+            self._made = self._make()
+        except (ValueError, OSError) as error:
+            logger.error("%s: what was read before stays in use", error)
+        else:
+            if has_changed:
+                logger.info("read again: %s", ", ".join(self._paths))
+
+    def _states(self) -> list[tuple[int, ...] | None]:
+        """Links are followed: a Kubernetes Secret changes by them."""
+        return [_state_of(path) for path in self._paths]
+
+
+def _state_of(path: str) -> tuple[int, ...] | None:
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

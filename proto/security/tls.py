@@ -1,0 +1,197 @@
+"""TLS on every port: the credentials that its files make. Files that change count for the next connection.
+
+Which files there are is in tls_files.py, and how they are read in certificate_files.py.
+On the session port both sides show a certificate: the operator's, or else one of the authority that follows from the
+cluster secret (cluster_identity.py). Workers move and are dialled by number, so a session certificate stands for no
+host: each carries the name SESSION_NAME, and the CA signs for nothing else. Does not own the client's side of the
+public port (router/client/connection.py).
+"""
+
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from blockyard.proto.security.certificate_files import Reloaded, no_password, read_ca, read_pair
+from blockyard.proto.security.cluster_identity import issue_identity
+from blockyard.proto.security.tls_files import ServerTls, SessionTls
+
+SESSION_NAME = "blockyard-session"
+"""The DNS name in every session certificate."""
+REISSUE_SECONDS = 24 * 3600.0
+"""A worker shows a certificate of its own making for so long. Routers issue one for each connection."""
+
+
+def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredentials | None:
+    """None for a port in plaintext. Raises ValueError for files that cannot be used."""
+    if tls is None:
+        return None
+    client_ca = tls.ca if isinstance(tls, SessionTls) else tls.client_ca
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        roots = None if client_ca is None else read_ca(client_ca)
+        pair = read_pair(tls.key, tls.cert)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+
+    files = Reloaded(_paths(tls.cert, tls.key, client_ca), read)
+    shown = files.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        before, shown = shown, files.current()
+        return None if shown is before else shown
+
+    return _dynamic(shown, changed, asks_for_certificate=client_ca is not None)
+
+
+def _dynamic(
+    first: grpc.ServerCertificateConfiguration,
+    changed: Callable[[], grpc.ServerCertificateConfiguration | None],
+    *,
+    asks_for_certificate: bool,
+) -> grpc.ServerCredentials:
+    """`changed` is called by gRPC for each connection, on a thread of its own; None keeps what there is."""
+    # Its types do not know of None, which its documentation does.
+    fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], changed)
+    return grpc.dynamic_ssl_server_credentials(
+        first, fetcher, require_client_authentication=asks_for_certificate
+    )
+
+
+def _paths(*paths: str | None) -> list[str]:
+    return [path for path in paths if path is not None]
+
+
+def session_server_credentials(
+    files: SessionTls | None, *, secret: str, cluster: str
+) -> grpc.ServerCredentials | None:
+    """A worker's: whoever connects must show a certificate too. None, for plaintext, where there are neither files nor
+    a secret. Raises ValueError for files that cannot be used."""
+    if files is not None or not secret:
+        return server_credentials(files)
+    issued_at = time.monotonic()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        own = issue_identity(secret, cluster, dns_name=SESSION_NAME)
+        pair = (own.key, own.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=own.authority)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal issued_at
+        if time.monotonic() - issued_at < REISSUE_SECONDS:
+            return None
+        issued_at = time.monotonic()
+        return configuration()
+
+    return _dynamic(configuration(), renewed, asks_for_certificate=True)
+
+
+def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
+    """The same for a port that speaks HTTP; None for plaintext. Raises ValueError for files that cannot be used."""
+    if tls is None:
+        return None
+    return _HttpsContext.of(tls)
+
+
+class _HttpsContext(ssl.SSLContext):
+    """A server's context whose connections each take the context that the files make at that time.
+
+    A resumed session is not verified again: neither its certificate's dates, nor a CA that was replaced since. Where
+    clients show certificates, a connection therefore begins in a context of its own, which knows no earlier session.
+    """
+
+    _current: Callable[[], ssl.SSLContext]
+    _asks_for_certificate: bool
+
+    @classmethod
+    def of(cls, tls: ServerTls) -> "_HttpsContext":
+        """Raises ValueError."""
+        port = cls(ssl.PROTOCOL_TLS_SERVER)
+        files = Reloaded(_paths(tls.cert, tls.key, tls.client_ca), partial(_loaded_context, tls))
+        port._current, port._asks_for_certificate = files.current, tls.client_ca is not None
+        return port
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        current = self._current()
+        begins_in = _unresumable(current) if self._asks_for_certificate else current
+        return begins_in.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+
+
+def _unresumable(context: ssl.SSLContext) -> ssl.SSLContext:
+    """A new context that takes certificates and CAs of the given one. OpenSSL looks for sessions in the first alone."""
+
+    def proceed(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = context
+
+    first = _https_context(asks_for_certificate=True)
+    # Without them OpenSSL would issue sessions that no later connection can resume.
+    first.num_tickets = 0
+    first.options |= ssl.OP_NO_TICKET
+    # Called with each connection's first message, whether it names a server or not.
+    first.sni_callback = proceed
+    return first
+
+
+def _loaded_context(tls: ServerTls) -> ssl.SSLContext:
+    read_pair(tls.key, tls.cert)
+    context = _https_context(asks_for_certificate=tls.client_ca is not None)
+    context.load_cert_chain(tls.cert, tls.key, password=no_password)
+    if tls.client_ca is not None:
+        context.load_verify_locations(cadata=read_ca(tls.client_ca).decode("ascii"))
+    return context
+
+
+def _https_context(*, asks_for_certificate: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if asks_for_certificate:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """The port. Raises RuntimeError where it cannot be had."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
+
+
+def session_channels(
+    files: SessionTls | None, *, secret: str, cluster: str, options: Sequence[tuple[str, Any]] = ()
+) -> Callable[[str], grpc.aio.Channel]:
+    """How a router connects to a worker's address. In plaintext where there are neither files nor a secret. Raises
+    ValueError for files that cannot be used."""
+    if files is not None:
+        own = Reloaded(_paths(files.cert, files.key, files.ca), partial(_session_credentials, files))
+        return partial(_session_channel, own.current, options)
+    if not secret:
+        return partial(grpc.aio.insecure_channel, options=options)
+
+    def issued() -> grpc.ChannelCredentials:
+        own = issue_identity(secret, cluster, dns_name=SESSION_NAME)
+        return grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+
+    return partial(_session_channel, issued, options)
+
+
+def _session_credentials(files: SessionTls) -> grpc.ChannelCredentials:
+    key, certificate = read_pair(files.key, files.cert)
+    return grpc.ssl_channel_credentials(read_ca(files.ca), key, certificate)
+
+
+def _session_channel(
+    credentials: Callable[[], grpc.ChannelCredentials], options: Sequence[tuple[str, Any]], address: str
+) -> grpc.aio.Channel:
+    named = (*options, ("grpc.ssl_target_name_override", SESSION_NAME))
+    return grpc.aio.secure_channel(address, credentials(), options=named)

@@ -1,0 +1,168 @@
+"""What this router has placed on one worker and has not seen the end of: the requests, sums over them, and the prefixes
+that they are about to store.
+
+    placed -> (waits here until the worker has room) -> sent -> started -> over
+
+Pure. Sums are kept as they change, because every placement looks at every worker. Does not own what the worker itself
+says of its load, nor the two together (view.py).
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Placed:
+    """A request that this router has put on a worker and that is not over."""
+
+    address: str
+    names: Sequence[bytes]
+    """Of the prompt's full blocks."""
+    prompt_tokens: int
+    uncached_tokens: int
+    """Of them, those that the worker was expected to compute."""
+    blocks: int
+    """That it was expected to take from its pool."""
+    promised_blocks: int = 0
+    """That the index, not speculation, said the worker had cached for it."""
+    sent: bool = False
+    started: bool = False
+    report: int = 0
+    """How many reports of the worker had been heard when it was sent."""
+
+
+@dataclass(slots=True)
+class Sums:
+    requests: int = 0
+    prompt_tokens: int = 0
+    blocks: int = 0
+    unstarted: int = 0
+    """Those of the requests without a first token."""
+    unstarted_tokens: int = 0
+    """That they have to compute."""
+
+    def count(self, placed: Placed, sign: int) -> None:
+        self.requests += sign
+        self.prompt_tokens += sign * placed.prompt_tokens
+        self.blocks += sign * placed.blocks
+        if not placed.started:
+            self.count_unstarted(placed, sign)
+
+    def count_unstarted(self, placed: Placed, sign: int) -> None:
+        self.unstarted += sign
+        self.unstarted_tokens += sign * placed.uncached_tokens
+
+
+class Bookings:
+    """Of one life of a worker."""
+
+    def __init__(self) -> None:
+        self.waiting = Sums()
+        """Of those that were not sent yet: no report counts them."""
+        self.sent = Sums()
+        self.unreported = Sums()
+        """Of those sent since the worker's last report, which cannot count them."""
+        self.prefixes = Speculation()
+        self._open: set[Placed] = set()
+        self._num_reports = 0
+
+    def __contains__(self, placed: Placed) -> bool:
+        return placed in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, placed: Placed) -> None:
+        self._open.add(placed)
+        self.waiting.count(placed, 1)
+        self.prefixes.expect(placed.names)
+
+    def send(self, placed: Placed) -> None:
+        self.waiting.count(placed, -1)
+        placed.sent, placed.report = True, self._num_reports
+        for sums in (self.sent, self.unreported):
+            sums.count(placed, 1)
+
+    def start(self, placed: Placed, *, stored_at: float) -> None:
+        """Its first output came. What it has stored counts as such without us from `stored_at` on."""
+        for sums in self._sums(placed):
+            sums.count_unstarted(placed, -1)
+        placed.started = True
+        self.prefixes.forget_at(stored_at, placed.names)
+
+    def remove(self, placed: Placed) -> None:
+        for sums in self._sums(placed):
+            sums.count(placed, -1)
+        self._open.remove(placed)
+        if not placed.started:
+            self.prefixes.forget(placed.names)
+
+    def reported(self) -> None:
+        """The worker told its load."""
+        self.unreported = Sums()
+        self._num_reports += 1
+
+    def check_invariants(self) -> None:
+        sent = {placed for placed in self._open if placed.sent}
+        for sums, requests in (
+            (self.waiting, self._open - sent),
+            (self.sent, sent),
+            (self.unreported, {placed for placed in sent if placed.report == self._num_reports}),
+        ):
+            expected = Sums()
+            for placed in requests:
+                expected.count(placed, 1)
+            assert sums == expected, f"booked {sums}, but {expected} is open"
+        self.prefixes.check_invariants(placed.names for placed in self._open if not placed.started)
+
+    def _sums(self, placed: Placed) -> list[Sums]:
+        """That count it."""
+        if not placed.sent:
+            return [self.waiting]
+        return [self.sent, self.unreported] if placed.report == self._num_reports else [self.sent]
+
+
+class Speculation:
+    """Names of blocks that placed requests will store, by how many of them will, and of those just stored."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[bytes] = Counter()
+        self._fading: deque[tuple[float, Sequence[bytes]]] = deque()
+        """Stored names and when the index may be trusted to have them; in order of that time."""
+
+    def expect(self, names: Sequence[bytes]) -> None:
+        self._counts.update(names)
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            if self._counts[name] > 1:
+                self._counts[name] -= 1
+            else:
+                del self._counts[name]
+
+    def forget_at(self, time: float, names: Sequence[bytes]) -> None:
+        self._fading.append((time, names))
+
+    def depth(self, names: Sequence[bytes], now: float) -> int:
+        """Leading names that are spoken for. Whoever placed block i placed all before it, so bisection is exact."""
+        while self._fading and self._fading[0][0] <= now:
+            self.forget(self._fading.popleft()[1])
+        if not names or names[0] not in self._counts:
+            return 0
+        low, high = 1, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if names[middle] in self._counts:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def check_invariants(self, expected: Iterable[Sequence[bytes]]) -> None:
+        counts: Counter[bytes] = Counter()
+        for names in expected:
+            counts.update(names)
+        for _, names in self._fading:
+            counts.update(names)
+        assert self._counts == counts, "speculative names do not add up"

@@ -1,0 +1,211 @@
+"""All workers together: one link to each known address, one view of them, one identity that they must share.
+
+Joins link.py (connections) to view.py (beliefs). Does not own where addresses come from
+(server.py) nor requests (generation/relay.py).
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+
+from blockyard.proto.naming.block_hash import root_name
+from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.router.cluster.link import EngineLink, LinkEvents, OpenChannel, open_insecure_channel
+from blockyard.router.cluster.view import ClusterView
+from blockyard.router.placement.config import PlacementConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """What makes workers interchangeable. The first accepted worker's holds for the router's life."""
+
+    model_fingerprint: str
+    block_size: int
+    kv_dtype: str
+    max_model_len: int
+    vocab_size: int
+    index_stride_blocks: int = 1
+    """The prefix index knows every so manieth block of a prefix."""
+
+    @classmethod
+    def of(cls, hello: session_pb2.Hello) -> "ModelIdentity":
+        return cls(
+            model_fingerprint=hello.model_fingerprint,
+            block_size=hello.block_size,
+            kv_dtype=hello.kv_dtype,
+            max_model_len=hello.max_model_len,
+            vocab_size=hello.vocab_size,
+            index_stride_blocks=max(1, hello.index_stride_blocks),
+        )
+
+    def root(self, *, cluster_secret: str, salt: str, tenant: str = "") -> bytes:
+        """The name that the names of a prompt's blocks are chained from: a tenant's own, or public."""
+        return root_name(
+            cluster_secret=cluster_secret,
+            model_fingerprint=self.model_fingerprint,
+            block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+            salt=salt,
+            tenant=tenant,
+        )
+
+    def difference(self, hello: session_pb2.Hello) -> str | None:
+        """Why a worker cannot serve beside the first, in words; None if it can."""
+        if hello.model_fingerprint != self.model_fingerprint:
+            return "another model or data type (--dtype) than the first worker's"
+        if hello.block_size != self.block_size:
+            return f"block size {hello.block_size}, the first worker's is {self.block_size}"
+        stride_blocks = max(1, hello.index_stride_blocks)
+        if stride_blocks != self.index_stride_blocks:
+            return f"index stride of {stride_blocks} blocks, the first worker's is {self.index_stride_blocks}"
+        if hello.kv_dtype != self.kv_dtype:
+            return f"KV dtype {hello.kv_dtype}, the first worker's is {self.kv_dtype}"
+        if hello.max_model_len < self.max_model_len:
+            return f"context of {hello.max_model_len} tokens, the first worker's is {self.max_model_len}"
+        return None
+
+
+class Fleet(LinkEvents):
+    """`run` keeps the links up; `set_addresses` may be called at any time."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer_fingerprint: str,
+        suspect_seconds: float,
+        lost_seconds: float,
+        stall_seconds: float = inf,
+        clock: Callable[[], float] = time.monotonic,
+        placement: PlacementConfig | None = None,
+        open_channel: OpenChannel = open_insecure_channel,
+        rng: random.Random | None = None,
+        code: str = "",
+    ) -> None:
+        self.view = ClusterView(
+            suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock, config=placement
+        )
+        self.identity: ModelIdentity | None = None
+        self.links: dict[str, EngineLink] = {}
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._lost_seconds = lost_seconds
+        self._stall_seconds = stall_seconds
+        self._clock = clock
+        self._open_channel = open_channel
+        self._rng = rng or random.Random()
+        self._code = code
+        """The code version of this router; empty: it compares none."""
+        self._wanted: frozenset[str] = frozenset()
+        self._rearrange = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` whenever anything was heard of a worker or a worker came or went."""
+        self._listeners.append(listener)
+
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        """The workers to be linked to. One that is no longer named stays while its connection does."""
+        self._wanted = frozenset(addresses)
+        self._rearrange.set()
+
+    def has_failed(self, address: str) -> bool:
+        """Whether the last attempt to connect to it failed."""
+        link = self.links.get(address)
+        return link is not None and link.has_failed
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running: dict[str, asyncio.Task[None]] = {}
+            try:
+                while True:
+                    self._rearrange.clear()
+                    for address in sorted(self._wanted - running.keys()):
+                        running[address] = tasks.create_task(self._link(address).run())
+                    for address in sorted(running.keys() - self._wanted):
+                        if not self.links[address].is_up:
+                            self._drop(address, running.pop(address))
+                    await self._rearrange.wait()
+            finally:
+                for link in self.links.values():
+                    link.stop()
+
+    def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
+        if address not in self.links:
+            return "no longer wanted"
+        refusal = self._refusal(address, hello)
+        if refusal is None:
+            self.identity = self.identity or ModelIdentity.of(hello)
+            self.view.accepted(address, hello)
+            if self._code and hello.version != self._code:
+                # Messages are read across versions: it serves. But nobody should run so without knowing.
+                logger.warning(
+                    "worker %s at %s runs blockyard %s, this router %s",
+                    hello.worker_id,
+                    address,
+                    hello.version,
+                    self._code,
+                )
+        else:
+            if self.view.refused(address, hello, refusal):
+                logger.error("refused worker %s at %s: %s", hello.worker_id, address, refusal)
+        self._changed()
+        return refusal
+
+    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+        self.view.heard(address, load)
+        self._changed()
+
+    def draining(self, address: str, is_draining: bool) -> None:
+        self.view.draining(address, is_draining)
+        self._changed()
+
+    def index_reported(self, address: str, index: cluster_pb2.WorkerIndex) -> None:
+        worker = self.view.at(address)
+        if worker is not None:
+            worker.index = index
+
+    def disconnected(self, address: str, reason: str) -> None:
+        self.view.disconnected(address, reason)
+        # An address that is no longer wanted was kept only for its connection.
+        self._rearrange.set()
+        self._changed()
+
+    def _link(self, address: str) -> EngineLink:
+        self.view.known(address)
+        link = EngineLink(
+            address,
+            self,
+            lost_seconds=self._lost_seconds,
+            stall_seconds=self._stall_seconds,
+            clock=self._clock,
+            open_channel=self._open_channel,
+            rng=self._rng,
+        )
+        self.links[address] = link
+        return link
+
+    def _drop(self, address: str, task: asyncio.Task[None]) -> None:
+        self.links.pop(address).stop()
+        task.cancel()
+        self.view.forget(address)
+        self._changed()
+
+    def _refusal(self, address: str, hello: session_pb2.Hello) -> str | None:
+        if hello.tokenizer_fingerprint != self._tokenizer_fingerprint:
+            return "another tokenizer than the router's"
+        if hello.block_size < 1 or hello.max_model_len < 1 or hello.vocab_size < 1:
+            return "a greeting without block size, context or vocabulary"
+        if hello.stalled_seconds > self._stall_seconds:
+            return f"its engine has finished no step for {hello.stalled_seconds:.0f} s"
+        if (namesake := self.view.namesake(address, hello)) is not None:
+            return f"another worker is called {hello.worker_id} already, at {namesake}: --worker-id tells them apart"
+        return self.identity.difference(hello) if self.identity else None
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()

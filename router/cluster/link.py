@@ -1,0 +1,338 @@
+"""The router's one long-lived stream to one worker: connect, check, keep alive, route outputs, connect again.
+
+Every request that is open on a stream (open_requests.py) ends with it: its sink gets `Lost`, and the relay places it
+elsewhere. Any message is a sign of life; a stream that is silent
+for too long is ended like a broken one, because a hung process keeps its connections, and so is that of a worker which
+answers but whose engine gets nothing done. Does not own what the columns
+of a step say (events.py), what is believed of the worker (view.py) nor what becomes of a request
+(generation/relay.py).
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from math import inf
+from typing import Any
+
+import grpc
+from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
+from blockyard.router.cluster.events import Lost, Refused, Sink, events_of
+from blockyard.router.cluster.open_requests import OpenRequests
+from blockyard.router.cluster.stream_ends import NoDeath, StreamOver, ended_with, first_reason, forget_frames
+from google.protobuf.message import Message
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 0.5
+LEAST_SLEEP_SECONDS = 0.001
+"""What is left after a sleep may be less than a clock tells apart, and would be slept for ever."""
+HELLO_SECONDS = 5.0
+"""A process that takes connections but says nothing is hung or no worker."""
+FIRST_BACKOFF_SECONDS = 0.1
+LAST_BACKOFF_SECONDS = 2.0
+ROWS_A_TURN = 8
+"""What a row sets off, its text and a write, takes about 0.1 ms. Of 256 streams all at once held up the loop, and with
+it every other stream, for 21 ms; 32 in a turn for 10, 8 for 6."""
+INSPECT_SECONDS = 2.0
+"""Deadline of what a worker is asked about its pool and its sequences."""
+
+CHANNEL_OPTIONS = (
+    # Prompts' log-probabilities come in one message, several requests' together.
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    # A fresh connection for each life of the link: a shared one might be half-open.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    # A router that reads slowly must hold the worker's writes back, because the worker merges the steps that wait.
+    # By default gRPC hides it: it widens the window by measured bandwidth to megabytes, thousands of old steps.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 16 * 1024),
+)
+
+
+_Call = grpc.aio.StreamStreamCall[session_pb2.ToWorker, session_pb2.ToRouter]
+OpenChannel = Callable[[str], grpc.aio.Channel]
+"""How a worker's address becomes a connection."""
+
+
+def open_insecure_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class LinkEvents:
+    """What a link tells its owner. The owner overrides all of it."""
+
+    def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
+        """Why this worker is not to be used; None admits it."""
+        raise NotImplementedError
+
+    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+        raise NotImplementedError
+
+    def draining(self, address: str, is_draining: bool) -> None:
+        raise NotImplementedError
+
+    def index_reported(self, address: str, index: cluster_pb2.WorkerIndex) -> None:
+        raise NotImplementedError
+
+    def disconnected(self, address: str, reason: str) -> None:
+        raise NotImplementedError
+
+
+class EngineLink:
+    """`run` keeps the link up until it is cancelled; the other methods may be called at any time."""
+
+    def __init__(
+        self,
+        address: str,
+        events: LinkEvents,
+        *,
+        lost_seconds: float,
+        stall_seconds: float = inf,
+        clock: Callable[[], float] = time.monotonic,
+        open_channel: OpenChannel = open_insecure_channel,
+        rng: random.Random | None = None,
+    ) -> None:
+        """A worker is given up after `lost_seconds` without a word, and when its engine has had work for
+        `stall_seconds` without finishing a step."""
+        self.address = address
+        self._events = events
+        self._lost_seconds = lost_seconds
+        self._stall_seconds = stall_seconds
+        self._clock = clock
+        self._open_channel = open_channel
+        self._rng = rng or random.Random()
+        self._open = OpenRequests()
+        self._next_handle = 0
+        self._outgoing: asyncio.Queue[session_pb2.ToWorker] | None = None
+        self._stub: EngineServiceStub | None = None
+        self._last_heard = 0.0
+        self._nonce = 0
+        self._is_stopped = False
+        self._has_failed = False
+
+    @property
+    def is_up(self) -> bool:
+        """Connected to a worker that was accepted."""
+        return self._outgoing is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """The last attempt to connect came to nothing. Not yet after the end of a connection that was up."""
+        return self._has_failed and not self.is_up
+
+    async def run(self) -> None:
+        backoff_seconds = FIRST_BACKOFF_SECONDS
+        while True:
+            was_up, reason = await self._one_stream()
+            self._has_failed = not was_up
+            if self._is_stopped:
+                return
+            self._events.disconnected(self.address, reason)
+            if was_up:
+                logger.warning("lost worker at %s: %s", self.address, reason)
+                backoff_seconds = FIRST_BACKOFF_SECONDS
+            await asyncio.sleep(backoff_seconds * self._rng.uniform(0.5, 1.0))
+            backoff_seconds = min(backoff_seconds * 2, LAST_BACKOFF_SECONDS)
+
+    def stop(self) -> None:
+        """To be called before `run` is cancelled: a task group whose child fails in that very moment reports the
+        failure and swallows the cancellation."""
+        self._is_stopped = True
+
+    def submit(self, submit: session_pb2.Submit, sink: Sink, outputs: Iterable[int] = (0,)) -> int:
+        """Sends a request for these outputs under a handle of this link's choosing. A link that is down answers
+        `Lost` at once."""
+        self._next_handle += 1
+        handle = self._next_handle
+        submit.handle = handle
+        if self._outgoing is None:
+            sink(Lost(was_sent=False))
+        else:
+            self._open.add(handle, sink, outputs)
+            self._outgoing.put_nowait(session_pb2.ToWorker(submit=submit))
+        return handle
+
+    def cancel(self, handle: int, index: int | None = None) -> None:
+        """Nothing more comes for this handle, or for one output of it. Unknown or over, nothing happens."""
+        is_to_be_told, index = self._open.cancel(handle, index)
+        if is_to_be_told and self._outgoing is not None:
+            cancel = session_pb2.Cancel(handle=handle, index=index)
+            self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
+
+    async def block_pool(self, request: cluster_pb2.GetBlockPoolRequest) -> cluster_pb2.BlockPool:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        pool: cluster_pb2.BlockPool = await self.call("GetBlockPool", request, INSPECT_SECONDS)
+        return pool
+
+    async def list_blocks(self, request: cluster_pb2.ListBlocksRequest) -> cluster_pb2.ListBlocksResponse:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        page: cluster_pb2.ListBlocksResponse = await self.call("ListBlocks", request, INSPECT_SECONDS)
+        return page
+
+    async def find_blocks(self, request: cluster_pb2.FindBlocksRequest) -> cluster_pb2.FindBlocksResponse:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        found: cluster_pb2.FindBlocksResponse = await self.call("FindBlocks", request, INSPECT_SECONDS)
+        return found
+
+    async def list_sequences(
+        self, request: cluster_pb2.ListSequencesRequest
+    ) -> cluster_pb2.ListSequencesResponse:
+        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        page: cluster_pb2.ListSequencesResponse = await self.call("ListSequences", request, INSPECT_SECONDS)
+        return page
+
+    async def call(self, method: str, request: Message, timeout_seconds: float) -> Any:
+        """Any method of EngineService but the session. Raises grpc.aio.AioRpcError, ConnectionError where the link is
+        down or goes down meanwhile."""
+        call = getattr(self._connected_stub(), method)
+        try:
+            return await call(request, timeout=timeout_seconds)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # By the channel, which has been closed.
+            raise ConnectionError("the worker is not connected any more") from None
+
+    def _connected_stub(self) -> EngineServiceStub:
+        if self._stub is None:
+            raise ConnectionError("the worker is not connected")
+        return self._stub
+
+    async def _one_stream(self) -> tuple[bool, str]:
+        """Runs one stream to its end: whether it ever was up, and why it ended."""
+        was_up, is_death = False, True
+        try:
+            async with self._open_stream() as call:
+                hello = await self._read_hello(call)
+                refusal = self._events.accept(self.address, hello)
+                if refusal is not None:
+                    # Left alone for as long as the longest backoff: only a restart can change it.
+                    await asyncio.sleep(LAST_BACKOFF_SECONDS)
+                    return False, refusal
+                was_up = True
+                logger.info("worker %s at %s is up", hello.worker_id, self.address)
+                await self._converse(call)
+        except grpc.aio.AioRpcError as error:
+            return was_up, ended_with(error)
+        except BaseExceptionGroup as group:
+            reasons = group.subgroup((StreamOver, grpc.aio.AioRpcError))
+            if reasons is None or group.split((StreamOver, grpc.aio.AioRpcError))[1] is not None:
+                raise
+            is_death = group.subgroup(NoDeath) is None
+            reason = first_reason(reasons)
+            del reasons
+            forget_frames(group)
+            return was_up, reason
+        except StreamOver as over:
+            return was_up, str(over)
+        finally:
+            self._end_all(is_death=is_death)
+        return was_up, "the worker closed the stream"
+
+    @asynccontextmanager
+    async def _open_stream(self) -> AsyncIterator[_Call]:
+        async with self._open_channel(self.address) as channel:
+            self._stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
+            call = self._stub.Session()
+            try:
+                yield call
+            finally:
+                self._stub = None
+                call.cancel()
+
+    async def _read_hello(self, call: _Call) -> session_pb2.Hello:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                message = await call.read()
+        except TimeoutError:
+            raise StreamOver("no greeting came") from None
+        if not isinstance(message, session_pb2.ToRouter):
+            raise StreamOver(f"refused with {(await call.code()).name}")
+        if message.WhichOneof("message") != "hello":
+            raise StreamOver("the first message was no greeting")
+        return message.hello
+
+    async def _converse(self, call: _Call) -> None:
+        outgoing: asyncio.Queue[session_pb2.ToWorker] = asyncio.Queue()
+        self._outgoing = outgoing
+        self._last_heard = self._clock()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write(call, outgoing))
+            tasks.create_task(self._ping(outgoing))
+            tasks.create_task(self._watch())
+            tasks.create_task(self._read(call))
+
+    async def _write(self, call: _Call, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
+        while True:
+            try:
+                await call.write(await outgoing.get())
+            except asyncio.InvalidStateError:
+                raise StreamOver("the worker closed the stream") from None
+
+    async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
+        while True:
+            self._nonce += 1
+            outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
+            await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
+
+    async def _watch(self) -> None:
+        """Ends the conversation as soon as the worker has been silent for long enough."""
+        while True:
+            left_seconds = self._last_heard + self._lost_seconds - self._clock()
+            if left_seconds <= 0:
+                raise NoDeath(f"silent for {self._lost_seconds:g} s")
+            await asyncio.sleep(max(left_seconds, LEAST_SLEEP_SECONDS))
+
+    async def _read(self, call: _Call) -> None:
+        while isinstance(message := await call.read(), session_pb2.ToRouter):
+            self._last_heard = self._clock()
+            match message.WhichOneof("message"):
+                case "step":
+                    load = message.step.load if message.step.HasField("load") else None
+                    self._events.heard(self.address, load)
+                    await self._route(message.step)
+                case "rejected":
+                    self._events.heard(self.address, None)
+                    rejected = message.rejected
+                    self._open.deal(rejected.handle, Refused(reason=rejected.reason, detail=rejected.detail))
+                case "draining":
+                    self._events.draining(self.address, message.draining.is_draining)
+                    self._events.heard(self.address, None)
+                case "pong":
+                    if message.pong.stalled_seconds > self._stall_seconds:
+                        raise StreamOver(
+                            f"its engine has finished no step for {message.pong.stalled_seconds:.0f} s"
+                        )
+                    if message.pong.HasField("is_draining"):
+                        self._events.draining(self.address, message.pong.is_draining)
+                    if message.pong.HasField("index"):
+                        self._events.index_reported(self.address, message.pong.index)
+                    self._events.heard(
+                        self.address, message.pong.load if message.pong.HasField("load") else None
+                    )
+                case _:
+                    self._events.heard(self.address, None)
+        code = await call.code()
+        how = NoDeath if code is grpc.StatusCode.OK else StreamOver
+        raise how(f"the worker ended the stream with {code.name}")
+
+    async def _route(self, step: session_pb2.StepOutput) -> None:
+        """Deals the columns out to the rows' sinks, few in each turn of the loop."""
+        try:
+            events = events_of(step)
+        except ValueError as error:
+            raise StreamOver(f"step: {error}") from None
+        for number, (handle, event) in enumerate(events, start=1):
+            if number % ROWS_A_TURN == 0:
+                await asyncio.sleep(0)
+            self._open.deal(handle, event)
+
+    def _end_all(self, *, is_death: bool) -> None:
+        self._outgoing = None
+        self._open.end_all(is_death=is_death)

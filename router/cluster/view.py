@@ -1,0 +1,395 @@
+"""What this router believes of each worker: who it is, whether it lives, how loaded it is, what it will soon
+cache.
+
+Pure: events go in, snapshots come out, time comes from an injected clock. A worker's state follows from how
+long it has been silent. What this router has placed counts at once, as load and as a speculative prefix, so
+that many simultaneous requests of one group do not scatter before the first of them is reported stored.
+
+Does not own connections (link.py), the sums over what was placed (bookings.py), the choice (placement/policies.py) or
+the index (dispatch/prefix_lookup.py).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from blockyard.proto.index.contract import Incarnation, WorkerId
+from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.router.cluster.bookings import Bookings, Placed
+from blockyard.router.cluster.gate import WorkerGate
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.rates import WorkerRates, typical
+from blockyard.router.placement.scoring import Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedDepth:
+    """How much of a prompt a worker holds, by the index."""
+
+    blocks: int = 0
+    """Leading blocks on its GPU."""
+    host_blocks: int = 0
+    """Those that follow them and are in its host memory."""
+
+
+class Usual(NamedTuple):
+    """The cluster's rates, in tokens a second; 0 where nobody has measured one."""
+
+    prefill: float
+    decode: float
+
+
+class LinkState(Enum):
+    """What the connection itself knows; silence comes on top of it."""
+
+    CONNECTING = auto()
+    ACCEPTED = auto()
+    REFUSED = auto()
+    LOST = auto()
+
+
+class WorkerState(Enum):
+    CONNECTING = auto()
+    READY = auto()
+    DRAINING = auto()
+    SUSPECT = auto()
+    REFUSED = auto()
+    LOST = auto()
+
+
+NOTHING_CACHED = CachedDepth()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WorkerView:
+    """One address and the life of a worker that last answered there."""
+
+    address: str
+    link: LinkState = LinkState.CONNECTING
+    reason: str = ""
+    hello: session_pb2.Hello | None = None
+    load: cluster_pb2.WorkerLoad = field(default_factory=cluster_pb2.WorkerLoad)
+    rates: WorkerRates = field(default_factory=WorkerRates)
+    index: cluster_pb2.WorkerIndex | None = None
+    """What it last said of its part of the prefix index."""
+    last_heard: float | None = None
+    is_draining: bool = False
+    """It said that it takes nothing new."""
+    gate: WorkerGate = field(default_factory=WorkerGate)
+    booked: Bookings = field(default_factory=Bookings)
+    worker_id: WorkerId = field(init=False)
+    incarnation: Incarnation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.worker_id = WorkerId(self.hello.worker_id if self.hello else "")
+        self.incarnation = Incarnation(self.hello.incarnation if self.hello else "")
+
+
+class ClusterView:
+    """All workers by address. Every method is synchronous and cheap."""
+
+    def __init__(
+        self,
+        *,
+        suspect_seconds: float,
+        lost_seconds: float,
+        clock: Callable[[], float],
+        config: PlacementConfig | None = None,
+    ) -> None:
+        self._suspect_seconds = suspect_seconds
+        self._lost_seconds = lost_seconds
+        self._clock = clock
+        self._config = config or PlacementConfig()
+        self._workers: dict[str, WorkerView] = {}
+        self.promised_blocks = 0
+        """Blocks that the index promised of the workers chosen, for all requests that came to their first token."""
+        self.stale_blocks = 0
+        """Those of them that were not reused."""
+        self.reused_blocks = 0
+        """All that were reused by the same requests, promised or not."""
+
+    # What happened
+
+    def known(self, address: str) -> None:
+        self._workers.setdefault(address, WorkerView(address=address))
+
+    def forget(self, address: str) -> None:
+        self._workers.pop(address, None)
+
+    def accepted(self, address: str, hello: session_pb2.Hello) -> None:
+        """A worker introduced itself and is of our model: nothing is placed on it. A life that comes back keeps the
+        age of its rates."""
+        now, before = self._clock(), self._workers.get(address)
+        is_same = (
+            before is not None and before.hello is not None and before.hello.incarnation == hello.incarnation
+        )
+        worker = self._workers[address] = WorkerView(
+            address=address,
+            link=LinkState.ACCEPTED,
+            hello=hello,
+            load=hello.load,
+            is_draining=hello.is_draining,
+            last_heard=now,
+            rates=before.rates if before is not None and is_same else WorkerRates(),
+        )
+        worker.rates.report(hello.load, now)
+
+    def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
+        """A worker introduced itself and is not to be used: whether that is news."""
+        before = self._workers.get(address)
+        self._workers[address] = WorkerView(
+            address=address, link=LinkState.REFUSED, hello=hello, reason=reason, last_heard=self._clock()
+        )
+        return before is None or before.link is not LinkState.REFUSED or before.reason != reason
+
+    def disconnected(self, address: str, reason: str) -> None:
+        """The stream ended. Who was here stays visible as lost; what was placed there is void."""
+        worker = self._workers.get(address)
+        if worker is None or worker.link is LinkState.REFUSED:
+            return
+        worker.link = LinkState.LOST if worker.hello else LinkState.CONNECTING
+        worker.reason = reason
+        worker.load = cluster_pb2.WorkerLoad()
+        worker.booked = Bookings()
+
+    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
+        """Any message is a sign of life; some bring a load report."""
+        worker = self._workers[address]
+        now = worker.last_heard = self._clock()
+        if load is not None:
+            worker.load = load
+            worker.rates.report(load, now)
+            worker.booked.reported()
+            if load.waiting == 0:
+                worker.gate.nobody_waits(now)
+
+    def placed(
+        self,
+        address: str,
+        *,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        uncached_tokens: int,
+        blocks: int,
+        promised_blocks: int = 0,
+    ) -> Placed:
+        worker = self._workers[address]
+        placed = Placed(
+            address=address,
+            names=names,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=uncached_tokens,
+            blocks=blocks,
+            promised_blocks=promised_blocks,
+        )
+        worker.booked.add(placed)
+        return placed
+
+    @contextmanager
+    def without(self, placed: Placed) -> Iterator[None]:
+        """For one that was not sent yet, to choose again: as if it had not been placed."""
+        worker = self._workers.get(placed.address)
+        if worker is None or placed not in worker.booked:
+            yield
+            return
+        worker.booked.remove(placed)
+        try:
+            yield
+        finally:
+            worker.booked.add(placed)
+
+    def sent(self, placed: Placed) -> None:
+        """It goes to its worker now."""
+        worker = self._workers.get(placed.address)
+        if worker is not None and placed in worker.booked:
+            worker.booked.send(placed)
+            worker.gate.took_one(self._clock())
+
+    def has_room(self, address: str) -> bool:
+        """Whether one more request would find a place in the worker's own queue now, as far as can be known."""
+        worker = self._workers.get(address)
+        return worker is not None and self._has_room(worker, self._clock())
+
+    def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
+        """Its first output came: the prompt is stored, and soon the index says so. `cached_tokens` is what of the
+        prompt was reused, where that is to be held against the index's promise."""
+        worker = self._workers.get(placed.address)
+        if worker is None or placed.started or placed not in worker.booked:
+            return
+        worker.booked.start(placed, stored_at=self._clock() + self._config.stored_grace_seconds)
+        worker.gate.freed_one()
+        if cached_tokens is not None and worker.hello is not None:
+            reused_blocks = cached_tokens // worker.hello.block_size
+            self.reused_blocks += reused_blocks
+            self.promised_blocks += placed.promised_blocks
+            self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
+
+    def draining(self, address: str, is_draining: bool = True) -> None:
+        """The worker takes nothing new, or does again. What it has goes on."""
+        worker = self._workers.get(address)
+        if worker is not None:
+            worker.is_draining = is_draining
+
+    def ended(self, placed: Placed, *, busy: bool = False) -> None:
+        """It finished, was cancelled or rejected; `busy` says that the worker's queue was full."""
+        worker = self._workers.get(placed.address)
+        if worker is None or placed not in worker.booked:
+            return
+        worker.booked.remove(placed)
+        if busy:
+            worker.gate.shut(self._clock())
+        elif placed.sent and not placed.started:
+            # One that had started left its place in the worker's queue then.
+            worker.gate.freed_one()
+
+    # What follows from it
+
+    def state(self, worker: WorkerView) -> WorkerState:
+        match worker.link:
+            case LinkState.CONNECTING:
+                return WorkerState.CONNECTING
+            case LinkState.REFUSED:
+                return WorkerState.REFUSED
+            case LinkState.LOST:
+                return WorkerState.LOST
+            case LinkState.ACCEPTED:
+                if self.silence_seconds(worker) < self._suspect_seconds:
+                    return WorkerState.DRAINING if worker.is_draining else WorkerState.READY
+                is_suspect = self.silence_seconds(worker) < self._lost_seconds
+                return WorkerState.SUSPECT if is_suspect else WorkerState.LOST
+
+    def silence_seconds(self, worker: WorkerView) -> float:
+        return float("inf") if worker.last_heard is None else self._clock() - worker.last_heard
+
+    def at(self, address: str) -> WorkerView | None:
+        return self._workers.get(address)
+
+    def workers(self) -> list[WorkerView]:
+        return list(self._workers.values())
+
+    def ready(self) -> list[WorkerView]:
+        now = self._clock()
+        return [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+
+    def is_ready(self, address: str) -> bool:
+        worker = self._workers.get(address)
+        return worker is not None and self._is_ready(worker, self._clock())
+
+    def _is_ready(self, worker: WorkerView, now: float) -> bool:
+        return (
+            worker.link is LinkState.ACCEPTED
+            and not worker.is_draining
+            and worker.last_heard is not None
+            and now - worker.last_heard < self._suspect_seconds
+        )
+
+    def is_alive(self, life: tuple[str, str]) -> bool:
+        """Whether this incarnation is connected at this address, however silent."""
+        address, incarnation = life
+        worker = self._workers.get(address)
+        return worker is not None and worker.link is LinkState.ACCEPTED and worker.incarnation == incarnation
+
+    def find(self, worker_id: str) -> WorkerView | None:
+        """By id; among several lives the one heard last."""
+        lives = [
+            worker for worker in self._workers.values() if worker.hello and worker.worker_id == worker_id
+        ]
+        return min(lives, key=self.silence_seconds, default=None)
+
+    def namesake(self, address: str, hello: session_pb2.Hello) -> str | None:
+        """Where another worker of this name is that has been heard just now; None if it is nowhere. One that has
+        ended, or hangs, does not keep its successor out."""
+        return next(
+            (
+                worker.address
+                for worker in self._workers.values()
+                if worker.address != address
+                and worker.worker_id == hello.worker_id
+                and worker.incarnation != hello.incarnation
+                and worker.link is LinkState.ACCEPTED
+                and self.silence_seconds(worker) < self._suspect_seconds
+            ),
+            None,
+        )
+
+    def incarnations(self) -> dict[WorkerId, Incarnation]:
+        """Of the workers that may get a request: whose index entries count."""
+        return {worker.worker_id: worker.incarnation for worker in self.ready()}
+
+    def candidates(
+        self,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        depths: Mapping[WorkerId, CachedDepth],
+    ) -> list[Candidate]:
+        """The workers that may take a prompt with these block names, with room now or later; `depths` is what the
+        index said."""
+        now, ready = self._clock(), self.ready()
+        usual = Usual(
+            prefill=typical(worker.rates.prefill.tokens_per_second for worker in ready),
+            decode=typical(worker.rates.decode.tokens_per_second for worker in ready),
+        )
+        return [
+            self._candidate(
+                worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), usual, now
+            )
+            for worker in ready
+        ]
+
+    def _has_room(self, worker: WorkerView, now: float) -> bool:
+        booked, hello = worker.booked, worker.hello
+        if booked.sent.unstarted >= self._config.max_unstarted or not worker.gate.admits(now):
+            return False
+        # A shut gate counts places itself, and more exactly.
+        if worker.gate.is_shut or hello is None or not hello.max_waiting:
+            return True
+        return worker.load.waiting + booked.unreported.unstarted < hello.max_waiting
+
+    def _candidate(
+        self,
+        worker: WorkerView,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        depth: CachedDepth,
+        usual: Usual,
+        now: float,
+    ) -> Candidate:
+        assert worker.hello is not None
+        half_life_seconds = self._config.rate_half_life_seconds
+        load, sent, fresh = worker.load, worker.booked.sent, worker.booked.unreported
+        waiting = worker.booked.waiting
+        block_size = worker.hello.block_size
+        on_gpu = max(depth.blocks, worker.booked.prefixes.depth(names, now))
+        anywhere = max(depth.blocks + depth.host_blocks, on_gpu)
+        cached_tokens = usable_cached_tokens(on_gpu, prompt_tokens, block_size)
+        # A report has everybody's requests, but none that were sent after it; our books have ours, whether the worker
+        # has seen them or not. Both are too low at worst, so the larger is the better, and counts no request twice.
+        # Those that wait here for the worker are in neither.
+        return Candidate(
+            address=worker.address,
+            worker_id=worker.worker_id,
+            cached_tokens=cached_tokens,
+            host_cached_tokens=usable_cached_tokens(anywhere, prompt_tokens, block_size) - cached_tokens,
+            queued_prefill_tokens=waiting.unstarted_tokens
+            + max(load.queued_prefill_tokens + fresh.unstarted_tokens, sent.unstarted_tokens),
+            sequences=waiting.requests + max(load.running + load.waiting + fresh.requests, sent.requests),
+            context_tokens=waiting.prompt_tokens
+            + max(load.context_tokens + fresh.prompt_tokens, sent.prompt_tokens),
+            used_blocks=waiting.blocks + max(load.used_blocks + fresh.blocks, sent.blocks),
+            total_blocks=worker.hello.total_blocks,
+            block_size=block_size,
+            prefill_tokens_per_second=worker.rates.prefill.believed(usual.prefill, now, half_life_seconds),
+            decode_tokens_per_second=worker.rates.decode.believed(usual.decode, now, half_life_seconds),
+            host_tokens_per_second=load.host_tokens_per_second,
+        )
+
+    def check_invariants(self) -> None:
+        for worker in self._workers.values():
+            worker.booked.check_invariants()
+
+
+def usable_cached_tokens(depth_blocks: int, prompt_tokens: int, block_size: int) -> int:
+    """Tokens of a cached prefix that save work: the last prompt token is always computed, so that it has logits."""
+    return min(depth_blocks * block_size, (prompt_tokens - 1) // block_size * block_size)

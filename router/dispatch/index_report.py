@@ -1,0 +1,128 @@
+"""What a router says of the whole prefix index: whether it can be relied on, how large it is, how fast and how right.
+
+Owns how the workers' own words and this router's look-ups become one state. Does not own either of them
+(worker/indexing/report.py, prefix_lookup.py). What stands in a reason is for operators and names no error of Redis.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from blockyard.proto.index.contract import Incarnation, IndexInfo, WorkerId
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.view import ClusterView
+from blockyard.router.dispatch.prefix_lookup import IndexHealth, PrefixLookup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is known of one ready life of a worker. Two lives of one worker have one each."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    index: cluster_pb2.WorkerIndex | None
+    """What it said of its part of the index; None of one that said nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexCondition:
+    state: cluster_pb2.IndexState
+    reason: str = ""
+    """Why it is not EXACT."""
+    is_available: bool = False
+    """Placement has its look-ups answered."""
+
+
+def index_condition(
+    health: IndexHealth | None, parts: Sequence[Part], *, timeout_seconds: float
+) -> IndexCondition:
+    """`health` None: there is no index. `timeout_seconds` is what a look-up may take."""
+    if health is None:
+        return IndexCondition(
+            state=cluster_pb2.INDEX_STATE_ABSENT, reason="the routers were started without Redis"
+        )
+    reason = _reason(health, parts, timeout_seconds)
+    return IndexCondition(
+        state=cluster_pb2.INDEX_STATE_DEGRADED if reason else cluster_pb2.INDEX_STATE_EXACT,
+        reason=reason,
+        is_available=health.answers and health.in_time,
+    )
+
+
+def _reason(health: IndexHealth, parts: Sequence[Part], timeout_seconds: float) -> str:
+    """Why the index is not to be relied on; empty if it is."""
+    if not health.answers:
+        return "Redis does not answer"
+    late = [(part.worker_id, shortcoming) for part in parts if (shortcoming := _shortcoming(part, health))]
+    if late:
+        others = f", and {len(late) - 1} more of {len(parts)} workers" if len(late) > 1 else ""
+        return " ".join(late[0]) + others
+    if not health.in_time:
+        return f"look-ups take longer than {1000 * timeout_seconds:g} ms, placement goes without for a moment"
+    return ""
+
+
+def _shortcoming(part: Part, health: IndexHealth) -> str:
+    """Why one worker's part is not exact; empty if it is. What it says itself it says of the Redis that it tells."""
+    if part.index is None:
+        return "tells the index nothing"
+    if part.index.state != cluster_pb2.INDEX_STATE_EXACT:
+        return part.index.state_reason or "says that its part is not exact"
+    if (part.worker_id, part.incarnation) not in health.standing:
+        return "is not in this router's index, which lost its data, or has another Redis or cluster name"
+    return ""
+
+
+async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> IndexCondition:
+    """Asks the index how it is, unless somebody just did."""
+    if lookup is None:
+        return index_condition(None, (), timeout_seconds=0.0)
+    health = await lookup.health()
+    return index_condition(health, _parts(view), timeout_seconds=lookup.timeout_seconds)
+
+
+async def index_info(lookup: PrefixLookup | None, fleet: Fleet) -> cluster_pb2.IndexInfo:
+    """Counts the whole index: for operators, not for each request."""
+    size = await lookup.info() if lookup is not None else None
+    condition = await current_condition(lookup, fleet.view)
+    if lookup is None:
+        return cluster_pb2.IndexInfo(state=condition.state, state_reason=condition.reason)
+    view = fleet.view
+    message = cluster_pb2.IndexInfo(
+        state=condition.state,
+        state_reason=condition.reason,
+        stride_blocks=fleet.identity.index_stride_blocks if fleet.identity else 0,
+        lookups=lookup.num_lookups,
+        failed_lookups=lookup.errors.total(),
+        skipped_lookups=lookup.num_skipped,
+        lookup_p50_seconds=quantile(lookup.durations_seconds, 0.5),
+        lookup_p99_seconds=quantile(lookup.durations_seconds, 0.99),
+        promised_blocks=view.promised_blocks,
+        stale_blocks=view.stale_blocks,
+        workers=[
+            cluster_pb2.IndexedWorker(worker_id=part.worker_id, index=part.index) for part in _parts(view)
+        ],
+    )
+    if size is not None:
+        _add_size(message, size)
+    return message
+
+
+def _add_size(message: cluster_pb2.IndexInfo, size: IndexInfo) -> None:
+    message.names, message.bytes = size.names, size.bytes
+    message.live_berths, message.dead_berths = size.live_berths, size.dead_berths
+
+
+def _parts(view: ClusterView) -> list[Part]:
+    parts = [
+        Part(worker_id=worker.worker_id, incarnation=worker.incarnation, index=worker.index)
+        for worker in view.ready()
+    ]
+    return sorted(parts, key=lambda part: (part.worker_id, part.incarnation))
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The least value that `share` of them do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

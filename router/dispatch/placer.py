@@ -1,0 +1,300 @@
+"""From block names to a worker that takes the request: look up, choose, book, wait until it has room.
+
+Joins the index (prefix_lookup.py), beliefs (cluster/view.py), the waiting line (waiting_line.py) and the choice
+(placement/policies.py). Does not own what happens on the worker afterwards (generation/relay.py).
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from blockyard.router.admission.fair_queue import Ticket
+from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.fleet import Fleet, ModelIdentity
+from blockyard.router.cluster.view import NOTHING_CACHED, usable_cached_tokens
+from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
+from blockyard.router.dispatch.waiting_line import WaitingLine
+from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
+from blockyard.router.placement.config import PlacementConfig, PolicyName
+from blockyard.router.placement.policies import Placement, PlacementRequest, place
+from blockyard.router.placement.sessions import SessionMemory
+
+RETRY_AFTER_SECONDS = 1.0
+CHANCE_POLICIES = frozenset({"round_robin", "two_choices"})
+"""Another look would choose another worker, but no better one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    names: Sequence[bytes]
+    tokens: int
+    session_id: str
+    policy: PolicyName
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the index said, and when."""
+
+    result: LookupResult
+    at: float
+
+
+class _Elsewhere(Exception):
+    """Another worker has become the better one, or this one is not ready any more."""
+
+    def __init__(self, found: _Found) -> None:
+        self.found = found
+
+
+class Placer:
+    """One for each router. `lookup` None means that there is no index at all; `no_worker_seconds` is how long a
+    request waits while no worker is ready."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        lookup: PrefixLookup | None,
+        *,
+        policy: PolicyName,
+        no_worker_seconds: float,
+        priority_ageing_seconds: float = 10.0,
+        max_queue_seconds: float = inf,
+        tenant_weights: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        config: PlacementConfig | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self.prefix_lookup = lookup
+        self._policy: PolicyName = policy
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._config = config or PlacementConfig()
+        self._sessions = SessionMemory(self._config.remembered_sessions)
+        self._no_worker_seconds = no_worker_seconds
+        self._priority_ageing_seconds = priority_ageing_seconds
+        self._max_queue_seconds = max_queue_seconds
+        self._tenant_weights = tenant_weights
+        self._line = self._new_line()
+        """Of those that wait for any worker to be ready."""
+        self._lines: dict[str, WaitingLine] = {}
+        """By worker: of those that wait until it has room. Only those with somebody in them."""
+        self._turn = 0
+        self._ready_at = clock()
+        """When somebody in line last saw a ready worker."""
+        fleet.on_change(self._notify)
+
+    async def identity(self) -> ModelIdentity:
+        """What workers are here. Raises NoWorkers where none has ever come within the bound, Overloaded."""
+        if self._fleet.identity is not None:
+            return self._fleet.identity
+        arrival, ticket = self._clock(), self.ticket()
+        with self._line.standing(ticket):
+            await self._line.turn(ticket)
+            while self._fleet.identity is None:
+                self._check_patience(arrival)
+                await self._line.change(ticket)
+        return self._fleet.identity
+
+    def ticket(self, priority: int = 0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
+        """A place in line for `place`; a request that comes back with the same one has lost no time. A lower priority
+        goes first, and waiting makes up for it as in the workers. Tenants go in turn, by what their requests cost."""
+        rank = self._clock() + priority * self._priority_ageing_seconds
+        return self._line.ticket(rank, tenant=tenant, cost_tokens=cost_tokens)
+
+    async def place(
+        self,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        ticket: Ticket,
+        *,
+        session_id: str = "",
+        deadline: float = inf,
+        policy: PolicyName | None = None,
+    ) -> Placed:
+        """Chooses a worker, books the request on it, and waits until it has room. Raises NoWorkers after a while
+        without a live one, Overloaded after the longest wait in line, DeadlinePassed where it is too late for any, or
+        would be by far once it is served.
+
+        A request that waits counts as load and prefix of its worker, and goes to another as soon as that is cheaper:
+        to send it wherever there is room would scatter the sharers of a prefix just when memory is short.
+        """
+        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy)
+        found = await self._find(names)
+        while True:
+            placement = self._choose(prompt, found)
+            if placement is None:
+                await self._some_worker(ticket)
+                found = await self._find(names)
+                continue
+            self._refuse_hopeless(placement, deadline - self._clock())
+            placed = self._book(placement, prompt, found)
+            try:
+                await self._room(placed, prompt, found, ticket)
+                if self._clock() >= deadline:
+                    raise DeadlinePassed("the deadline passed before a worker had room")
+                self._send(placed, session_id)
+                return placed
+            except _Elsewhere as elsewhere:
+                self.ended(placed)
+                found = elsewhere.found
+            except BaseException:
+                self.ended(placed)
+                raise
+
+    def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
+        """Its first output came."""
+        self._fleet.view.started(placed, cached_tokens=cached_tokens)
+        self._notify()
+
+    def draining(self, address: str) -> None:
+        """A worker takes nothing new."""
+        self._fleet.view.draining(address)
+        self._notify()
+
+    def ended(self, placed: Placed, *, busy: bool = False) -> None:
+        """It is over, or goes elsewhere; `busy` says that the worker's queue was full."""
+        self._fleet.view.ended(placed, busy=busy)
+        self._notify()
+
+    async def _some_worker(self, ticket: Ticket) -> None:
+        """Until a worker is ready. Raises NoWorkers, Overloaded."""
+        arrival = self._clock()
+        with self._line.standing(ticket):
+            await self._line.turn(ticket)
+            while not self._fleet.view.ready():
+                self._check_patience(arrival)
+                await self._line.change(ticket)
+        self._ready_at = self._clock()
+
+    async def _room(self, placed: Placed, prompt: _Prompt, found: _Found, ticket: Ticket) -> None:
+        """Until its worker has room for it and everybody before it in the worker's line has gone. Raises _Elsewhere,
+        Overloaded."""
+        address = placed.address
+        line = self._lines.get(address)
+        if line is None:
+            if self._fleet.view.has_room(address):
+                return
+            line = self._lines[address] = self._new_line()
+        try:
+            with line.standing(ticket):
+                await line.turn(ticket)
+                chosen_at = self._clock()
+                while not self._fleet.view.has_room(address):
+                    await line.change(ticket)
+                    is_late = self._clock() - chosen_at >= self._config.reconsider_seconds
+                    if is_late or not self._fleet.view.is_ready(address):
+                        found = await self._still_the_best(placed, prompt, found)
+                        chosen_at = self._clock()
+        finally:
+            if not line:
+                self._lines.pop(address, None)
+
+    async def _still_the_best(self, placed: Placed, prompt: _Prompt, found: _Found) -> _Found:
+        """What the index said last. Raises _Elsewhere."""
+        if self._clock() - found.at > self._config.stale_lookup_seconds:
+            found = await self._find(prompt.names)
+        if prompt.policy in CHANCE_POLICIES and self._fleet.view.is_ready(placed.address):
+            return found
+        with self._fleet.view.without(placed):
+            placement = self._choose(prompt, found)
+        if placement is None or placement.chosen.address != placed.address:
+            raise _Elsewhere(found)
+        return found
+
+    def _new_line(self) -> WaitingLine:
+        return WaitingLine(max_wait_seconds=self._max_queue_seconds, tenant_weights=self._tenant_weights)
+
+    def _notify(self) -> None:
+        """Something changed that may let somebody go on."""
+        self._line.notify()
+        for address, line in self._lines.items():
+            if self._fleet.view.has_room(address) or not self._fleet.view.is_ready(address):
+                line.notify()
+
+    async def explain(
+        self, names: Sequence[bytes], prompt_tokens: int, *, session_id: str = ""
+    ) -> tuple[Placement | None, bool]:
+        """Where a prompt would be placed now, with everybody's terms, and whether the index answered."""
+        found = await self._find(names)
+        prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
+        return self._choose(prompt, found), found.result.available
+
+    async def look_up(self, names: Sequence[bytes]) -> LookupResult:
+        if self.prefix_lookup is None:
+            return LookupResult(available=False)
+        stride_blocks = self._fleet.identity.index_stride_blocks if self._fleet.identity else 1
+        return await self.prefix_lookup.lookup(
+            names, self._fleet.view.incarnations(), stride_blocks=stride_blocks
+        )
+
+    async def _find(self, names: Sequence[bytes]) -> _Found:
+        return _Found(await self.look_up(names), self._clock())
+
+    def _choose(self, prompt: _Prompt, found: _Found) -> Placement | None:
+        result, session_id = found.result, prompt.session_id
+        candidates = self._fleet.view.candidates(prompt.names, prompt.tokens, result.depth_by_worker)
+        if not candidates:
+            return None
+        request = PlacementRequest(
+            prompt_tokens=prompt.tokens,
+            prefix_key=self._prefix_key(prompt.names),
+            index_available=result.available,
+            turn=self._turn,
+            session_key=session_id.encode(),
+            session_worker=self._sessions.last_worker(session_id) if session_id else None,
+        )
+        return place(request, candidates, prompt.policy, self._rng, self._config)
+
+    def _refuse_hopeless(self, placement: Placement, seconds_left: float) -> None:
+        """Raises DeadlineUnreachable. Only what was measured is believed."""
+        worker = self._fleet.view.at(placement.chosen.address)
+        if worker is None or worker.load.prefill_tokens_per_second <= 0:
+            return
+        least_ms = min(
+            score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered
+        )
+        if least_ms / 1000 > seconds_left * self._config.hopeless_factor > 0:
+            raise DeadlineUnreachable("the first token is expected long after the deadline")
+
+    def _book(self, placement: Placement, prompt: _Prompt, found: _Found) -> Placed:
+        self._turn += 1
+        chosen = placement.chosen
+        assert self._fleet.identity is not None, "a worker was accepted without an identity"
+        block_size = self._fleet.identity.block_size
+        promised = found.result.depth_by_worker.get(chosen.worker_id, NOTHING_CACHED)
+        promised_tokens = usable_cached_tokens(
+            promised.blocks + promised.host_blocks, prompt.tokens, block_size
+        )
+        return self._fleet.view.placed(
+            chosen.address,
+            names=prompt.names,
+            prompt_tokens=prompt.tokens,
+            uncached_tokens=chosen.uncached_tokens,
+            blocks=-(-chosen.needed_tokens // block_size),
+            promised_blocks=promised_tokens // block_size,
+        )
+
+    def _send(self, placed: Placed, session_id: str) -> None:
+        self._fleet.view.sent(placed)
+        worker = self._fleet.view.at(placed.address)
+        if session_id and worker is not None:
+            self._sessions.served(session_id, worker.worker_id)
+
+    def _prefix_key(self, names: Sequence[bytes]) -> bytes:
+        if not names or self._fleet.identity is None:
+            return b""
+        num_blocks = max(self._config.rendezvous_tokens // self._fleet.identity.block_size, 1)
+        return names[min(num_blocks, len(names)) - 1]
+
+    def _check_patience(self, arrival: float) -> None:
+        """The bound is on the time without a ready worker, which all who stand in line share: they do not pay it
+        one after another."""
+        now = self._clock()
+        if self._fleet.view.ready():
+            self._ready_at = now
+        if now >= max(arrival, self._ready_at) + self._no_worker_seconds:
+            raise NoWorkers("no worker is ready", retry_after_seconds=RETRY_AFTER_SECONDS)

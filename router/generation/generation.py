@@ -1,0 +1,189 @@
+"""A request from its message to its last delta: check, admit, tokenise, relay, turn into text.
+
+Joins the other parts in that order and owns nothing of them. Does not own gRPC (services/inference.py), the text
+(assembly.py) nor the client's pace (output.py).
+"""
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from blockyard.proto.naming.block_hash import unpack_tokens
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.admission.ledger import AdmissionLedger, Charge
+from blockyard.router.cluster.fleet import Fleet, ModelIdentity
+from blockyard.router.dispatch.placer import Placer
+from blockyard.router.errors import (
+    ContextLengthExceeded,
+    DeadlinePassed,
+    FieldViolation,
+    InternalError,
+    InvalidRequest,
+)
+from blockyard.router.generation.assembly import Assembly
+from blockyard.router.generation.grammar_quota import GrammarPlaces
+from blockyard.router.generation.metrics import RequestMeter, RouterMetrics
+from blockyard.router.generation.output import Delta
+from blockyard.router.generation.registry import RequestRecord, RequestRegistry
+from blockyard.router.generation.relay import Generation, Relay
+from blockyard.router.request.sampling_checks import SamplingLimits, ban_words
+from blockyard.router.request.validation import (
+    ValidGeneration,
+    check_context,
+    check_prompt_report,
+    kept_tokens,
+    most_encoded_tokens,
+    valid_generation,
+)
+from blockyard.router.tokenizing.model_facts import ModelFacts
+from blockyard.router.tokenizing.service import (
+    Prepared,
+    PromptError,
+    PromptInput,
+    PromptTooLong,
+    TemplateKwargsError,
+    TokenizerService,
+    TokenizingError,
+    TokenizingTimeout,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterParts:
+    """What the services of one router share."""
+
+    facts: ModelFacts
+    cluster_secret: str
+    tokenizing: TokenizerService
+    fleet: Fleet
+    placer: Placer
+    relay: Relay
+    ledger: AdmissionLedger
+    registry: RequestRegistry
+    limits: SamplingLimits
+    grammar_places: GrammarPlaces
+    clock: Callable[[], float] = time.monotonic
+    metrics: RouterMetrics = field(default_factory=RouterMetrics)
+
+    @property
+    def max_model_len(self) -> int:
+        """What the workers serve; before any came, what the model allows."""
+        identity = self.fleet.identity
+        return identity.max_model_len if identity else self.facts.max_position_embeddings
+
+    def root(self, identity: ModelIdentity, salt: str, *, realm: str, is_public: bool) -> bytes:
+        """What a prompt's names begin with: only within one realm are prefixes shared, but for those made public."""
+        tenant = "" if is_public else realm
+        return identity.root(cluster_secret=self.cluster_secret, salt=salt, tenant=tenant)
+
+
+def scoped_session(session_id: str, realm: str) -> str:
+    """A conversation's name that no other realm has: neither part may hold a slash."""
+    return f"{realm}/{session_id}" if realm and session_id else session_id
+
+
+async def tokenise(
+    parts: RouterParts,
+    prompt: PromptInput,
+    charge: Charge,
+    *,
+    root: bytes | None,
+    block_size: int,
+    client: str,
+    keep_last: int | None = None,
+) -> Prepared:
+    """Token ids and names, with the tokeniser's failures as answers to the client. From then on the charge is exact.
+
+    Clients take turns by the name `client`. Of a longer prompt the last `keep_last` tokens are kept."""
+    max_tokens = most_encoded_tokens(parts.max_model_len)
+    try:
+        prepared = await parts.tokenizing.prepare(
+            prompt,
+            root=root,
+            block_size=block_size,
+            client=client,
+            max_tokens=max_tokens,
+            keep_last=keep_last,
+        )
+    except PromptTooLong:
+        most = parts.max_model_len - 1
+        raise ContextLengthExceeded(
+            f"input: more than {max_tokens} tokens do not fit a context of {parts.max_model_len}",
+            violations=(FieldViolation(field="input", description=f"at most {most} tokens"),),
+        ) from None
+    except TemplateKwargsError as error:
+        raise InvalidRequest.of("chat.template_kwargs", str(error)) from None
+    except PromptError as error:
+        raise InvalidRequest.of("input", str(error)) from None
+    except TokenizingTimeout:
+        raise DeadlinePassed("tokenising the prompt takes too long") from None
+    except TokenizingError:
+        raise InternalError("the tokeniser failed") from None
+    charge.correct(prepared.num_tokens)
+    return prepared
+
+
+def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGeneration:
+    """Raises InvalidRequest, ContextLengthExceeded, UnknownModel."""
+    tokenizer = parts.tokenizing.tokenizer
+    ban_words(message.sampling, lambda word: tokenizer.encode(word, add_special_tokens=False))
+    return valid_generation(message, parts.facts, max_model_len=parts.max_model_len, limits=parts.limits)
+
+
+async def generate(
+    parts: RouterParts, valid: ValidGeneration, record: RequestRecord, charge: Charge, *, deadline: float
+) -> AsyncGenerator[Delta, None]:
+    """The outputs in pieces; `deadline` is on the parts' clock. Closing it ends the request everywhere.
+
+    Raises any RouterError.
+    """
+    identity = await parts.placer.identity()
+    prepared = await tokenise(
+        parts,
+        valid.prompt,
+        charge,
+        root=parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix),
+        block_size=identity.block_size,
+        client=record.client,
+        keep_last=kept_tokens(valid, identity.max_model_len),
+    )
+    check_context(prepared.num_tokens, identity.max_model_len)
+    check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
+    record.prompt_tokens = prepared.num_tokens
+    room_tokens = identity.max_model_len - prepared.num_tokens
+    generation = Generation(
+        request_id=valid.request_id,
+        prompt=prepared.token_ids,
+        prompt_tokens=prepared.num_tokens,
+        block_names=prepared.block_names,
+        sampling=valid.sampling.for_engine(room_tokens=room_tokens, facts=parts.facts),
+        deadline=deadline,
+        priority=valid.priority,
+        client=record.client,
+        cache_account="" if valid.public_prefix else record.tenant,
+        session_id=scoped_session(valid.session_id, record.realm),
+        policy=valid.policy,
+    )
+    assembly = Assembly(
+        parts.tokenizing.tokenizer,
+        valid.sampling,
+        record,
+        clock=parts.clock,
+        prompt_token_ids=unpack_tokens(prepared.token_ids) if valid.return_prompt_token_ids else (),
+    )
+    stopped: set[int] = set()
+    has_grammar = generation.sampling.HasField("structured_output")
+    with RequestMeter(parts.metrics, record) as meter:
+        async with (
+            parts.grammar_places.place(record.client if has_grammar else None) as leave,
+            aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks,
+        ):
+            async for chunk in chunks:
+                leave()
+                delta = assembly.delta(chunk)
+                meter.piece(chunk.index, len(delta.token_ids))
+                if delta.finish is not None:
+                    meter.end(delta.finish.reason)
+                    stopped.add(chunk.index)
+                yield delta

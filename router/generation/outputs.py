@@ -1,0 +1,131 @@
+"""What each output of one request has so far: joined by offset, none twice, none left out.
+
+Pure. Owns which outputs still run and what a replay asks for again. Does not own the way over the workers (relay.py)
+nor text (assembly.py).
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from blockyard.proto.naming.block_hash import pack_tokens
+from blockyard.proto.v1 import inference_pb2, session_pb2
+from blockyard.router.cluster.events import Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFinish:
+    """The engine ended the output."""
+
+    reason: inference_pb2.FinishReason
+    stop_token: int | None
+    """An end-of-sequence or stop token that did; it is the last of the output's tokens."""
+    cumulative_logprob: float | None = None
+    """Of a beam, as the score."""
+    beam_score: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """The next tokens of one output, contiguous with those before. Its last chunk carries `finish`."""
+
+    offset: int
+    token_ids: list[int]
+    finish: EngineFinish | None
+    index: int = 0
+    logprobs: Sequence[inference_pb2.TokenLogprob] = ()
+    """One for each token, if the engine was asked."""
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
+    """With the first chunk of output 0, if asked for."""
+
+
+class Outputs:
+    """Of one request, over all its workers."""
+
+    def __init__(self, sampling: session_pb2.EngineSampling) -> None:
+        self._tokens: list[list[int]] = [[] for _ in range(sampling.n or 1)]
+        self._running = set(range(len(self._tokens)))
+        self._is_beams = sampling.beam_width > 0
+        self._wants_logprobs = sampling.HasField("logprobs")
+        self.wants_prompt_logprobs = sampling.HasField("prompt_logprobs")
+        """Until they are here."""
+
+    @property
+    def running(self) -> Set[int]:
+        """Indexes of the outputs that have not ended."""
+        return self._running
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all outputs together."""
+        return sum(map(len, self._tokens))
+
+    def follows(self, tokens: Tokens) -> bool:
+        """Whether these can be joined to what is here. False is the worker's fault."""
+        if tokens.index not in self._running:
+            return True
+        has_logprobs = bool(tokens.logprobs) or not tokens.token_ids or not self._wants_logprobs
+        return has_logprobs and tokens.offset <= len(self._tokens[tokens.index])
+
+    def take(self, tokens: Tokens) -> TokenChunk | None:
+        """What of it is new, if anything. A finish ends the output."""
+        if tokens.index not in self._running:
+            return None
+        generated = self._tokens[tokens.index]
+        offset, num_known = len(generated), len(generated) - tokens.offset
+        fresh, finish = tokens.token_ids[num_known:], _finish(tokens)
+        if not fresh and finish is None:
+            return None
+        generated += fresh
+        if finish is not None:
+            self.end(tokens.index)
+        return TokenChunk(
+            offset=offset,
+            token_ids=fresh,
+            finish=finish,
+            index=tokens.index,
+            logprobs=tokens.logprobs[num_known:],
+            prompt_logprobs=self._prompt_logprobs(tokens),
+        )
+
+    def end(self, index: int) -> None:
+        """Nothing more of this output is wanted."""
+        self._running.discard(index)
+
+    def resumed(self) -> bytes:
+        """The tokens that follow the prompt in a submit: those of a single sampled output."""
+        return pack_tokens(self._tokens[0]) if len(self._tokens) == 1 and not self._is_beams else b""
+
+    def continuations(self) -> list[session_pb2.Continuation]:
+        """The running ones of several outputs, once each has a token. Beams, which show nothing before their end,
+        begin anew."""
+        if len(self._tokens) == 1 or self._is_beams or not all(self._tokens[i] for i in self._running):
+            return []
+        return [
+            session_pb2.Continuation(index=index, token_ids=pack_tokens(self._tokens[index]))
+            for index in sorted(self._running)
+        ]
+
+    def submitted(self, continuations: Sequence[session_pb2.Continuation]) -> Set[int]:
+        """The outputs that a worker runs for a submit with these continuations. More than the running ones where
+        several outputs begin anew because one of them has nothing yet."""
+        if continuations or self._is_beams:
+            return self._running
+        return set(range(len(self._tokens)))
+
+    def _prompt_logprobs(self, tokens: Tokens) -> Sequence[inference_pb2.TokenLogprob]:
+        if tokens.index != 0 or not self.wants_prompt_logprobs:
+            return ()
+        self.wants_prompt_logprobs = False
+        return tokens.prompt_logprobs
+
+
+def _finish(tokens: Tokens) -> EngineFinish | None:
+    if not tokens.finish_reason:
+        return None
+    is_stop = tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
+    return EngineFinish(
+        reason=inference_pb2.FINISH_REASON_STOP if is_stop else inference_pb2.FINISH_REASON_LENGTH,
+        stop_token=tokens.stop_token,
+        cumulative_logprob=tokens.cumulative_logprob,
+        beam_score=tokens.beam_score,
+    )

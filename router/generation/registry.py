@@ -1,0 +1,119 @@
+"""The requests that this router holds now: by id, with how far they are, and the way to end one from outside.
+
+Owns uniqueness of ids within a realm (calls/bounds.py), so that no tenant finds out another's, and draining. Does not
+own what a request does (generation.py).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from blockyard.router.errors import DuplicateRequest, RequestAborted, RouterDraining, UnknownRequest
+from blockyard.router.generation.relay import Progress
+
+RETRY_AFTER_SECONDS = 0.5
+
+
+class RequestState(Enum):
+    QUEUED = auto()
+    """No worker has it yet, or none has it again."""
+    PLACED = auto()
+    STREAMING = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestRecord:
+    request_id: str
+    arrival: float
+    """On the registry's clock."""
+    task: asyncio.Task[object]
+    tenant: str = ""
+    realm: str = ""
+    client: str = ""
+    """Whose turn it takes among those that wait (calls/bounds.py)."""
+    prompt_tokens: int = 0
+    """0 until the prompt is tokenised."""
+    progress: Progress = field(default_factory=Progress)
+    is_aborted: bool = False
+
+    @property
+    def state(self) -> RequestState:
+        if self.progress.num_generated:
+            return RequestState.STREAMING
+        return RequestState.PLACED if self.progress.is_placed else RequestState.QUEUED
+
+
+class RequestRegistry:
+    """One for each router."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._records: dict[tuple[str, str], RequestRecord] = {}
+        """By realm and id."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.is_draining = False
+
+    def records(self) -> list[RequestRecord]:
+        return list(self._records.values())
+
+    @contextmanager
+    def hold(
+        self, request_id: str, *, tenant: str = "", realm: str = "", client: str = ""
+    ) -> Iterator[RequestRecord]:
+        """The calling task runs this request for the life of the context.
+
+        Raises DuplicateRequest, RouterDraining, and RequestAborted if `abort` ended it.
+        """
+        if self.is_draining:
+            raise RouterDraining("this router is shutting down", retry_after_seconds=RETRY_AFTER_SECONDS)
+        key = realm, request_id
+        if key in self._records:
+            raise DuplicateRequest.of("request_id", "a request of this id is running")
+        task = asyncio.current_task()
+        assert task is not None
+        record = RequestRecord(
+            request_id=request_id,
+            arrival=self._clock(),
+            task=task,
+            tenant=tenant,
+            realm=realm,
+            client=client,
+        )
+        self._records[key] = record
+        self._idle.clear()
+        try:
+            yield record
+        except asyncio.CancelledError:
+            # Like asyncio.timeout: our own cancellation becomes an error, anybody else's goes on.
+            if record.is_aborted and task.uncancel() == 0:
+                raise RequestAborted("the request was aborted") from None
+            raise
+        finally:
+            del self._records[key]
+            if not self._records:
+                self._idle.set()
+
+    def abort(self, request_id: str, *, realm: str | None = None) -> None:
+        """Ends a request of this realm; None: whoever's it is. Raises UnknownRequest, for another realm's as well."""
+        records = [
+            record
+            for record in self._records.values()
+            if record.request_id == request_id and realm in (None, record.realm)
+        ]
+        if not records:
+            raise UnknownRequest.of("request_id", "no such request runs here")
+        for record in records:
+            if not record.is_aborted:
+                record.is_aborted = True
+                record.task.cancel()
+
+    def num_waiting(self) -> int:
+        """Requests that no worker has yet, or none has again."""
+        return sum(record.state is RequestState.QUEUED for record in self._records.values())
+
+    async def until_idle(self) -> None:
+        await self._idle.wait()

@@ -1,0 +1,93 @@
+"""What stands round the choices of a call: id, model, time, usage; for a whole answer once, else for each chunk."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockyard.router.generation.output import Delta
+from blockyard.router.openai.requests.wanted import Wanted
+
+PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-"}
+WHOLE = {"chat": "chat.completion", "completions": "text_completion"}
+CHUNK = {"chat": "chat.completion.chunk", "completions": "text_completion"}
+
+
+class Tally:
+    """Counts what has come of one call so far, and keeps the prompts' tokens for a client that wants them."""
+
+    def __init__(self, outputs_a_prompt: int) -> None:
+        self._outputs_a_prompt = outputs_a_prompt
+        self._counts: dict[int, tuple[int, int]] = {}
+        """For each prompt: its number of tokens, and how many were cached."""
+        self._completion_tokens = 0
+        self.prompts: dict[int, Sequence[int]] = {}
+        """Token ids, by index of the output."""
+
+    def add(self, delta: Delta) -> None:
+        self._counts[delta.index // self._outputs_a_prompt] = delta.prompt_tokens, delta.cached_tokens
+        self._completion_tokens += len(delta.token_ids)
+        if delta.prompt_token_ids:
+            self.prompts[delta.index] = delta.prompt_token_ids
+
+    async def of(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+        """Adds what passes."""
+        async for delta in deltas:
+            self.add(delta)
+            yield delta
+
+    def usage(self) -> dict[str, Any]:
+        """A prompt counts once, whatever came of it."""
+        prompt_tokens = sum(tokens for tokens, _ in self._counts.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._counts.values())},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """Of one call."""
+
+    wanted: Wanted
+    request_id: str
+    model: str
+    created: int
+    """Unix seconds."""
+
+    def whole(self, choices: list[dict[str, Any]], tally: Tally) -> dict[str, Any]:
+        answer = {**self._head(WHOLE), "choices": choices, "usage": tally.usage()}
+        return self._with_prompts(answer, tally.prompts)
+
+    def chunk(self, choice: dict[str, Any], delta: Delta, tally: Tally) -> dict[str, Any]:
+        answering = self.wanted.answering
+        chunk = {**self._head(CHUNK), "choices": [choice]}
+        if answering.includes_usage:
+            # A stream that will tell its usage says null until then.
+            chunk["usage"] = tally.usage() if answering.continuous_usage else None
+        if delta.prompt_token_ids:
+            return self._with_prompts(chunk, {delta.index: delta.prompt_token_ids})
+        return chunk
+
+    def usage_chunk(self, tally: Tally) -> dict[str, Any]:
+        return {**self._head(CHUNK), "choices": [], "usage": tally.usage()}
+
+    def _with_prompts(self, answer: dict[str, Any], prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+        """With the prompts' tokens where vLLM has them: once for a chat, else in each choice."""
+        if self.wanted.route == "chat":
+            return answer | ({"prompt_token_ids": list(prompts[0])} if 0 in prompts else {})
+        for choice in answer["choices"]:
+            if choice["index"] in prompts:
+                choice["prompt_token_ids"] = list(prompts[choice["index"]])
+        return answer
+
+    def _head(self, objects: Mapping[str, str]) -> dict[str, Any]:
+        route = self.wanted.route
+        return {
+            "id": PREFIXES[route] + self.request_id,
+            "object": objects[route],
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }

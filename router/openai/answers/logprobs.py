@@ -1,0 +1,63 @@
+"""Log-probabilities in the two shapes of OpenAI's API. Does not own how likely anything is (the engine does)."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from math import isnan
+from typing import Any
+
+from blockyard.proto.v1.inference_pb2 import TokenLogprob, TopLogprob
+from blockyard.router.openai.answers.token_texts import TokenTexts
+
+LEAST_LOGPROB = -9999.0
+"""What OpenAI writes for less: JSON has no infinity."""
+
+
+def chat_logprobs(tokens: Iterable[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+    content = [
+        {**_entry(token, texts), "top_logprobs": [_entry(top, texts) for top in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(token: TokenLogprob | TopLogprob, texts: TokenTexts) -> dict[str, Any]:
+    text, raw = texts.of(token.token_id)
+    return {"token": text, "logprob": _finite(token.logprob), "bytes": None if raw is None else list(raw)}
+
+
+class CompletionLogprobs:
+    """Of one output, piece by piece: it knows at which character each token begins."""
+
+    def __init__(self, texts: TokenTexts, *, shows_special: bool) -> None:
+        self._texts = texts
+        self._shows_special = shows_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+
+    def of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Of one whose log-probability is NaN, as of a prompt's first token, null is told."""
+        return {
+            "tokens": [self._texts.of(token.token_id)[0] for token in tokens],
+            "token_logprobs": [None if isnan(token.logprob) else _finite(token.logprob) for token in tokens],
+            "top_logprobs": [None if isnan(token.logprob) else self._top(token) for token in tokens],
+            "text_offset": [self._offset(token) for token in tokens],
+        }
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """By text. Of two that read the same, as halves of characters do, the likelier."""
+        top: dict[str, float] = {}
+        for other in token.top:
+            top.setdefault(self._texts.of(other.token_id)[0], _finite(other.logprob))
+        return top
+
+    def _offset(self, token: TokenLogprob) -> int:
+        offset = self._num_chars
+        text, raw = self._texts.of(token.token_id)
+        if raw is None:
+            raw = text.encode() if self._shows_special else b""
+        self._num_chars += len(self._decoder.decode(raw))
+        return offset
+
+
+def _finite(logprob: float) -> float:
+    return max(LEAST_LOGPROB, logprob)

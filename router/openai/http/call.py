@@ -1,0 +1,99 @@
+"""One HTTP request as a call: what its headers say of caller, deadline and id. A CallContext, as gRPC's are."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aiohttp.web import BaseRequest
+from blockyard.proto.naming.identifiers import NAME_RULE, is_id
+from blockyard.router.errors import InvalidRequest
+
+REQUEST_ID_KEY = "x-request-id"
+TIMEOUT_KEY = "blockyard-timeout-seconds"
+"""The client's deadline, from the arrival on. OpenAI's API has none."""
+
+
+def call_id(request: BaseRequest) -> str:
+    """The client's X-Request-Id, or one that is drawn. Raises InvalidRequest."""
+    given = request.headers.get(REQUEST_ID_KEY)
+    if given is None:
+        return drawn_id()
+    if not is_id(given):
+        raise InvalidRequest.of("X-Request-Id", f"must be {NAME_RULE}, not empty")
+    return given
+
+
+def drawn_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True, kw_only=True)
+class CallNotes:
+    """Collects what is found out about a call on its way and told with its answer."""
+
+    request_id: str
+    ignored: tuple[str, ...] = ()
+    """Fields of its body that change nothing here."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Maps fields of GenerateRequest to the names that the call's body has for them."""
+
+
+def own_headers(notes: CallNotes) -> dict[str, str]:
+    """Of every answer. aiohttp would name itself and its version."""
+    headers = {"Server": "blockyard", "X-Request-Id": notes.request_id}
+    return headers | ({"Blockyard-Ignored": ", ".join(notes.ignored)} if notes.ignored else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpCall:
+    metadata: tuple[tuple[str, str | bytes], ...]
+    deadline: float
+    """On the monotonic clock: one for all prompts of the call."""
+    address: str = ""
+    """As gRPC writes it."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return self.metadata
+
+    def time_remaining(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def peer(self) -> str:
+        return self.address
+
+
+def http_call(request: BaseRequest, *, default_timeout_seconds: float) -> HttpCall:
+    """Raises InvalidRequest."""
+    written = request.headers.get(TIMEOUT_KEY)
+    seconds = default_timeout_seconds if written is None else _timeout(written)
+    return HttpCall(
+        metadata=call_metadata(request), deadline=time.monotonic() + seconds, address=peer_address(request)
+    )
+
+
+def peer_address(request: BaseRequest) -> str:
+    name = None if request.transport is None else request.transport.get_extra_info("peername")
+    if not isinstance(name, tuple) or len(name) < 2:
+        return "unix:"
+    host, port = name[:2]
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def call_metadata(request: BaseRequest) -> tuple[tuple[str, str | bytes], ...]:
+    """The headers as gRPC would give them: a value that is no ASCII is bytes, which is no token and no name."""
+    return tuple(
+        (name.lower(), value if value.isascii() else value.encode("utf-8", "surrogateescape"))
+        for name, value in request.headers.items()
+    )
+
+
+def _timeout(written: str) -> float:
+    try:
+        seconds = float(written)
+    except ValueError:
+        seconds = -1.0
+    # NaN is in no range.
+    if not 0 < seconds < float("inf"):
+        raise InvalidRequest.of(TIMEOUT_KEY, "must be a number of seconds above 0")
+    return seconds

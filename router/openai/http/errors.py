@@ -1,0 +1,119 @@
+"""The one mapping of errors to HTTP: status, headers and OpenAI's error body. gRPC's codes decide (services/status.py).
+
+Owns also what only HTTP can get wrong. Messages name fields as the JSON body does, and quote
+no value except a model's name.
+"""
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import grpc
+from blockyard.router.errors import RouterError
+from blockyard.router.services.status import code_of
+
+Code = grpc.StatusCode
+STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
+    Code.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    Code.UNIMPLEMENTED: (400, "invalid_request_error"),
+    Code.FAILED_PRECONDITION: (400, "invalid_request_error"),
+    Code.UNAUTHENTICATED: (401, "authentication_error"),
+    Code.PERMISSION_DENIED: (403, "permission_error"),
+    Code.NOT_FOUND: (404, "not_found_error"),
+    Code.ALREADY_EXISTS: (409, "conflict_error"),
+    Code.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    Code.CANCELLED: (499, "cancelled_error"),
+    Code.INTERNAL: (500, "server_error"),
+    Code.UNAVAILABLE: (503, "server_error"),
+    Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+"""Status and type."""
+WORTH_RETRYING = frozenset({Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})
+"""Told by x-should-retry, which OpenAI's client obeys: it would else retry every 409 and 5xx, a poison too."""
+JSON_NAMES: dict[str, str] = {
+    "sampling.include_stop_in_output": "include_stop_str_in_output",
+    "sampling.structured_output": "response_format",
+    "prompt_token_ids": "prompt",
+    "chat.template_kwargs": "chat_template_kwargs",
+    "request_id": "X-Request-Id",
+}
+"""Of fields of GenerateRequest, where dropping `sampling.` is not enough."""
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+class HttpRefusal(RouterError):
+    """What no gRPC call can be refused for."""
+
+    status: ClassVar[int]
+
+
+class NoSuchRoute(HttpRefusal):
+    reason, status = "ROUTE_NOT_FOUND", 404
+
+
+class MethodNotAllowed(HttpRefusal):
+    reason, status = "METHOD_NOT_ALLOWED", 405
+
+
+class BodyTooSlow(HttpRefusal):
+    reason, status = "BODY_TOO_SLOW", 408
+
+
+class HeadTooSlow(HttpRefusal):
+    reason, status = "HEAD_TOO_SLOW", 408
+
+
+class HeadTooLarge(HttpRefusal):
+    reason, status = "HEAD_TOO_LARGE", 431
+
+
+class BodyTooLarge(HttpRefusal):
+    reason, status = "BODY_TOO_LARGE", 413
+
+
+class UnsupportedMediaType(HttpRefusal):
+    reason, status = "UNSUPPORTED_MEDIA_TYPE", 415
+
+
+def status_of(error: RouterError) -> int:
+    return error.status if isinstance(error, HttpRefusal) else STATUSES[code_of(error)][0]
+
+
+def error_body(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
+    """`names`: how the client's body calls fields of GenerateRequest."""
+    kind = "invalid_request_error" if isinstance(error, HttpRefusal) else STATUSES[code_of(error)][1]
+    message = error.message
+    for violation in error.violations:
+        message = message.replace(f"{violation.field}:", f"{json_name(violation.field, names)}:")
+    for field, name in names.items():
+        # What a message says beside the field that is wrong: "must be at most max_tokens".
+        if field.startswith("sampling."):
+            message = _renamed(message, field.removeprefix("sampling."), name)
+    param = next((json_name(violation.field, names) for violation in error.violations), None)
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
+
+
+def _renamed(message: str, field: str, name: str) -> str:
+    """Replace a field's name, except between backticks: a model may have the name of a field."""
+    return re.sub(rf"`[^`]*`|\b{field}\b", lambda found: name if found[0] == field else found[0], message)
+
+
+def error_headers(error: RouterError) -> dict[str, str]:
+    is_worth_it = not isinstance(error, HttpRefusal) and code_of(error) in WORTH_RETRYING
+    headers = {"x-should-retry": "true" if is_worth_it else "false"}
+    if error.retry_after_seconds is not None:
+        # Whole seconds, rounded up; the other is what OpenAI's clients prefer.
+        headers["Retry-After"] = str(int(-(-error.retry_after_seconds // 1)))
+        headers["Retry-After-Ms"] = str(round(error.retry_after_seconds * 1000))
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = error.metadata["allow"]
+    return headers
+
+
+def json_name(field: str, names: Mapping[str, str] = NO_NAMES) -> str:
+    """What a client of this API calls a field."""
+    for known, name in {**JSON_NAMES, **names}.items():
+        if field == known or field.startswith(known + "."):
+            return name + field[len(known) :]
+    return field.removeprefix("sampling.").removeprefix("chat.")

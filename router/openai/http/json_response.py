@@ -1,0 +1,24 @@
+"""JSON on the wire: how values are written, and whole answers of it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp.web import Response
+from blockyard.router.errors import RouterError
+from blockyard.router.openai.http.errors import NO_NAMES, error_body, error_headers, status_of
+
+
+def encoded(value: Any) -> bytes:
+    """Of values of ours: NaN is never among them, nor a lone surrogate."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        body=encoded(value), status=status, headers=headers, content_type="application/json", charset="utf-8"
+    )
+
+
+def error_response(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> Response:
+    return json_response(error_body(error, names), status=status_of(error), headers=error_headers(error))

@@ -1,0 +1,108 @@
+"""The body of /v1/completions as GenerateRequests, one for each of its prompts: texts or lists of token ids."""
+
+from typing import Any
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.requests.echo import Echo
+from blockyard.router.openai.requests.fields import (
+    UINT32,
+    Body,
+    Fields,
+    Kind,
+    boolean,
+    given,
+    integer,
+    refuse_others,
+    text,
+    token_ids,
+)
+from blockyard.router.openai.requests.sampling import SHARED, generate_request, num_outputs
+from blockyard.router.openai.requests.unsupported import UNSUPPORTED, refuse_unsupported
+from blockyard.router.openai.requests.wanted import STREAM_FIELDS, Wanted, answering, field_names
+
+NAMES = {"input": "prompt", "sampling.prompt_logprobs": "logprobs"}
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, of this route."""
+MAX_PROMPTS = 64
+"""Of one call. Each is charged, placed and counted like a call of its own."""
+MAX_FANOUT_BYTES = 5 * 1024 * 1024
+"""Of all other fields, copied for each prompt before anything is admitted: 64 of the largest schemas, and some room."""
+
+
+def completion_wanted(body: Body) -> Wanted:
+    """Raises InvalidRequest, Unsupported."""
+    refuse_others(body, FIELDS)
+    refuse_unsupported(body, but=("echo",))
+    wishes = answering(body)
+    template = generate_request(body)
+    if not template.sampling.HasField("max_tokens"):
+        template.sampling.max_tokens = DEFAULT_MAX_TOKENS
+    num_top = given(body, "logprobs", FIELDS["logprobs"])
+    if num_top is not None:
+        template.sampling.logprobs = num_top
+    echo = _with_echo(template) if given(body, "echo", FIELDS["echo"]) else None
+    prompts = _PROMPT("prompt", body.get("prompt"))
+    if len(prompts) * template.ByteSize() > MAX_FANOUT_BYTES:
+        raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
+    requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
+    names = field_names(body, NAMES)
+    return Wanted(route="completions", requests=requests, answering=wishes, names=names, echo=echo)
+
+
+def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:
+    """Asks for what shows the prompt. Raises InvalidRequest."""
+    sampling = template.sampling
+    echo = Echo(only_prompt=not sampling.max_tokens, shows_token_ids=template.return_prompt_token_ids)
+    if sampling.HasField("logprobs"):
+        # The engine tells them with the first output alone.
+        if num_outputs(template) > 1:
+            raise InvalidRequest.of("n", "must be 1 with echo and logprobs")
+        sampling.prompt_logprobs = sampling.logprobs
+    sampling.max_tokens = max(sampling.max_tokens, 1)
+    template.return_prompt_token_ids = True
+    return echo
+
+
+def _with_prompt(
+    template: inference_pb2.GenerateRequest, prompt: str | list[int]
+) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
+    request.CopyFrom(template)
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    else:
+        request.prompt_token_ids.ids.extend(prompt)
+    return request
+
+
+def _read_prompts(name: str, prompt: Any) -> list[str | list[int]]:
+    if not isinstance(prompt, list):
+        return [text(name, prompt)]
+    if prompt and type(prompt[0]) is int:
+        return [token_ids(name, prompt)]
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise InvalidRequest.of(name, f"must have 1 to {MAX_PROMPTS} prompts")
+    return [_one(f"{name}[{number}]", item) for number, item in enumerate(prompt)]
+
+
+def _one(path: str, value: Any) -> str | list[int]:
+    return token_ids(path, value) if isinstance(value, list) else text(path, value)
+
+
+_ONE = [text.schema, token_ids.schema]
+_PROMPT = Kind(
+    _read_prompts,
+    {"anyOf": [*_ONE, {"type": "array", "items": {"anyOf": _ONE}, "minItems": 1, "maxItems": MAX_PROMPTS}]},
+).said(f"A text, token ids, or up to {MAX_PROMPTS} of either.")
+FIELDS: Fields = {
+    "prompt": _PROMPT,
+    **SHARED,
+    "max_tokens": integer(UINT32).said(f"Tokens to generate at most. Default {DEFAULT_MAX_TOKENS}."),
+    "logprobs": integer(UINT32),
+    **STREAM_FIELDS,
+    **UNSUPPORTED,
+    "echo": boolean.said(
+        "Whether the prompt comes before each output, also in logprobs. With it max_tokens may be 0. Default false."
+    ),
+}

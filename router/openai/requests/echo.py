@@ -1,0 +1,52 @@
+"""Puts the prompt before its outputs where a completion asks for it (`echo`): its text, and how likely it was.
+
+Changes deltas on their way from the engine to their choices. Does not own how likely anything is (the engine does).
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from math import nan
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.generation.output import Delta
+
+TextOf = Callable[[Sequence[int]], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """How a call wants its prompts back."""
+
+    only_prompt: bool
+    """`max_tokens` was 0. The engine makes one token nevertheless, and nobody sees it."""
+    shows_token_ids: bool
+    """The client asked for the prompt's tokens, beside us."""
+
+
+async def echoed(
+    deltas: AsyncIterator[Delta],
+    echo: Echo,
+    prompts: Sequence[str | None],
+    outputs_a_prompt: int,
+    text_of: TextOf,
+) -> AsyncIterator[Delta]:
+    """`prompts`: texts as the client sent them; of None the text is that of its tokens."""
+    async for delta in deltas:
+        if echo.only_prompt:
+            _drop_output(delta)
+        if delta.prompt_token_ids:  # With the first piece of each output.
+            given = prompts[delta.index // outputs_a_prompt]
+            delta.text = (await text_of(delta.prompt_token_ids) if given is None else given) + delta.text
+            if delta.prompt_logprobs:
+                first = inference_pb2.TokenLogprob(token_id=delta.prompt_token_ids[0], logprob=nan)
+                delta.logprobs = [first, *delta.prompt_logprobs, *delta.logprobs]
+            if not echo.shows_token_ids:
+                delta.prompt_token_ids = ()
+        yield delta
+
+
+def _drop_output(delta: Delta) -> None:
+    delta.text, delta.token_ids, delta.logprobs = "", [], []
+    if delta.finish is not None:
+        delta.finish.reason = inference_pb2.FINISH_REASON_LENGTH
+        delta.finish.ClearField("stop_reason")

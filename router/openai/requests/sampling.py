@@ -1,0 +1,149 @@
+"""Sampling parameters of both routes, from JSON into SamplingParams, and what else any request may say.
+
+OpenAI's names first, then ours and vLLM's, which its client sends by `extra_body`. Owns types and names; ranges are
+checked where gRPC's are.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.requests.fields import (
+    INT32,
+    INT64,
+    UINT32,
+    Body,
+    Fields,
+    Kind,
+    boolean,
+    given,
+    integer,
+    mapping,
+    number,
+    text,
+    texts,
+    token_ids,
+)
+from blockyard.router.openai.requests.structures import STRUCTURES, given_structure
+from blockyard.router.request.sampling_checks import COUNTS, MAX_LOGIT_BIAS
+
+Value = TypeVar("Value")
+
+
+POSITIVE = (1, UINT32[1])
+
+
+def _counted(name: str, kind: Kind[Value]) -> Kind[Value]:
+    """Counts what is in a field before anybody looks through it: a body has room for a million."""
+
+    def checked(name: str, value: Any) -> Value:
+        if isinstance(value, list | dict) and len(value) > COUNTS[name]:
+            raise InvalidRequest.of(name, f"at most {COUNTS[name]} are allowed")
+        return kind(name, value)
+
+    bound = "maxProperties" if kind is mapping else "maxItems"
+    return Kind(checked, {**kind.schema, bound: COUNTS[name]})
+
+
+def _read_biases(name: str, value: Mapping[str, Any]) -> dict[int, float]:
+    return {_token_id(token_id): number(name, bias) for token_id, bias in value.items()}
+
+
+def _top_k(name: str, value: Any) -> int:
+    return 0 if value == -1 else integer(UINT32)(name, value)
+
+
+SCALARS: Fields = {
+    "temperature": number,
+    "top_p": Kind(number.check, {**number.schema, "exclusiveMinimum": 0, "maximum": 1}),
+    "presence_penalty": number,
+    "frequency_penalty": number,
+    "seed": integer(INT64).said("Drawn by the router if absent."),
+    "n": integer(POSITIVE),
+    "max_tokens": integer(UINT32),
+    "top_k": Kind(_top_k, integer((-1, UINT32[1])).schema).said(
+        "Keep the k likeliest tokens; 0 and -1 keep all. Default 0."
+    ),
+    "min_p": number,
+    "repetition_penalty": number,
+    "min_tokens": integer(UINT32),
+    "ignore_eos": boolean,
+    "beam_width": integer(POSITIVE),
+    "length_penalty": number,
+    "skip_special_tokens": boolean,
+}
+"""Fields that are called the same in SamplingParams."""
+LISTS: Fields = {
+    **{name: _counted(name, texts) for name in ("stop", "bad_words")},
+    **{name: _counted(name, token_ids) for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids")},
+}
+"""The same, repeated."""
+REQUEST_SCALARS: Fields = {
+    "model": text.said("Absent: the cluster's model."),
+    "priority": integer(INT32),
+    "session_id": text,
+    "cache_salt": text,
+    "public_prefix": boolean,
+    "truncate_prompt_tokens": integer(INT32),
+}
+"""The same, of GenerateRequest."""
+LOGIT_BIAS = _counted("logit_bias", mapping).then(
+    _read_biases,
+    propertyNames={"pattern": "^[0-9]{1,10}$"},
+    additionalProperties={"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+)
+STOP_SHOWN = boolean.said(
+    "Whether a stop string, or the text of a stop token, ends the text that is returned. Default false."
+)
+RETURN_TOKEN_IDS = boolean.said("Whether the tokens of prompt and outputs are told as well. Default false.")
+SHARED: Fields = {
+    **SCALARS,
+    **LISTS,
+    **REQUEST_SCALARS,
+    **STRUCTURES,
+    "logit_bias": LOGIT_BIAS,
+    "include_stop_str_in_output": STOP_SHOWN,
+    "return_token_ids": RETURN_TOKEN_IDS,
+}
+"""Both routes take these fields; streams and log-probabilities are read elsewhere."""
+
+
+def generate_request(body: Body) -> inference_pb2.GenerateRequest:
+    """All but the prompt and the log-probabilities. Raises InvalidRequest."""
+    request = inference_pb2.GenerateRequest(sampling=_sampling(body))
+    for name, kind in REQUEST_SCALARS.items():
+        value = given(body, name, kind)
+        if value is not None:
+            setattr(request, name, value)
+    request.return_prompt_token_ids = bool(given(body, "return_token_ids", RETURN_TOKEN_IDS))
+    return request
+
+
+def num_outputs(request: inference_pb2.GenerateRequest) -> int:
+    return request.sampling.n if request.sampling.HasField("n") else 1
+
+
+def _sampling(body: Body) -> inference_pb2.SamplingParams:
+    sampling = inference_pb2.SamplingParams()
+    for name, kind in SCALARS.items():
+        value = given(body, name, kind)
+        if value is not None:
+            setattr(sampling, name, value)
+    for name, kind in LISTS.items():
+        getattr(sampling, name).extend(given(body, name, kind) or ())
+    for token_id, bias in (given(body, "logit_bias", LOGIT_BIAS) or {}).items():
+        sampling.logit_bias[token_id] = bias
+    if given(body, "include_stop_str_in_output", STOP_SHOWN):
+        sampling.include_stop_in_output = True
+    structure = given_structure(body)
+    if structure is not None:
+        sampling.structured_output.CopyFrom(structure)
+    return sampling
+
+
+def _token_id(written: str) -> int:
+    """JSON's keys are strings."""
+    if not (written.isascii() and written.isdigit()) or len(written) > 10 or int(written) > UINT32[1]:
+        raise InvalidRequest.of("logit_bias", "each key must be a token id")
+    return int(written)

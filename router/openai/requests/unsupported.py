@@ -1,0 +1,72 @@
+"""Refuses what OpenAI's API knows and this gateway does not do.
+
+A hint changes no token of an answer: it is ignored, and the answer's headers name it. All else is refused by name,
+unless its value asks for nothing. A field that was dropped without a word would answer another question than the
+client's.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from blockyard.router.errors import Unsupported
+from blockyard.router.openai.requests.fields import Body, Fields, Kind, boolean, mapping, text
+
+HINTS: Fields = {
+    **dict.fromkeys(("user", "safety_identifier"), text),
+    **dict.fromkeys(("service_tier", "verbosity", "prompt_cache_key", "prompt_cache_retention"), text),
+    "guided_decoding_backend": text,
+    **dict.fromkeys(("store", "parallel_tool_calls"), boolean),
+    **dict.fromkeys(("metadata", "prediction"), mapping),
+}
+"""Checked and ignored. Who calls is said by the token, `session_id` and `cache_salt` guide the cache."""
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "web_search_options": (),
+}
+"""Values that ask for nothing, by field; null always does."""
+UNSUPPORTED: Fields = {
+    **{name: kind.said("Ignored: it changes no token.") for name, kind in HINTS.items()},
+    **{
+        name: Kind(lambda name, value: value, {"enum": [*harmless, None]}).said("Not supported.")
+        for name, harmless in REFUSED.items()
+    },
+}
+"""The same fields, for the API's document."""
+
+
+def refuse_unsupported(body: Body, *, but: Collection[str] = ()) -> None:
+    """Raises Unsupported for the first field, `but` for those that a route does."""
+    for name, harmless in REFUSED.items():
+        if name in but:
+            continue
+        value = body.get(name)
+        # By type too: Python takes 0 for False and 1 for True.
+        if value is None or any(type(value) is type(other) and value == other for other in harmless):
+            continue
+        if name == "best_of" and type(value) is int and value == (body.get("n") or 1):
+            continue
+        raise unsupported(name)
+
+
+def ignored_hints(body: Body) -> tuple[str, ...]:
+    """The hints that a body has. Raises InvalidRequest for one of a wrong type."""
+    hints = tuple(name for name in sorted(HINTS) if body.get(name) is not None)
+    for name in hints:
+        HINTS[name](name, body[name])
+    return hints
+
+
+def unsupported(name: str) -> Unsupported:
+    return Unsupported.of(name, "is not supported")

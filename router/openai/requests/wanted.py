@@ -1,0 +1,111 @@
+"""What a client of either route has asked for, checked as far as JSON goes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.requests.echo import Echo
+from blockyard.router.openai.requests.fields import (
+    Body,
+    Fields,
+    boolean,
+    given,
+    mapping,
+    object_schema,
+    refuse_others,
+)
+from blockyard.router.openai.requests.sampling import num_outputs
+from blockyard.router.openai.requests.structures import STRUCTURES
+from blockyard.router.openai.requests.unsupported import ignored_hints
+
+Route = Literal["chat", "completions"]
+STREAM_OPTIONS: Fields = {
+    "include_usage": boolean.said("The last chunk has the call's usage."),
+    "continuous_usage_stats": boolean.said("With include_usage: every chunk has the usage so far."),
+    "include_obfuscation": boolean.said("Ignored."),
+}
+STREAM_FIELDS: Fields = {
+    "stream": boolean.said("Whether the answer comes as server-sent events. Default false."),
+    "stream_options": mapping.then(lambda name, value: value, **object_schema(STREAM_OPTIONS)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """How a call is to be answered, whatever it asks."""
+
+    streams: bool
+    includes_usage: bool
+    """At the end of a stream, in a chunk of its own."""
+    continuous_usage: bool
+    """In every chunk, of the call so far. Only with `includes_usage`, as in vLLM."""
+    ignored: tuple[str, ...]
+    """Hints that change nothing here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    route: Route
+    requests: tuple[inference_pb2.GenerateRequest, ...]
+    """One for each prompt; they differ in nothing else."""
+    answering: Answering
+    echo: Echo | None = None
+    """None: outputs alone."""
+    names: Mapping[str, str]
+    """What this body calls a field of GenerateRequest, where another may call it otherwise."""
+
+    @property
+    def outputs_a_prompt(self) -> int:
+        return num_outputs(self.requests[0])
+
+    @property
+    def sequences_a_prompt(self) -> int:
+        """At least 1; what is not allowed is refused later."""
+        return max(num_outputs(self.requests[0]), self.requests[0].sampling.beam_width, 1)
+
+    @property
+    def shows_token_ids(self) -> bool:
+        """An echo takes them for itself."""
+        if self.echo is not None:
+            return self.echo.shows_token_ids
+        return self.requests[0].return_prompt_token_ids
+
+    @property
+    def prompts(self) -> list[str | None]:
+        """Their texts as they were sent; None for tokens, and for what may have been truncated."""
+        return [
+            request.prompt
+            if request.WhichOneof("input") == "prompt" and not request.HasField("truncate_prompt_tokens")
+            else None
+            for request in self.requests
+        ]
+
+    def named(self, request_id: str) -> None:
+        """Gives the requests their ids: the call's, and a number behind it where there are several."""
+        for number, request in enumerate(self.requests):
+            request.request_id = request_id if len(self.requests) == 1 else f"{request_id}-{number}"
+
+
+def field_names(body: Body, names: Mapping[str, str]) -> Mapping[str, str]:
+    """By field of GenerateRequest; `names`: those that the route's body may have for it. Only what is there counts."""
+    given = {field: name for field, name in names.items() if body.get(name) is not None}
+    structures = [name for name in STRUCTURES if body.get(name) is not None]
+    return given | ({"sampling.structured_output": structures[-1]} if structures else {})
+
+
+def answering(body: Body) -> Answering:
+    """Raises InvalidRequest."""
+    streams = bool(given(body, "stream", STREAM_FIELDS["stream"]))
+    options = given(body, "stream_options", STREAM_FIELDS["stream_options"]) or {}
+    if options and not streams:
+        raise InvalidRequest.of("stream_options", "is for streams")
+    refuse_others(options, STREAM_OPTIONS, inside="stream_options.")
+    wished = {name: bool(given(options, name, kind)) for name, kind in STREAM_OPTIONS.items()}
+    return Answering(
+        streams=streams,
+        includes_usage=wished["include_usage"],
+        continuous_usage=wished["include_usage"] and wished["continuous_usage_stats"],
+        ignored=ignored_hints(body),
+    )

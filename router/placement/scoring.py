@@ -1,0 +1,143 @@
+"""What a request would cost on each worker: arithmetic over a snapshot.
+
+    total_ms = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms + others_ms
+
+The terms estimate the time to the first token in milliseconds, so that they add up and an operator can argue with each
+(ExplainPlacement shows them). The last is not this request's own time but what its prefill takes from the sequences
+that decode beside it: who weighs it fully chooses what costs all requests together the least, rather than himself.
+
+Does not own the choice among the costs (policies.py) nor what is known of workers (cluster/view.py).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from blockyard.proto.index.contract import WorkerId
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.rates import is_measured, typical
+
+
+class Candidate(NamedTuple):
+    """What is believed of one worker that may take the request. A tuple, as is Score, because every placement makes one
+    for each worker: a frozen dataclass takes twice as long."""
+
+    address: str
+    """Where it listens; unique, which a worker id is not while an old life of it lingers."""
+    worker_id: WorkerId
+    cached_tokens: int = 0
+    """Leading prompt tokens whose KV is on its GPU."""
+    host_cached_tokens: int = 0
+    """Those that follow them and are in its host memory."""
+    queued_prefill_tokens: int = 0
+    sequences: int = 0
+    """Running and waiting."""
+    context_tokens: int = 0
+    """That its sequences' decode steps read: a shared prefix once for each sharer."""
+    used_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 16
+    prefill_tokens_per_second: float = 0.0
+    """As measured and believed (rates.py); 0 until something was."""
+    decode_tokens_per_second: float = 0.0
+    """Of all its sequences together, in steps that only decode; likewise."""
+    host_tokens_per_second: float = 0.0
+    """From host memory to the GPU. Measured; without it host memory is worth nothing."""
+
+
+class Score(NamedTuple):
+    """The terms of one candidate, in milliseconds."""
+
+    address: str
+    worker_id: WorkerId
+    cached_tokens: int
+    host_cached_tokens: int
+    """That would come from host memory; 0 where nobody knows how fast."""
+    uncached_tokens: int
+    """That would be computed."""
+    queue_ms: float
+    """Prefill of others that comes first."""
+    prefill_ms: float
+    """The part of this prompt that is not cached there."""
+    host_load_ms: float
+    """The part that comes from host memory, however slow: a worker loads what it finds there."""
+    decode_ms: float
+    """The decode steps of the sequences that are there, in part, and what reading all their context costs them."""
+    memory_ms: float
+    others_ms: float
+    """What this prompt's prefill takes from the sequences that are there, in part."""
+    cost: float
+    """What the policy compares, in its own unit: the least wins. Under `prefix` it is total_ms, and without the
+    index a place in the prefix's order of workers."""
+
+    @property
+    def load_ms(self) -> float:
+        """What the worker's load alone costs, whatever the prompt."""
+        return self.queue_ms + self.decode_ms + self.memory_ms
+
+    @property
+    def total_ms(self) -> float:
+        return self.load_ms + self.prefill_ms + self.host_load_ms + self.others_ms
+
+    @property
+    def needed_tokens(self) -> int:
+        """Of this prompt, that need new room in the pool."""
+        return self.host_cached_tokens + self.uncached_tokens
+
+
+def score_all(prompt_tokens: int, candidates: Sequence[Candidate], config: PlacementConfig) -> list[Score]:
+    """In the order of the candidates, with total_ms as cost."""
+    typical_rate = _typical_rate(candidates, config)
+    return [_score(prompt_tokens, candidate, typical_rate, config) for candidate in candidates]
+
+
+def _typical_rate(candidates: Sequence[Candidate], config: PlacementConfig) -> float:
+    rates = (candidate.prefill_tokens_per_second for candidate in candidates)
+    return typical(rates) or config.assumed_prefill_tokens_per_second
+
+
+def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config: PlacementConfig) -> Score:
+    own_rate = candidate.prefill_tokens_per_second
+    tokens_per_ms = (own_rate if is_measured(own_rate) else typical_rate) / 1000
+    needed_tokens = max(prompt_tokens - candidate.cached_tokens, 0)
+    host_rate = candidate.host_tokens_per_second
+    host_tokens = min(candidate.host_cached_tokens, needed_tokens) if is_measured(host_rate) else 0
+    uncached_tokens = needed_tokens - host_tokens
+    queue_ms = candidate.queued_prefill_tokens / tokens_per_ms
+    prefill_ms = uncached_tokens / tokens_per_ms
+    host_load_ms = 1000 * host_tokens / host_rate if host_tokens else 0.0
+    decode_ms = (
+        candidate.sequences * _sequence_ms(candidate, config)
+        + config.context_fraction * candidate.context_tokens / tokens_per_ms
+    )
+    memory_ms = _memory_ms(needed_tokens, candidate, config)
+    others_ms = config.others_fraction * candidate.sequences * prefill_ms
+    return Score(
+        address=candidate.address,
+        worker_id=candidate.worker_id,
+        cached_tokens=candidate.cached_tokens,
+        host_cached_tokens=host_tokens,
+        uncached_tokens=uncached_tokens,
+        queue_ms=queue_ms,
+        prefill_ms=prefill_ms,
+        host_load_ms=host_load_ms,
+        decode_ms=decode_ms,
+        memory_ms=memory_ms,
+        others_ms=others_ms,
+        cost=queue_ms + decode_ms + memory_ms + prefill_ms + host_load_ms + others_ms,
+    )
+
+
+def _sequence_ms(candidate: Candidate, config: PlacementConfig) -> float:
+    if is_measured(candidate.decode_tokens_per_second):
+        return config.decode_step_fraction * 1000 / candidate.decode_tokens_per_second
+    return config.decode_ms_per_sequence
+
+
+def _memory_ms(needed_tokens: int, candidate: Candidate, config: PlacementConfig) -> float:
+    """Zero while the pool stays roomy, then rising linearly to the full price where the request no longer fits."""
+    if candidate.total_blocks == 0:
+        return 0.0
+    needed_blocks = -(-needed_tokens // candidate.block_size)
+    free_fraction = 1 - (candidate.used_blocks + needed_blocks) / candidate.total_blocks
+    shortage = (config.memory_free_fraction - free_fraction) / config.memory_free_fraction
+    return config.memory_full_ms * min(max(shortage, 0.0), 1.0)

@@ -1,0 +1,389 @@
+"""What a request must look like before anything is done with it: messages in, domain values out.
+
+Pure. Says which field is wrong and what is allowed, never what was sent, except for the name of a
+model that is not served. Does not own limits that only hold once the prompt is in tokens
+(generation/generation.py), except where the client sent tokens.
+"""
+
+import json
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import get_args
+
+from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
+from blockyard.proto.naming.identifiers import is_name as is_name
+from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.admission.ledger import estimate_tokens, text_bytes
+from blockyard.router.errors import (
+    ContextLengthExceeded,
+    FieldViolation,
+    InvalidRequest,
+    UnknownModel,
+    Unsupported,
+)
+from blockyard.router.placement.config import PolicyName
+from blockyard.router.request.sampling import SamplingRequest, parse_sampling
+from blockyard.router.request.sampling_checks import SamplingLimits, sampling_violations
+from blockyard.router.request.structured_output import is_deeper_than, parse_json
+from blockyard.router.tokenizing.model_facts import ModelFacts
+from blockyard.router.tokenizing.service import ChatMessage, ChatPrompt, PromptInput, TextPrompt, TokenPrompt
+
+MAX_MESSAGES = 1024
+MAX_NAME_CHARS = 256
+"""The name in a message of a chat has at most so many characters."""
+MAX_TEMPLATE_KWARGS_BYTES = 16_384
+MAX_TEMPLATE_KWARGS_DEPTH = 16
+ROLES = frozenset({"system", "user", "assistant"})
+MAX_NAMES_TOLD = 8
+"""Names of the served model in the answer to a request for another model."""
+MAX_TOLD = 5
+"""Violations in the text of an error; its details have all of them."""
+TENANT_KEY = "blockyard-tenant"
+"""Of a call's metadata."""
+MAX_PRIORITY = 100
+"""Either sign."""
+_POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
+CONTEXTS_ENCODED = 2
+"""A prompt of more contexts than this is refused before all of it is encoded."""
+LEAST_TOKENS_ENCODED = 131_072
+"""The least for which that holds: so few take too little time to matter."""
+MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
+"""Of prompt_logprobs, which travel in one message: half of what a worker's stream carries."""
+LOGPROB_BYTES = 24
+"""A token's own, as a message, at most."""
+TOP_LOGPROB_BYTES = 14
+"""Each of the likeliest tokens beside it."""
+
+PromptMessage = (
+    inference_pb2.GenerateRequest
+    | inference_pb2.TokenizeRequest
+    | cluster_pb2.LookupPrefixRequest
+    | cluster_pb2.ExplainPlacementRequest
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidGeneration:
+    request_id: str
+    prompt: PromptInput
+    estimated_tokens: int
+    """For admission, before anything is tokenised."""
+    sampling: SamplingRequest
+    cache_salt: str
+    priority: int
+    """Lower is served earlier."""
+    session_id: str
+    """The conversation that it belongs to; empty: none."""
+    public_prefix: bool
+    """Its prefix may be shared with anybody's that is public too."""
+    policy: PolicyName | None
+    """None: the router's own."""
+    truncate_prompt_tokens: int | None
+    """The most tokens of the prompt that are kept, its last; -1: as many as leave room."""
+    return_prompt_token_ids: bool
+
+
+def valid_generation(
+    message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int, limits: SamplingLimits
+) -> ValidGeneration:
+    """Raises InvalidRequest with every violation found, ContextLengthExceeded, UnknownModel, Unsupported."""
+    check_model(message, facts)
+    if message.HasField("lora_name"):
+        raise Unsupported.of("lora_name", "is not supported yet")
+    violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
+    prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
+    return ValidGeneration(
+        request_id=message.request_id if message.HasField("request_id") else f"req-{secrets.token_hex(12)}",
+        prompt=prompt,
+        estimated_tokens=prompt_estimate(prompt),
+        sampling=parse_sampling(message.sampling, facts.sampling_defaults),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        session_id=message.session_id,
+        public_prefix=message.public_prefix,
+        policy=_POLICIES.get(message.policy),
+        truncate_prompt_tokens=(
+            message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
+        ),
+        return_prompt_token_ids=message.return_prompt_token_ids,
+    )
+
+
+def check_model(
+    message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
+    facts: ModelFacts,
+) -> None:
+    """Raise UnknownModel. A request without the field takes the served model."""
+    if message.HasField("model"):
+        check_model_name(message.model, facts)
+
+
+def check_model_name(name: str, facts: ModelFacts) -> None:
+    """Raise UnknownModel. The error repeats the name only if it reads as a model's name."""
+    if name in facts.names:
+        return
+    asked = f"model `{name}`" if is_model_name(name) else "model asked for"
+    served = ", ".join(f"`{known}`" for known in facts.names[:MAX_NAMES_TOLD])
+    violation = FieldViolation(field="model", description=f"must be one that is served: {served}")
+    raise UnknownModel(f"The {asked} does not exist. Served here: {served}.", violations=(violation,))
+
+
+def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:
+    """The prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded, Unsupported."""
+    match message.WhichOneof("input"):
+        case "prompt":
+            # Each look at the field makes its text anew, which takes milliseconds of megabytes.
+            text = message.prompt
+            if not text:
+                raise InvalidRequest.of("prompt", "must not be empty")
+            _check_text(text, facts=facts, max_model_len=max_model_len)
+            return TextPrompt(text)
+        case "chat":
+            chat = _valid_chat(message.chat)
+            _check_text(*chat.texts(), facts=facts, max_model_len=max_model_len)
+            return chat
+        case "prompt_token_ids":
+            assert not isinstance(message, inference_pb2.TokenizeRequest), "it has no such field"
+            is_cut = isinstance(message, inference_pb2.GenerateRequest) and message.HasField(
+                "truncate_prompt_tokens"
+            )
+            most_tokens = most_encoded_tokens(max_model_len) if is_cut else max_model_len
+            return _valid_token_ids(message.prompt_token_ids, facts, most_tokens)
+        case _:
+            raise InvalidRequest.of("input", "one of prompt, chat and prompt_token_ids is required")
+
+
+def valid_question(
+    message: cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest,
+    facts: ModelFacts,
+    *,
+    max_model_len: int,
+) -> PromptInput:
+    """The prompt of a question about placement. Raises InvalidRequest with every violation found,
+    ContextLengthExceeded, Unsupported."""
+    violations = []
+    if isinstance(message, cluster_pb2.ExplainPlacementRequest):
+        violations += _id_violations(("session_id", message.HasField("session_id"), message.session_id))
+    violations += _salt_violations(message.cache_salt)
+    return _valid_beside(violations, message, facts, max_model_len=max_model_len)
+
+
+def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Whose call it says it is, in its metadata; "" where that names none. Raises InvalidRequest.
+
+    Whether to believe it is decided in calls/bounds.py.
+    """
+    names = [value for key, value in metadata if key == TENANT_KEY]
+    if not names:
+        return ""
+    tenant = names[0]
+    if len(names) > 1 or not isinstance(tenant, str) or not is_id(tenant):
+        raise InvalidRequest.of(TENANT_KEY, f"must name one tenant by {NAME_RULE}, not empty")
+    return tenant
+
+
+def most_encoded_tokens(max_model_len: int) -> int:
+    """A prompt of more tokens is refused before all of it is encoded, also where it would be truncated."""
+    return max(CONTEXTS_ENCODED * max_model_len, LEAST_TOKENS_ENCODED)
+
+
+def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
+    """How many of the prompt's tokens are kept; None: all. Raises InvalidRequest."""
+    if valid.truncate_prompt_tokens != -1:
+        return valid.truncate_prompt_tokens
+    kept = max_model_len - (valid.sampling.max_tokens or 1)
+    if kept < 1:
+        raise InvalidRequest.of(
+            "truncate_prompt_tokens", "-1 needs a max_tokens that leaves room for a prompt"
+        )
+    return kept
+
+
+def check_context(prompt_tokens: int, max_model_len: int) -> None:
+    """A prompt must leave room for one token."""
+    if prompt_tokens >= max_model_len:
+        raise ContextLengthExceeded(
+            f"input: {prompt_tokens} tokens do not fit a context of {max_model_len} that needs room for output",
+            violations=(FieldViolation(field="input", description=f"at most {max_model_len - 1} tokens"),),
+        )
+
+
+def check_prompt_report(prompt_tokens: int, prompt_logprobs: int | None) -> None:
+    """Log-probabilities of a prompt must fit one message. Raises InvalidRequest."""
+    if prompt_logprobs is None:
+        return
+    token_bytes = LOGPROB_BYTES + TOP_LOGPROB_BYTES * prompt_logprobs
+    if prompt_tokens * token_bytes > MAX_PROMPT_REPORT_BYTES:
+        raise InvalidRequest.of(
+            "sampling.prompt_logprobs",
+            f"so many are for prompts of at most {MAX_PROMPT_REPORT_BYTES // token_bytes} tokens",
+        )
+
+
+def _check_text(*texts: str, facts: ModelFacts, max_model_len: int) -> None:
+    """Before tokenising, where one client's megabytes would hold up everybody's prompts."""
+    limit_bytes = facts.max_text_bytes(max_model_len)
+    if text_bytes(*texts) > limit_bytes:
+        raise ContextLengthExceeded(
+            f"input: a context of {max_model_len} tokens cannot hold more than {limit_bytes} bytes of text",
+            violations=(FieldViolation(field="input", description=f"at most {limit_bytes} bytes"),),
+        )
+
+
+def check_detokenize(
+    message: inference_pb2.DetokenizeRequest, facts: ModelFacts, *, max_model_len: int
+) -> None:
+    """Raises InvalidRequest, UnknownModel."""
+    check_model(message, facts)
+    if len(message.token_ids) > max_model_len:
+        raise InvalidRequest.of("token_ids", f"at most {max_model_len} are allowed")
+    if message.token_ids and max(message.token_ids) >= facts.vocab_size:
+        raise InvalidRequest.of("token_ids", f"each must be below {facts.vocab_size}")
+
+
+def prompt_estimate(prompt: PromptInput) -> int:
+    """Tokens, guessed from bytes where they are not given."""
+    match prompt:
+        case TextPrompt(text):
+            return estimate_tokens(text_bytes(text))
+        case ChatPrompt():
+            return estimate_tokens(text_bytes(*prompt.texts()))
+        case TokenPrompt(token_ids):
+            return len(token_ids)
+
+
+def _valid_beside(
+    violations: list[FieldViolation], message: PromptMessage, facts: ModelFacts, *, max_model_len: int
+) -> PromptInput:
+    """The prompt. Raises what is wrong with it together with what is wrong beside it."""
+    try:
+        prompt = valid_prompt(message, facts, max_model_len=max_model_len)
+    except InvalidRequest as invalid:
+        if not violations:
+            raise
+        raise _invalid([*invalid.violations, *violations]) from None
+    if violations:
+        raise _invalid(violations)
+    return prompt
+
+
+def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
+    if not chat.messages:
+        raise InvalidRequest.of("chat.messages", "must not be empty")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest.of("chat.messages", f"at most {MAX_MESSAGES} are allowed")
+    if any(message.media for message in chat.messages):
+        raise Unsupported.of("chat.messages.media", "is not supported yet")
+    violations = []
+    if any(message.role not in ROLES for message in chat.messages):
+        description = "must be system, user or assistant"
+        violations.append(FieldViolation(field="chat.messages.role", description=description))
+    if all(message.role == "assistant" for message in chat.messages):
+        description = "needs a message that is not the assistant's"
+        violations.append(FieldViolation(field="chat.messages", description=description))
+    if any(
+        message.HasField("name") and not 1 <= len(message.name) <= MAX_NAME_CHARS for message in chat.messages
+    ):
+        description = f"must have 1 to {MAX_NAME_CHARS} characters"
+        violations.append(FieldViolation(field="chat.messages.name", description=description))
+    for field, problem in (
+        ("chat.template_kwargs", _template_kwargs_problem(chat.template_kwargs)),
+        ("chat.continue_final_message", _continuation_problem(chat)),
+    ):
+        if problem is not None:
+            violations.append(FieldViolation(field=field, description=problem))
+    if violations:
+        raise _invalid(violations)
+    continues = chat.continue_final_message
+    return ChatPrompt(
+        [ChatMessage(message.role, message.content, message.name) for message in chat.messages],
+        template_kwargs=chat.template_kwargs,
+        add_generation_prompt=(
+            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+        ),
+        continue_final_message=continues,
+    )
+
+
+def _template_kwargs_problem(text: str) -> str | None:
+    """What the template gets anyway is told by the tokeniser process, which knows it."""
+    if not text:
+        return None
+    if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode()) > MAX_TEMPLATE_KWARGS_BYTES:
+        return f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON are allowed"
+    try:
+        kwargs = parse_json(text)
+        # Half of a surrogate pair, which JSON may spell, is no character.
+        json.dumps(kwargs, ensure_ascii=False).encode()
+    except RecursionError:
+        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
+    except ValueError:
+        return "must be JSON"
+    if not isinstance(kwargs, dict) or not all(map(is_variable, kwargs)):
+        return "must be an object with names of variables"
+    if is_deeper_than(kwargs, MAX_TEMPLATE_KWARGS_DEPTH):
+        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
+    return None
+
+
+def _continuation_problem(chat: inference_pb2.Chat) -> str | None:
+    if not chat.continue_final_message:
+        return None
+    if chat.add_generation_prompt:
+        return "excludes add_generation_prompt"
+    return None if chat.messages[-1].role == "assistant" else "needs a last message that is the assistant's"
+
+
+def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, most_tokens: int) -> TokenPrompt:
+    if not tokens.ids:
+        raise InvalidRequest.of("prompt_token_ids", "must not be empty")
+    # The length first: millions of ids are not even looked at.
+    check_context(len(tokens.ids), most_tokens)
+    token_ids = list(tokens.ids)  # Once: walking a message's field takes three times as long.
+    if max(token_ids) >= facts.vocab_size:
+        raise InvalidRequest.of("prompt_token_ids", f"each must be below {facts.vocab_size}")
+    return TokenPrompt(token_ids)
+
+
+def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViolation]:
+    violations = [
+        *_id_violations(
+            ("request_id", message.HasField("request_id"), message.request_id),
+            ("session_id", message.HasField("session_id"), message.session_id),
+        ),
+        *_salt_violations(message.cache_salt),
+    ]
+    if abs(message.priority) > MAX_PRIORITY:
+        description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        violations.append(FieldViolation(field="priority", description=description))
+    if message.HasField("truncate_prompt_tokens") and not (
+        message.truncate_prompt_tokens == -1 or message.truncate_prompt_tokens >= 1
+    ):
+        violations.append(
+            FieldViolation(field="truncate_prompt_tokens", description="must be -1 or at least 1")
+        )
+    if message.HasField("policy") and message.policy not in _POLICIES:
+        description = f"must be one of {', '.join(_POLICIES)}"
+        violations.append(FieldViolation(field="policy", description=description))
+    return violations
+
+
+def _id_violations(*given: tuple[str, bool, str]) -> list[FieldViolation]:
+    """Of fields by name, whether they were sent, and text."""
+    return [
+        FieldViolation(field=field, description=f"must be {NAME_RULE}, not empty")
+        for field, was_sent, text in given
+        if was_sent and not is_id(text)
+    ]
+
+
+def _salt_violations(salt: str) -> list[FieldViolation]:
+    violation = FieldViolation(field="cache_salt", description=f"must be {NAME_RULE}")
+    return [] if is_name(salt) else [violation]
+
+
+def _invalid(violations: list[FieldViolation]) -> InvalidRequest:
+    text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:MAX_TOLD])
+    left = len(violations) - MAX_TOLD
+    return InvalidRequest(text + (f"; and {left} more" if left > 0 else ""), violations=violations)

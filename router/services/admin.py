@@ -1,0 +1,217 @@
+"""AdminService: what changes a running cluster, passed on to the workers that it concerns.
+
+Owns the bounds of its fields, the deadline of each call and the audit line. Who may call is decided before
+(interceptor.py); what a drain or a flush is, the workers know. Any router can be asked: it is connected to all of them.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+import grpc
+from blockyard.proto.naming.identifiers import NAME_RULE, is_id
+from blockyard.proto.runtime.grace import GRACE_RULE, MAX_GRACE_SECONDS, grace_seconds_of
+from blockyard.proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from blockyard.router.admission.auth import principal_name
+from blockyard.router.cluster.link import EngineLink
+from blockyard.router.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    LastWorker,
+    RequestAborted,
+    RouterError,
+    UnknownWorker,
+    WorkerUnreachable,
+)
+from blockyard.router.generation.generation import RouterParts
+from blockyard.router.services.interceptor import Context
+
+logger = logging.getLogger("blockyard.audit")
+
+ANSWER_SECONDS = 10.0
+"""For a worker to do what takes no grace: it does so between two steps."""
+HAND_OVER_SECONDS = 60.0
+"""Beyond the grace, where the client sets no deadline: the step under way has to end."""
+SETTLE_SECONDS = 0.5
+"""So long after one router has heard of a drain all have: a worker tells all at once, and again with each pong."""
+LOOK_SECONDS = 0.02
+T = TypeVar("T")
+
+
+def leaves_a_worker(worker_id: str, ready: Iterable[str], asked: Collection[str]) -> bool:
+    """Whether another worker takes requests without this one. `asked` are those whose drain is under way here: they may
+    not have said so yet."""
+    return any(other != worker_id and other not in asked for other in ready)
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """One for each router. `principal` says who makes the call at hand."""
+
+    def __init__(self, parts: RouterParts, *, principal: Callable[[], str] = principal_name) -> None:
+        self._parts = parts
+        self._principal = principal
+        self._asked: Counter[str] = Counter()
+        """Drains under way here, by worker, until every router knows of them."""
+
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_pb2.DrainWorkerResponse:
+        grace_seconds = _grace_seconds(request)
+        link = self._link(request.worker_id)
+        is_checked = not (request.force or self._is_draining(request.worker_id))
+        if is_checked:
+            self._refuse_last(request.worker_id)
+        forced = " force" if request.force else ""
+        self._audit("DrainWorker", f"{request.worker_id} grace_seconds={grace_seconds:g}{forced}")
+        left_seconds = context.time_remaining()
+        timeout_seconds = grace_seconds + HAND_OVER_SECONDS
+        if left_seconds is not None:
+            timeout_seconds = min(left_seconds, MAX_GRACE_SECONDS + HAND_OVER_SECONDS)
+        asked = admin_pb2.DrainWorkerRequest(worker_id=request.worker_id, grace_seconds=grace_seconds)
+        drain: Awaitable[admin_pb2.DrainWorkerResponse] = _answer(
+            link.call("DrainWorker", asked, timeout_seconds)
+        )
+        return await (self._checked_again(request.worker_id, link, drain) if is_checked else drain)
+
+    async def ResumeWorker(
+        self, request: admin_pb2.ResumeWorkerRequest, context: Context
+    ) -> admin_pb2.ResumeWorkerResponse:
+        link = self._link(request.worker_id)
+        self._audit("ResumeWorker", request.worker_id)
+        resumed: admin_pb2.ResumeWorkerResponse = await _answer(
+            link.call("ResumeWorker", request, _seconds_left(context))
+        )
+        return resumed
+
+    async def FlushCache(
+        self, request: admin_pb2.FlushCacheRequest, context: Context
+    ) -> admin_pb2.FlushCacheResponse:
+        answers = await self._ask_each("FlushCache", request, context)
+        return admin_pb2.FlushCacheResponse(
+            flushed_blocks=sum(answer.flushed_blocks for answer in answers),
+            flushed_host_blocks=sum(answer.flushed_host_blocks for answer in answers),
+        )
+
+    async def RebuildIndex(
+        self, request: admin_pb2.RebuildIndexRequest, context: Context
+    ) -> admin_pb2.RebuildIndexResponse:
+        answers = await self._ask_each("RebuildIndex", request, context)
+        return admin_pb2.RebuildIndexResponse(workers=sum(answer.workers for answer in answers))
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        if not is_id(request.request_id):
+            raise InvalidRequest.of("request_id", f"must be {NAME_RULE}")
+        self._audit("Abort", request.request_id)
+        self._parts.registry.abort(request.request_id)
+        return inference_pb2.AbortResponse()
+
+    async def _ask_each(
+        self,
+        method: str,
+        request: admin_pb2.FlushCacheRequest | admin_pb2.RebuildIndexRequest,
+        context: Context,
+    ) -> list[Any]:
+        """The worker that is named, or all that are connected. All are asked, whoever of them fails."""
+        if request.HasField("worker_id"):
+            links = [self._link(request.worker_id)]
+        else:
+            links = [link for link in self._parts.fleet.links.values() if link.is_up]
+        self._audit(method, request.worker_id or f"all {len(links)} workers")
+        timeout_seconds = _seconds_left(context)
+        answers = await asyncio.gather(
+            *(_answer(link.call(method, request, timeout_seconds)) for link in links),
+            return_exceptions=True,
+        )
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if len(links) > 1 and failures:
+            raise WorkerUnreachable(f"{len(failures)} of {len(links)} workers did not answer")
+        if failures:
+            raise failures[0]
+        return answers
+
+    def _link(self, worker_id: str) -> EngineLink:
+        if not is_id(worker_id):
+            raise InvalidRequest.of("worker_id", f"must be {NAME_RULE}")
+        worker = self._parts.fleet.view.find(worker_id)
+        link = self._parts.fleet.links.get(worker.address) if worker else None
+        if link is None:
+            raise UnknownWorker.of("worker_id", "no worker of this id is known")
+        return link
+
+    async def _checked_again(
+        self, worker_id: str, link: EngineLink, drain: Awaitable[admin_pb2.DrainWorkerResponse]
+    ) -> admin_pb2.DrainWorkerResponse:
+        """The drain. It is taken back where another router has drained the last of the others at the same moment: both
+        mark first and look then, so that one of them at least sees the other's mark."""
+        self._asked[worker_id] += 1
+        draining = asyncio.ensure_future(drain)
+        try:
+            try:
+                while not (draining.done() or self._is_draining(worker_id)):
+                    await asyncio.wait({draining}, timeout=LOOK_SECONDS)
+                if draining.done():
+                    draining.result()
+                await asyncio.sleep(SETTLE_SECONDS)
+            finally:
+                self._asked -= Counter((worker_id,))
+            try:
+                self._refuse_last(worker_id)
+            except LastWorker:
+                resumed = admin_pb2.ResumeWorkerRequest(worker_id=worker_id)
+                await _answer(link.call("ResumeWorker", resumed, ANSWER_SECONDS))
+                raise
+            return await draining
+        finally:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+
+    def _is_draining(self, worker_id: str) -> bool:
+        worker = self._parts.fleet.view.find(worker_id)
+        return worker is not None and worker.is_draining
+
+    def _refuse_last(self, worker_id: str) -> None:
+        ready = (worker.worker_id for worker in self._parts.fleet.view.ready())
+        if not leaves_a_worker(worker_id, ready, self._asked):
+            raise LastWorker(
+                "no other worker takes requests: bring one up first, or drain this one with `force` (--force)"
+            )
+
+    def _audit(self, method: str, about: str) -> None:
+        """Names alone, which have passed their rule: nothing of a prompt, nothing that breaks a line."""
+        logger.info("%s %s by %s", method, about, self._principal())
+
+
+def _grace_seconds(request: admin_pb2.DrainWorkerRequest) -> float:
+    grace_seconds = grace_seconds_of(request)
+    if grace_seconds is None:
+        raise InvalidRequest.of("grace_seconds", GRACE_RULE)
+    return grace_seconds
+
+
+def _seconds_left(context: Context) -> float:
+    left_seconds = context.time_remaining()
+    return ANSWER_SECONDS if left_seconds is None else min(left_seconds, ANSWER_SECONDS)
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except ConnectionError:
+        raise WorkerUnreachable("the worker is not connected") from None
+    except grpc.aio.AioRpcError as error:
+        raise _as_answer(error.code()) from None
+
+
+def _as_answer(code: grpc.StatusCode) -> RouterError:
+    match code:
+        case grpc.StatusCode.ABORTED:
+            return RequestAborted("the drain was taken back")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlinePassed("the worker has not answered in time; what was asked of it goes on")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return WorkerUnreachable("the worker is too old for this call")
+    return WorkerUnreachable(f"the worker did not answer: {code.name}")

@@ -1,0 +1,61 @@
+"""Deltas as the messages that clients get: one by one for a stream, gathered for a whole answer."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.generation.output import Delta
+
+
+def stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStreamResponse:
+    return inference_pb2.GenerateStreamResponse(
+        request_id=request_id,
+        delta=inference_pb2.OutputDelta(
+            text=delta.text,
+            token_ids=delta.token_ids,
+            token_offset=delta.token_offset,
+            index=delta.index,
+            logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+            prompt_token_ids=delta.prompt_token_ids,
+        ),
+        finish=delta.finish,
+    )
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """One output so far."""
+
+    message: inference_pb2.Output
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.message.token_ids.extend(delta.token_ids)
+        self.message.logprobs.extend(delta.logprobs)
+        if delta.finish is not None:
+            self.message.finish.CopyFrom(delta.finish)
+
+    def whole(self) -> inference_pb2.Output:
+        self.message.text = "".join(self.texts)
+        return self.message
+
+
+async def gathered(request_id: str, deltas: AsyncIterator[Delta]) -> inference_pb2.GenerateResponse:
+    """All outputs, in order of index, and the first once more in the fields that were there before them."""
+    response = inference_pb2.GenerateResponse(request_id=request_id)
+    outputs: dict[int, _Gathered] = {}
+    async for delta in deltas:
+        if delta.index not in outputs:
+            outputs[delta.index] = _Gathered(inference_pb2.Output(index=delta.index))
+        outputs[delta.index].add(delta)
+        response.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.prompt_token_ids and not response.prompt_token_ids:
+            response.prompt_token_ids.extend(delta.prompt_token_ids)
+    response.outputs.extend(outputs[index].whole() for index in sorted(outputs))
+    first = response.outputs[0]
+    response.text = first.text
+    response.token_ids.extend(first.token_ids)
+    response.finish.CopyFrom(first.finish)
+    return response

@@ -1,0 +1,237 @@
+"""ClusterService: read-only views of what this router knows, and questions passed on to workers.
+
+Pools are asked of the worker itself, with the cluster secret and a deadline;
+page tokens are the worker's own and opaque here.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
+
+import grpc
+from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
+from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
+from blockyard.router.calls.bounds import CallBounds
+from blockyard.router.cluster.link import EngineLink
+from blockyard.router.dispatch.index_report import current_condition, index_info
+from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, UnknownWorker, WorkerUnreachable
+from blockyard.router.generation.generation import RouterParts, scoped_session, tokenise
+from blockyard.router.request.validation import check_context, prompt_estimate, valid_question
+from blockyard.router.services.inference import model_message
+from blockyard.router.services.interceptor import Context
+from blockyard.router.services.messages import (
+    candidate_message,
+    latencies_message,
+    request_message,
+    timeless,
+    workers_message,
+)
+
+WATCH_SECONDS = 0.25
+"""The least time between two lists of WatchWorkers."""
+MAX_WATCHES = 64
+"""At once, of one router."""
+WATCH_RETRY_SECONDS = 5.0
+MAX_PAGE_SIZE = 1000
+PrefixQuestion = cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest
+T = TypeVar("T")
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
+    """One for each router."""
+
+    def __init__(
+        self, parts: RouterParts, bounds: CallBounds, *, cluster: str, version: str, policy: str
+    ) -> None:
+        self._parts = parts
+        self._bounds = bounds
+        self._cluster = cluster
+        self._version = version
+        self._policy = policy
+        self._num_watches = 0
+
+    async def GetClusterInfo(
+        self, request: cluster_pb2.GetClusterInfoRequest, context: Context
+    ) -> cluster_pb2.ClusterInfo:
+        relay, view = self._parts.relay, self._parts.fleet.view
+        registry = self._parts.registry
+        num_requests, num_waiting = len(registry.records()), registry.num_waiting()
+        async with self._bounds.deadline(context):
+            condition = await current_condition(self._parts.placer.prefix_lookup, view)
+        return cluster_pb2.ClusterInfo(
+            cluster=self._cluster,
+            version=self._version,
+            model=model_message(self._parts),
+            policy=self._policy,
+            index_available=condition.is_available,
+            index_state=condition.state,
+            migrations=relay.num_migrations,
+            requests_lost=relay.num_lost,
+            requests_quarantined=relay.num_quarantined,
+            workers_ready=len(view.ready()),
+            workers_known=len(view.workers()),
+            requests_running=num_requests - num_waiting,
+            requests_waiting=num_waiting,
+            first_token=latencies_message(self._parts.metrics.first_token),
+            inter_token=latencies_message(self._parts.metrics.gaps),
+        )
+
+    async def GetIndexInfo(
+        self, request: cluster_pb2.GetIndexInfoRequest, context: Context
+    ) -> cluster_pb2.IndexInfo:
+        async with self._bounds.deadline(context):
+            return await index_info(self._parts.placer.prefix_lookup, self._parts.fleet)
+
+    async def ListWorkers(
+        self, request: cluster_pb2.ListWorkersRequest, context: Context
+    ) -> cluster_pb2.ListWorkersResponse:
+        return workers_message(self._parts.fleet)
+
+    async def WatchWorkers(self, request: cluster_pb2.WatchWorkersRequest, context: Context) -> None:
+        with self._watching():
+            await self._watch_workers(context)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Each watch looks at all workers again and again. Raises Overloaded beyond MAX_WATCHES."""
+        if self._num_watches >= MAX_WATCHES:
+            raise Overloaded(f"{MAX_WATCHES} watches run already", retry_after_seconds=WATCH_RETRY_SECONDS)
+        self._num_watches += 1
+        try:
+            yield
+        finally:
+            self._num_watches -= 1
+
+    async def _watch_workers(self, context: Context) -> None:
+        told: cluster_pb2.ListWorkersResponse | None = None
+        while not self._parts.registry.is_draining:
+            # Silence changes states without any event, so the watch looks rather than listens.
+            now = workers_message(self._parts.fleet)
+            if told is None or timeless(now) != timeless(told):
+                await context.write(now)
+                told = now
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def GetBlockPool(
+        self, request: cluster_pb2.GetBlockPoolRequest, context: Context
+    ) -> cluster_pb2.BlockPool:
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.block_pool(request))
+
+    async def ListBlocks(
+        self, request: cluster_pb2.ListBlocksRequest, context: Context
+    ) -> cluster_pb2.ListBlocksResponse:
+        if request.page_size > MAX_PAGE_SIZE:
+            raise InvalidRequest.of("page_size", f"must be at most {MAX_PAGE_SIZE}")
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.list_blocks(request))
+
+    async def FindBlocks(
+        self, request: cluster_pb2.FindBlocksRequest, context: Context
+    ) -> cluster_pb2.FindBlocksResponse:
+        for field, asked in (("block_ids", request.block_ids), ("names", request.names)):
+            if len(asked) > MAX_PAGE_SIZE:
+                raise InvalidRequest.of(field, f"must be at most {MAX_PAGE_SIZE}")
+        if any(len(name) != NAME_BYTES for name in request.names):
+            raise InvalidRequest.of("names", f"must have {NAME_BYTES} bytes each")
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.find_blocks(request))
+
+    async def ListSequences(
+        self, request: cluster_pb2.ListSequencesRequest, context: Context
+    ) -> cluster_pb2.ListSequencesResponse:
+        if request.page_size > MAX_PAGE_SIZE:
+            raise InvalidRequest.of("page_size", f"must be at most {MAX_PAGE_SIZE}")
+        link = self._link(request.worker_id)
+        return await _ask(lambda: link.list_sequences(request))
+
+    async def LookupPrefix(
+        self, request: cluster_pb2.LookupPrefixRequest, context: Context
+    ) -> cluster_pb2.LookupPrefixResponse:
+        async with self._named(request, context) as (prompt_tokens, names):
+            found = await self._parts.placer.look_up(names)
+        holders = sorted(
+            found.depth_by_worker.items(), key=lambda item: (-item[1].blocks, -item[1].host_blocks, item[0])
+        )
+        return cluster_pb2.LookupPrefixResponse(
+            prompt_tokens=prompt_tokens,
+            prompt_blocks=len(names),
+            holders=[
+                cluster_pb2.PrefixHolder(
+                    worker_id=worker_id, cached_blocks=depth.blocks, host_cached_blocks=depth.host_blocks
+                )
+                for worker_id, depth in holders
+            ],
+            index_available=found.available,
+            block_names=names,
+        )
+
+    async def ExplainPlacement(
+        self, request: cluster_pb2.ExplainPlacementRequest, context: Context
+    ) -> cluster_pb2.ExplainPlacementResponse:
+        async with self._named(request, context) as (prompt_tokens, names):
+            session_id = scoped_session(request.session_id, self._bounds.caller(context).realm)
+            placement, index_available = await self._parts.placer.explain(
+                names, prompt_tokens, session_id=session_id
+            )
+        return cluster_pb2.ExplainPlacementResponse(
+            policy=self._policy,
+            chosen_worker_id=placement.chosen.worker_id if placement else "",
+            candidates=[candidate_message(score) for score in placement.scores] if placement else [],
+            index_available=index_available,
+        )
+
+    async def ListRequests(
+        self, request: cluster_pb2.ListRequestsRequest, context: Context
+    ) -> cluster_pb2.ListRequestsResponse:
+        now = self._parts.clock()
+        return cluster_pb2.ListRequestsResponse(
+            requests=[request_message(record, now) for record in self._parts.registry.records()]
+        )
+
+    @asynccontextmanager
+    async def _named(
+        self, request: PrefixQuestion, context: Context
+    ) -> AsyncIterator[tuple[int, list[bytes]]]:
+        """A prompt's length in tokens and the names of its full blocks; admitted like a generation."""
+        parts = self._parts
+        prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
+        salt, caller = request.cache_salt, self._bounds.caller(context)
+        async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
+            identity = await parts.placer.identity()
+            prepared = await tokenise(
+                parts,
+                prompt,
+                charge,
+                root=parts.root(identity, salt, realm=caller.realm, is_public=request.public_prefix),
+                block_size=identity.block_size,
+                client=caller.client,
+            )
+            check_context(prepared.num_tokens, identity.max_model_len)
+            yield prepared.num_tokens, split_names(prepared.block_names)[1:]
+
+    def _link(self, worker_id: str) -> EngineLink:
+        if not worker_id:
+            raise InvalidRequest.of("worker_id", "is required")
+        worker = self._parts.fleet.view.find(worker_id)
+        link = self._parts.fleet.links.get(worker.address) if worker else None
+        if link is None:
+            raise UnknownWorker.of("worker_id", "no worker of this id is known")
+        return link
+
+
+async def _ask(question: Callable[[], Awaitable[T]]) -> T:
+    """A worker's answer; its own refusals of our client's fields pass through, everything else is unreachable."""
+    try:
+        return await question()
+    except ConnectionError:
+        raise WorkerUnreachable("the worker is not connected") from None
+    except grpc.aio.AioRpcError as error:
+        raise _as_answer(error.code()) from None
+
+
+def _as_answer(code: grpc.StatusCode) -> RouterError:
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest.of("page_token", "is not one that this worker gave for this list")
+    return WorkerUnreachable(f"the worker did not answer: {code.name}")

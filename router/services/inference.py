@@ -1,0 +1,83 @@
+"""InferenceService: gRPC messages to domain calls (calls/generating.py) and back. No logic of its own.
+
+Errors are raised, never set: interceptor.py turns them into statuses.
+"""
+
+from blockyard.proto.naming.identifiers import is_name
+from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
+from blockyard.router.calls.generating import Calls
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.generation.generation import RouterParts
+from blockyard.router.generation.output import Delta
+from blockyard.router.services.answers import gathered, stream_response
+from blockyard.router.services.interceptor import Context
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """One for each router."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._parts, self._bounds = calls.parts, calls.bounds
+
+    async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        async with self._calls.deltas(request, context) as (request_id, deltas):
+
+            async def write(delta: Delta) -> None:
+                await context.write(stream_response(request_id, delta))
+
+            await self._calls.deliver(deltas, write)
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        async with self._calls.deltas(request, context) as (request_id, deltas):
+            return await gathered(request_id, deltas)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        return await self._calls.tokenize(request, context)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        return await self._calls.detokenize(request, context)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=model_messages(self._parts))
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        if not request.request_id or not is_name(request.request_id):
+            raise InvalidRequest.of("request_id", "is required, as Generate allows it")
+        self._parts.registry.abort(request.request_id, realm=self._bounds.caller(context).realm)
+        return inference_pb2.AbortResponse()
+
+
+def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
+    """The one model of the cluster under each of its names, its id first."""
+    model = model_message(parts)
+    return [
+        inference_pb2.Model(
+            id=name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.block_size,
+        )
+        for name in parts.facts.names
+    ]
+
+
+def model_message(parts: RouterParts) -> inference_pb2.Model:
+    """The one model of the cluster. Without any worker so far, block_size is 0: unknown."""
+    identity = parts.fleet.identity
+    return inference_pb2.Model(
+        id=parts.facts.name,
+        max_model_len=parts.max_model_len,
+        vocab_size=parts.facts.vocab_size,
+        block_size=identity.block_size if identity else 0,
+    )

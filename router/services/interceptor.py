@@ -1,0 +1,188 @@
+"""What stands between the wire and every handler: who calls, parsing, and the one place where exceptions become
+statuses.
+
+gRPC's own deserialiser answers a malformed message with UNKNOWN and sends the text of an uncaught exception
+to the client. So every method of every service on the server is wrapped: its bytes are parsed here, and whatever
+the handler raises goes through status.py. Cancellation passes untouched.
+
+Where clients authenticate, AuthInterceptor stands before that: a call that is refused is never read. It sees every
+method, streams of requests and unknown ones too. The rules are in admission/auth.py, what other protocols share in
+calls/gate.py.
+
+gRPC would read a message for as long as it takes to come. So each method is given to the server as one with a stream of
+requests, whose one message is read here, within bounds (calls/intake.py).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from typing import Any, NoReturn
+
+import grpc
+from blockyard.router.calls.bounds import caller_client
+from blockyard.router.calls.gate import CallGate, answer_to
+from blockyard.router.calls.intake import PROMPT_SECONDS, Intake
+from blockyard.router.errors import DeadlinePassed, MalformedMessage, Overloaded, RouterError
+from blockyard.router.services.status import code_of, trailing_metadata
+from google.protobuf.message import DecodeError
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+LASTING_METHODS = frozenset(
+    {"/grpc.health.v1.Health/Watch", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
+)
+"""They end when the client likes, and nothing else counts them."""
+MAX_LASTING = 256
+"""Of each, at once."""
+MAX_LASTING_A_CLIENT = 32
+LASTING_RETRY_SECONDS = 5.0
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Admits calls by their token; the caller is PRINCIPAL in the handler."""
+
+    def __init__(self, gate: CallGate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        try:
+            self._gate.admit(handler_call_details.method, handler_call_details.invocation_metadata or ())
+        except RouterError as error:
+            return _refusal(error)
+        return await continuation(handler_call_details)
+
+
+def _refusal(error: RouterError) -> Any:
+    """Stands in for a handler of any kind: on the wire an end without a message is the same for all."""
+
+    async def refuse(_: Any, context: Context) -> None:
+        await context.abort(code_of(error), error.message, trailing_metadata(error))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class BoundaryInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps methods with one request message, whose handlers must be coroutines (streams use `context.write`), and
+    those with a stream of them."""
+
+    def __init__(self, gate: CallGate, intake: Intake, *, message_bytes: int) -> None:
+        """`message_bytes`: the largest message that the server reads."""
+        self._gate, self._intake, self._message_bytes = gate, intake, message_bytes
+        self._num_lasting: Counter[tuple[str, str]] = Counter()
+        """Counts calls by method and client. The client "" stands for all of a method."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        method = handler_call_details.method
+        if handler.request_streaming:
+            assert handler.response_streaming
+            behave = self._bounded(self._of_stream(handler), method)
+        elif handler.response_streaming:
+            behave = self._bounded(self._of_one(handler.unary_stream, handler.request_deserializer), method)
+        else:
+            behave = self._bounded(self._of_one(handler.unary_unary, handler.request_deserializer), method)
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(behave, request_deserializer=None, response_serializer=handler.response_serializer)
+
+    def _bounded(self, inner: Callable[[Context], Awaitable[Any]], method: str) -> Behaviour:
+        """A handler that reads by itself; what it raises becomes a status."""
+
+        async def behave(_: AsyncIterator[bytes], context: Context) -> Any:
+            try:
+                if method not in LASTING_METHODS:
+                    return await inner(context)
+                with self._lasting(method, caller_client(context.peer())):
+                    return await inner(context)
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError as error:
+                await self._gate.free(error)
+                raise
+            except Exception as error:
+                await _abort(context, error, method)
+
+        return behave
+
+    def _of_one(self, inner: Behaviour, parse: Callable[[bytes], Any]) -> Callable[[Context], Awaitable[Any]]:
+        async def behave(context: Context) -> Any:
+            raw = await self._read(context)
+            if raw is grpc.aio.EOF:
+                await _end_without_message(context)
+            return await inner(_parsed(parse, raw), context)
+
+        return behave
+
+    def _of_stream(self, handler: Any) -> Callable[[Context], Awaitable[None]]:
+        """Of reflection, the one method whose requests are a stream; its handler is an async generator. A client that
+        asks nothing for a while is told that this was all: it opens another stream for its next question. So a stream
+        is never charged while its client has nothing to ask."""
+
+        async def requests(context: Context) -> AsyncIterator[Any]:
+            with suppress(DeadlinePassed, TimeoutError):
+                raw = await self._read(context)
+                while raw is not grpc.aio.EOF:
+                    yield _parsed(handler.request_deserializer, raw)
+                    async with asyncio.timeout(PROMPT_SECONDS):
+                        raw = await context.read()
+
+        async def behave(context: Context) -> None:
+            async with aclosing(handler.stream_stream(requests(context), context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        return behave
+
+    async def _read(self, context: Context) -> Any:
+        return await self._intake.message(context.read, most_bytes=self._message_bytes, peer=context.peer)
+
+    @contextmanager
+    def _lasting(self, method: str, client: str) -> Iterator[None]:
+        """Raises Overloaded for a call beyond those that may last at once."""
+        everybody, own = (method, ""), (method, client)
+        for key, most, whose in (
+            (own, MAX_LASTING_A_CLIENT, " of this client"),
+            (everybody, MAX_LASTING, ""),
+        ):
+            if self._num_lasting[key] >= most:
+                raise Overloaded(
+                    f"{most} such calls{whose} run already", retry_after_seconds=LASTING_RETRY_SECONDS
+                )
+        self._num_lasting.update((everybody, own))
+        try:
+            yield
+        finally:
+            self._num_lasting.subtract((everybody, own))
+            if not self._num_lasting[own]:
+                del self._num_lasting[own]
+
+
+async def _end_without_message(context: Context) -> NoReturn:
+    """gRPC says the same of a message that is too large, or broken off, and has ended the call itself then."""
+    try:
+        await _abort(context, MalformedMessage("the call has no message"), "a call")
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+
+
+def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except DecodeError:
+        raise MalformedMessage("the request is not a valid message of this method") from None
+
+
+async def _abort(context: Context, error: Exception, method: str) -> NoReturn:
+    answer = answer_to(error, method)
+    await context.abort(code_of(answer), answer.message, trailing_metadata(answer))

@@ -1,0 +1,100 @@
+"""What a router knows as messages: workers, candidates of a placement, requests.
+
+Pure. Owns no question and no answer (cluster.py).
+"""
+
+from blockyard.proto.metrics.readings import Histogram
+from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.view import WorkerState, WorkerView
+from blockyard.router.generation.registry import RequestRecord, RequestState
+from blockyard.router.placement.scoring import Score
+
+WORKER_STATES = {
+    WorkerState.CONNECTING: cluster_pb2.WORKER_STATE_CONNECTING,
+    WorkerState.READY: cluster_pb2.WORKER_STATE_READY,
+    WorkerState.DRAINING: cluster_pb2.WORKER_STATE_DRAINING,
+    WorkerState.SUSPECT: cluster_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.REFUSED: cluster_pb2.WORKER_STATE_REFUSED,
+    WorkerState.LOST: cluster_pb2.WORKER_STATE_LOST,
+}
+REQUEST_STATES = {
+    RequestState.QUEUED: cluster_pb2.REQUEST_STATE_QUEUED,
+    RequestState.PLACED: cluster_pb2.REQUEST_STATE_PLACED,
+    RequestState.STREAMING: cluster_pb2.REQUEST_STATE_STREAMING,
+}
+
+
+def workers_message(fleet: Fleet) -> cluster_pb2.ListWorkersResponse:
+    workers = sorted(fleet.view.workers(), key=lambda worker: (worker.worker_id, worker.address))
+    return cluster_pb2.ListWorkersResponse(workers=[_worker_message(fleet, worker) for worker in workers])
+
+
+def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
+    state = fleet.view.state(worker)
+    reason = worker.reason
+    if state is WorkerState.SUSPECT or (state is WorkerState.LOST and not reason):
+        reason = "silent"
+    message = cluster_pb2.Worker(
+        address=worker.address,
+        state=WORKER_STATES[state],
+        state_reason="" if state is WorkerState.READY else reason,
+        load=worker.load,
+        index=worker.index,
+    )
+    if worker.hello is not None:
+        message.worker_id = worker.worker_id
+        message.incarnation = worker.incarnation
+        message.total_blocks = worker.hello.total_blocks
+        message.block_size = worker.hello.block_size
+        message.device = worker.hello.device
+        message.engine = worker.hello.engine
+        message.seconds_since_heard = fleet.view.silence_seconds(worker)
+    return message
+
+
+def timeless(message: cluster_pb2.ListWorkersResponse) -> list[cluster_pb2.Worker]:
+    """The workers without what changes by itself."""
+    workers = []
+    for worker in message.workers:
+        copy = cluster_pb2.Worker()
+        copy.CopyFrom(worker)
+        copy.seconds_since_heard = 0
+        if copy.HasField("index"):
+            copy.index.lag_seconds = 0
+        workers.append(copy)
+    return workers
+
+
+def candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
+    return cluster_pb2.PlacementCandidate(
+        worker_id=score.worker_id,
+        cached_tokens=score.cached_tokens,
+        host_cached_tokens=score.host_cached_tokens,
+        uncached_tokens=score.uncached_tokens,
+        queue_ms=score.queue_ms,
+        prefill_ms=score.prefill_ms,
+        host_load_ms=score.host_load_ms,
+        decode_ms=score.decode_ms,
+        memory_ms=score.memory_ms,
+        others_ms=score.others_ms,
+        total_ms=score.total_ms,
+        cost=score.cost,
+    )
+
+
+def request_message(record: RequestRecord, now: float) -> cluster_pb2.RequestInfo:
+    return cluster_pb2.RequestInfo(
+        request_id=record.request_id,
+        state=REQUEST_STATES[record.state],
+        worker_id=record.progress.worker_id,
+        prompt_tokens=record.prompt_tokens,
+        generated_tokens=record.progress.num_generated,
+        age_seconds=now - record.arrival,
+        tenant=record.tenant,
+        cached_tokens=record.progress.cached_tokens,
+    )
+
+
+def latencies_message(histogram: Histogram) -> cluster_pb2.Latencies:
+    return cluster_pb2.Latencies(bounds_seconds=histogram.bounds, cumulative=histogram.read().cumulative)

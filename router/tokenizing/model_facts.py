@@ -1,0 +1,147 @@
+"""What a router must know of the model it fronts, read once from its folder: never the weights.
+
+Owns the few facts that validation and sampling need. Does not own finding the folder (proto/naming/model_files.py),
+nor the tokenizer's work.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NORMALISER_SHRINK = 3
+"""Unicode normal forms write a character with at most so many times fewer bytes."""
+
+GenerationConfig = Literal["auto", "none"]
+"""Whether the sampling defaults of a model's generation_config.json apply."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of sampling parameters that a request does not set. A model may bring its own."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The model as its files describe it."""
+
+    names: tuple[str, ...]
+    """Requests may use each of these names. The first is its id, which answers have."""
+    vocab_size: int
+    """Token ids from 0 that both tokenizer and model know."""
+    max_position_embeddings: int
+    """Its context; workers may serve a shorter one."""
+    eos_token_ids: frozenset[int]
+    longest_token_bytes: int
+    """No token stands for more bytes of text than this."""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+
+    @property
+    def name(self) -> str:
+        """Its id."""
+        return self.names[0]
+
+    def max_text_bytes(self, num_tokens: int) -> int:
+        """A longer text cannot fit so many tokens, whatever it says."""
+        return num_tokens * self.longest_token_bytes
+
+
+def read_facts(
+    folder: Path,
+    *,
+    names: tuple[str, ...],
+    tokenizer: "PreTrainedTokenizerBase",
+    generation_config: GenerationConfig = "auto",
+) -> ModelFacts:
+    """Read the facts from a model's folder.
+
+    `generation_config="none"` ignores the model's sampling defaults. Its end-of-text ids count either way. Raises
+    ValueError for a folder without a readable config.json.
+    """
+    config = _read_json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id", tokenizer.eos_token_id))
+    return ModelFacts(
+        names=names,
+        vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
+        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        # As the workers do: an id beyond the logits ends nothing, and they would refuse it.
+        eos_token_ids=frozenset(
+            token_id
+            for token_id in ([eos] if isinstance(eos, int) else eos or ())
+            if 0 <= token_id < _positive(config, "vocab_size")
+        ),
+        longest_token_bytes=longest_token_bytes(tokenizer),
+        sampling_defaults=(
+            read_sampling_defaults(generation) if generation_config == "auto" else SamplingDefaults()
+        ),
+    )
+
+
+def read_sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """Take the sampling defaults out of a generation_config.json. A value out of range is ignored, with a warning."""
+    defaults: dict[str, float] = {}
+    for field in fields(SamplingDefaults):
+        value = generation.get(field.name)
+        if value is None:
+            continue
+        if _is_default(field.name, value):
+            defaults[field.name] = value
+        else:
+            logger.warning("generation_config.json: %s is out of range and ignored", field.name)
+    return SamplingDefaults(**defaults)  # type: ignore[arg-type]
+
+
+def _is_default(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    match name:
+        case "top_k":
+            return isinstance(value, int) and 0 <= value < 2**32
+        case "top_p":
+            return 0 < value <= 1
+        case "min_p":
+            return 0 <= value <= 1
+        case "repetition_penalty":
+            return 0.01 <= value <= 100
+        case _:
+            return 0 <= value <= 100
+
+
+def longest_token_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """A bound from above: vocabularies spell some bytes with two or three, as in "\u0120" or "\u2581" for a space."""
+    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalises = backend is None or backend.normalizer is not None
+    return longest * NORMALISER_SHRINK if normalises else longest
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return content
+
+
+def _positive(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {key} must be a positive integer")
+    return value

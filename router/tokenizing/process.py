@@ -1,0 +1,205 @@
+"""One process that renders, encodes and names prompts, and the wire to it.
+
+Owns a life of the process: its start, questions and answers in order, its end with its parent's. Does not own deadlines
+nor what follows a death (service.py), nor what is computed (prompts.py).
+
+The wire is a socket on the event loop; what goes over it is in wire.py. Python's own pool of processes has
+two threads between caller and process, which cost a request more than tokenising its prompt takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from blockyard.proto.naming.block_hash import chain, pack_tokens
+from blockyard.proto.text import load_tokenizer
+from blockyard.router.tokenizing.prompts import PromptEncoder, PromptError
+from blockyard.router.tokenizing.wire import (
+    Answer,
+    Frames,
+    Prepared,
+    Question,
+    TokenizingError,
+    answer_frame,
+    parse_answer,
+    parse_question,
+    parse_start,
+    question_frame,
+    read_frame,
+    start_frame,
+)
+
+MAX_EXTRA_BYTES = 2 * 2**30
+"""Of address space, beyond what is there once the tokenizer is loaded."""
+
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+
+__all__ = ["Prepared", "ProcessDied", "TokenizerProcess", "TokenizingError"]
+
+
+class ProcessDied(Exception):
+    """The process ended before it answered."""
+
+
+class TokenizerProcess:
+    """Begins to load the tokenizer at once; `connect` before anything else is asked of it."""
+
+    def __init__(self, path: str, chat_template: str | None = None) -> None:
+        self._socket, theirs = socket.socketpair()
+        # Python's multiprocessing would run the program of this process there too, which in an actor loads Ray.
+        found_at = os.pathsep.join(map(os.path.abspath, sys.path))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), path],
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": found_at},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        with suppress(BrokenPipeError):  # it has died; `connect` tells
+            self._socket.sendall(start_frame(chat_template))
+        self._wire: _Wire | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def connect(self) -> asyncio.Future[Any]:
+        """Done once the tokenizer is loaded. It raises OSError or ValueError for one that cannot be, ProcessDied."""
+        if self._wire is None:
+            wire = self._wire = _Wire()
+            await asyncio.get_running_loop().create_connection(lambda: wire, sock=self._socket)
+        return self._wire.ready
+
+    def prepare(self, question: Question) -> asyncio.Future[Prepared]:
+        """Its result raises PromptError, TokenizingError or ProcessDied."""
+        assert self._wire is not None
+        return self._wire.ask(question)
+
+    def end(self) -> None:
+        """Ends it whatever it is doing; calls in it end with ProcessDied."""
+        self._process.kill()
+        threading.Thread(
+            target=self.join, daemon=True
+        ).start()  # whoever replaces it does not wait for its end
+        if self._wire is not None:
+            self._wire.close()
+        else:
+            self._socket.close()
+
+    def join(self) -> None:
+        """Waits for its end."""
+        self._process.wait()
+
+
+class _Wire(asyncio.Protocol):
+    """The router's end. Answers come in the order of the questions, after the word that the tokenizer is loaded."""
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._awaited: deque[asyncio.Future[Any]] = deque((self.ready,))
+        self._frames = Frames()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def ask(self, question: Question) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._transport is None or self._transport.is_closing():
+            answer.set_exception(ProcessDied())
+        else:
+            self._awaited.append(answer)
+            self._transport.write(question_frame(question))
+        return answer
+
+    def data_received(self, data: bytes) -> None:
+        for content in self._frames.push(data):
+            _settle(self._awaited.popleft(), parse_answer(content))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for future in self._awaited:
+            _settle(future, ProcessDied())
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _settle(future: asyncio.Future[Any], answer: object) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+        # Nobody may be waiting any more.
+        future.exception()
+    else:
+        future.set_result(answer)
+
+
+def _serve(connection: socket.socket, path: str) -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    # transformers imports torch where it can; it takes 2 s and 200 MB, and no tokenizer needs it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    with connection, connection.makefile("rb") as questions:
+        started = read_frame(questions)
+        assert started is not None
+        chat_template = parse_start(started)
+        try:
+            encoder = PromptEncoder(load_tokenizer(path, chat_template))
+        except Exception as error:
+            connection.sendall(answer_frame(error))
+            return
+        _limit_memory()
+        connection.sendall(answer_frame(None))
+        while (content := read_frame(questions)) is not None:
+            connection.sendall(answer_frame(_answer(encoder, parse_question(content))))
+
+
+def _limit_memory() -> None:
+    """A template may write gigabytes before its time is over."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    most = pages * resource.getpagesize() + MAX_EXTRA_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _end_with_parent(connection: socket.socket) -> None:
+    """A long computation would not notice that the socket is closed."""
+    hang_up = select.poll()
+    hang_up.register(connection, 0)
+    hang_up.poll()
+    os._exit(1)
+
+
+def _answer(encoder: PromptEncoder, question: Question) -> Answer:
+    try:
+        token_ids = encoder.encode(question.prompt, max_tokens=question.max_tokens)
+    except PromptError as error:
+        return error
+    except Exception as error:
+        # Only the type: the message may quote the prompt, and ends in a log.
+        return TokenizingError(f"tokenising failed with {type(error).__name__}")
+    if question.keep_last is not None:
+        token_ids = token_ids[-question.keep_last :]
+    packed = pack_tokens(token_ids)
+    root = question.root
+    names = [] if root is None else [root, *chain(root, packed, question.block_size)]
+    return Prepared(token_ids=packed, num_tokens=len(token_ids), block_names=b"".join(names))
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,313 @@
+"""From what a client sent to token ids, where text from users stays text.
+
+Owns the chat rendering and the rule that a control token's string typed by a user never becomes that token.
+Pure but for the tokenizer it is given. Does not own the process it runs in, see service.py.
+
+Control tokens are the special tokens, and the added tokens that the chat template writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = frozenset({"system", "user", "assistant"})
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids travel and are named as int32."""
+CHARACTERS_A_TOKEN = 4
+"""A text of at most so many characters for each allowed token is encoded as a whole, without counting first."""
+COUNTED_CHARACTERS = 65_536
+"""A longer text's tokens are counted in pieces of this length."""
+TEMPLATE_NAMES = frozenset({"messages", "raise_exception", "strftime_now"})
+"""Variables of every chat template, beside the arguments of `apply_chat_template` and the special tokens."""
+
+
+class PromptError(ValueError):
+    """The client's mistake. The message is one of a few fixed sentences and holds nothing of the prompt."""
+
+
+class TemplateKwargsError(PromptError):
+    """The variables for the chat template are at fault."""
+
+
+class PromptTooLong(PromptError):
+    """The prompt has clearly more tokens than were allowed; not all of it was encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+    name: str = ""
+    """The speaker's name; empty if the message has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[ChatMessage]
+    template_kwargs: str = ""
+    """A JSON object of more variables for the template; empty: none."""
+    add_generation_prompt: bool = True
+    """Ends with the beginning of an answer."""
+    continue_final_message: bool = False
+    """Ends within the last message, behind its content. Excludes `add_generation_prompt`."""
+
+    def texts(self) -> Iterator[str]:
+        """All that a client wrote of it."""
+        for message in self.messages:
+            yield message.content
+            yield message.name
+        yield self.template_kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: Sequence[int]
+
+
+PromptInput = TextPrompt | ChatPrompt | TokenPrompt
+
+_Segments = tuple[list[str], list[str]]
+"""Texts of the template, and the users' texts between them: always one fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A chat as its template gets it."""
+
+    messages: list[dict[str, str]]
+    kwargs: Any
+    """Variables by name; each is a value of JSON."""
+    options: Mapping[str, Any]
+    """Further arguments of `apply_chat_template`."""
+
+    @classmethod
+    def of(cls, prompt: ChatPrompt) -> _Chat:
+        messages = [
+            {"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})}
+            for m in prompt.messages
+        ]
+        names = ("add_generation_prompt", "continue_final_message")
+        kwargs = json.loads(prompt.template_kwargs or "{}")
+        return cls(messages, kwargs, {name: getattr(prompt, name) for name in names})
+
+    def changed(self, content: Callable[[str], str], other: Callable[[str], str]) -> _Chat:
+        """With other contents, and with other names and strings of `kwargs`. Empty ones stay as they are."""
+        messages = [
+            {
+                "role": message["role"],
+                "content": content(message["content"]) if message["content"] else "",
+                **({"name": other(message["name"])} if "name" in message else {}),
+            }
+            for message in self.messages
+        ]
+        return replace(self, messages=messages, kwargs=_with_strings(self.kwargs, other))
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    match value:
+        case str():
+            return change(value) if value else value
+        case list():
+            return [_with_strings(item, change) for item in value]
+        case dict():
+            return {key: _with_strings(item, change) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _inner_keys(value: Any) -> Iterator[str]:
+    """Keys of all objects inside an object or list."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        if isinstance(item, dict):
+            yield from item
+        yield from _inner_keys(item)
+
+
+class PromptEncoder:
+    """Encodes prompts with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        control = _control_tokens(tokenizer)
+        self._control_ids = frozenset(control)
+        ends = {character for token in control.values() for character in (token[:1], token[-1:])}
+        self._delimiters = frozenset(character for character in ends if not character.isalnum())
+        """Where control tokens begin and end, such as < and >. A text without them can complete none."""
+        worded = [token for token in control.values() if token[0].isalnum() or token[-1].isalnum()]
+        self._heads = tuple(token[:at] for token in worded for at in range(1, len(token)))
+        self._tails = tuple(token[at:] for token in worded for at in range(1, len(token)))
+        """Parts of those that begin or end with a letter: words have such ends too."""
+        longest_first = sorted(control.values(), key=len, reverse=True)
+        # Splits "<|x|>" after its "<": the strings on either side of the cut are no control token.
+        self._cut = re.compile(
+            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longest_first)
+        )
+        self._template_names = TEMPLATE_NAMES | {
+            *inspect.signature(tokenizer.apply_chat_template).parameters,
+            *tokenizer.special_tokens_map,
+        }
+        self._start_ids, self._end_ids = self._frame()
+
+    def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
+        """The prompt's token ids, at least one. Raises PromptError; PromptTooLong for far more than `max_tokens`."""
+        match prompt:
+            case TextPrompt(text):
+                if not text:
+                    raise PromptError("the prompt is empty")
+                self._check_length([text], max_tokens)
+                token_ids = [*self._start_ids, *self._spell(text), *self._end_ids]
+            case ChatPrompt():
+                self._check_length(list(prompt.texts()), max_tokens)
+                token_ids = self._encode_chat(prompt)
+            case TokenPrompt(ids):
+                if any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
+                    raise PromptError("a token id of the prompt is out of range")
+                token_ids = list(ids)
+        if not token_ids:
+            raise PromptError("the prompt has no tokens")
+        return token_ids
+
+    def _check_length(self, texts: Sequence[str], max_tokens: int | None) -> None:
+        """Counts the tokens of long texts in pieces, until they are too many. A cut may add a few tokens."""
+        if max_tokens is None or sum(len(text) for text in texts) <= CHARACTERS_A_TOKEN * max_tokens:
+            return
+        num_tokens = 0
+        for text in texts:
+            for at in range(0, len(text), COUNTED_CHARACTERS):
+                num_tokens += len(self._encode(text[at : at + COUNTED_CHARACTERS], split_special=True))
+                if num_tokens > max_tokens:
+                    raise PromptTooLong(f"the prompt has more than {max_tokens} tokens")
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        _check_messages(prompt.messages)
+        chat = _Chat.of(prompt)
+        self._check_kwargs(chat.kwargs)
+        joint = self._encode(self._render(chat))
+        segments = self._segments(chat)
+        if self._control(joint) == self._template_control(chat, segments):
+            return joint
+        if segments is None:
+            raise PromptError("the chat template cannot keep this chat's text apart from its own")
+        template_texts, user_texts = segments
+        template_ids = [self._encode(text) for text in template_texts]
+        user_ids = [self._spell(text) for text in user_texts]
+        token_ids: list[int] = []
+        for of_template, of_user in zip_longest(template_ids, user_ids, fillvalue=()):
+            token_ids += [*of_template, *of_user]
+        return token_ids
+
+    def _template_control(self, chat: _Chat, segments: _Segments | None) -> list[int]:
+        """The control tokens that the template itself writes round these texts."""
+        if segments is not None:
+            return [token_id for text in segments[0] for token_id in self._control(self._encode(text))]
+
+        def neutral(text: str) -> str:
+            return secrets.token_hex(8)
+
+        neutral_chat = chat.changed(neutral, lambda text: neutral(text) if self._may_control(text) else text)
+        return self._control(self._encode(self._render(neutral_chat)))
+
+    def _segments(self, chat: _Chat) -> _Segments | None:
+        """The rendered chat as what the template wrote and, between each two of those, what a user wrote.
+
+        Found by putting unguessable marks round each content before rendering. A name or a variable may decide what
+        the template writes, so only those are marked that could be or complete a control token. None for a template
+        that drops or cuts such texts, and marks with them.
+        """
+        nonce = secrets.token_hex(8)
+        marked: list[str] = []
+
+        def mark(text: str) -> str:
+            owner = str(len(marked))
+            marked.append(owner)
+            return f"{nonce}o{owner}z{text}{nonce}c{owner}z"
+
+        marked_chat = chat.changed(mark, lambda text: mark(text) if self._may_control(text) else text)
+        pieces = re.split(rf"{nonce}([oc])(\d+)z", self._render(marked_chat))
+        texts, kinds, owners = pieces[0::3], pieces[1::3], pieces[2::3]
+        in_pairs = kinds == ["o", "c"] * (len(kinds) // 2) and owners[0::2] == owners[1::2]
+        if not in_pairs or set(owners) != set(marked):
+            return None
+        return texts[0::2], texts[1::2]
+
+    def _may_control(self, text: str) -> bool:
+        """Whether it holds a control token, or what others could complete to one."""
+        is_part = text.endswith(self._heads) or text.startswith(self._tails)
+        return is_part or not self._delimiters.isdisjoint(text) or bool(self._control(self._encode(text)))
+
+    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises TemplateKwargsError."""
+        if any(name in self._template_names or name.endswith(("_token", "_tokens")) for name in kwargs):
+            raise TemplateKwargsError("a name is taken by what the chat template gets anyway")
+        if any(self._may_control(key) for key in _inner_keys(kwargs)):
+            raise TemplateKwargsError("a key holds what could be a part of a control token")
+
+    def _render(self, chat: _Chat) -> str:
+        if not self._tokenizer.chat_template:
+            raise PromptError("this model has no chat template: send a prompt instead of messages")
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                chat.messages, tokenize=False, **chat.options, **chat.kwargs
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError):
+            # The template's own message may quote the chat.
+            raise PromptError("the model's chat template refused these messages") from None
+        return str(rendered)
+
+    def _spell(self, text: str) -> list[int]:
+        """Ids of a text in which nothing is a control token."""
+        for pieces in ([text], self._cut.split(text)):
+            token_ids = [token_id for piece in pieces for token_id in self._encode(piece, split_special=True)]
+            if not self._control(token_ids):
+                return token_ids
+        raise PromptError("the text holds a control token that this tokenizer cannot spell as text")
+
+    def _encode(self, text: str, *, split_special: bool = False, frame: bool = False) -> list[int]:
+        # verbose=False: a prompt longer than the tokenizer's own limit is judged elsewhere, not warned about.
+        encoding = self._tokenizer(
+            text, add_special_tokens=frame, split_special_tokens=split_special, verbose=False
+        )
+        return list(encoding["input_ids"])
+
+    def _control(self, token_ids: Iterable[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id in self._control_ids]
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a plain text, such as a beginning-of-sequence token."""
+        framed, bare = self._encode("a", frame=True), self._encode("a")
+        start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        return framed[:start], framed[start + len(bare) :]
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    template = str(tokenizer.chat_template or "")
+    return {
+        token_id: token.content
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special or token.content in template
+    }
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    if not messages:
+        raise PromptError("the chat has no messages")
+    if any(message.role not in ROLES for message in messages):
+        raise PromptError("a message's role must be system, user or assistant")

@@ -1,0 +1,364 @@
+"""Processes that render, encode and name prompts, so that the router's event loop never does.
+
+Owns which prompt goes to which process: lanes for short and long texts, turns of clients, a deadline for each call, and
+a loaded spare in the place of a process that hangs or dies. What a process is and does is in process.py; the
+small work of detokenising is done in place.
+
+A thread would not do: one busy pure-Python thread lifts the event loop's lag to 5 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from blockyard.proto.text import load_tokenizer
+from blockyard.router.admission.fair_queue import TenantQueues, Ticket
+from blockyard.router.tokenizing.process import Prepared, ProcessDied, TokenizerProcess, TokenizingError
+from blockyard.router.tokenizing.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    PromptError,
+    PromptInput,
+    PromptTooLong,
+    TemplateKwargsError,
+    TextPrompt,
+    TokenPrompt,
+)
+from blockyard.router.tokenizing.wire import Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "ChatMessage",
+    "ChatPrompt",
+    "Prepared",
+    "PromptError",
+    "PromptInput",
+    "PromptTooLong",
+    "TemplateKwargsError",
+    "TextPrompt",
+    "TokenPrompt",
+    "TokenizerService",
+    "TokenizingError",
+    "TokenizingTimeout",
+]
+
+DEFAULT_TIMEOUT_SECONDS = 5.0
+DEFAULT_START_TIMEOUT_SECONDS = 60.0
+LONG_TEXT_CHARACTERS = 64 * 1024
+"""A text above it takes more than some 30 ms and goes to the slow lane."""
+LONG_TIMEOUT_FACTOR = 4
+"""The slow lane's deadline beside the fast lane's: its process has a low priority."""
+SLOW_NICENESS = 10
+SPARE_DELAY_SECONDS = 10.0
+"""From the start of the service to the start of its spare process, so that the spare slows no start down."""
+MAX_START_DEATHS = 3
+"""Processes that may die one after another while they load, before a call fails."""
+QUANTUM_CHARACTERS = 4096
+"""What a client's turn adds to what it may have tokenised."""
+
+
+class TokenizingTimeout(TokenizingError):
+    """The prompt took longer than one call may; the process was replaced."""
+
+
+class TokenizerService:
+    """`async with TokenizerService(path) as service`: prompts to token ids and names, token ids to text.
+
+    Each process runs one call at a time. Clients that wait take turns by the length of their texts, and the calls of
+    one client begin in order of arrival. A deadline counts from the call's turn, so a queue delays but fails nothing;
+    whoever waits sets a deadline of his own by cancelling. A cancelled call runs on to its deadline, and the next one
+    of its process starts after it.
+
+    Texts above LONG_TEXT_CHARACTERS have one process of low priority to themselves, which begins with the first of
+    them. So they never keep short ones waiting.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        chat_template: str | None = None,
+        num_processes: int = 1,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        start_timeout_seconds: float = DEFAULT_START_TIMEOUT_SECONDS,
+        spare_delay_seconds: float = SPARE_DELAY_SECONDS,
+    ) -> None:
+        self._path = str(path)
+        self._chat_template = chat_template
+        self._spare = _Spare(self._path, chat_template, delay_seconds=spare_delay_seconds)
+        patience = _Patience(call_seconds=timeout_seconds, start_seconds=start_timeout_seconds)
+        long_patience = _Patience(
+            call_seconds=LONG_TIMEOUT_FACTOR * timeout_seconds, start_seconds=start_timeout_seconds
+        )
+        self._seats = [_Seat(self._spare, patience) for _ in range(num_processes)]
+        self._slow_seat = _Seat(self._spare, long_patience, niceness=SLOW_NICENESS)
+        self._fast_lane = _Lane([])
+        self._slow_lane = _Lane([self._slow_seat])
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    async def start(self) -> None:
+        """Loads the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
+        for seat in self._seats:
+            seat.open()
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path, self._chat_template)
+        for seat in self._seats:
+            await seat.ready()
+            self._fast_lane.give(seat)
+        self._spare.begin()
+
+    async def close(self) -> None:
+        await self._spare.close()
+        for seat in (*self._seats, self._slow_seat):
+            await seat.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """For decoding in place; prompts go through `prepare`."""
+        assert self._tokenizer is not None, "the service was not started"
+        return self._tokenizer
+
+    def pids(self) -> list[int]:
+        """The processes that tokenise short texts now."""
+        return [seat.process.pid for seat in self._seats if seat.process is not None]
+
+    @property
+    def slow_pid(self) -> int | None:
+        """The process that tokenises long texts; None before the first of them."""
+        return self._slow_seat.process.pid if self._slow_seat.process is not None else None
+
+    @property
+    def spare_pid(self) -> int | None:
+        """The process that will follow the next one to die, if it has been started."""
+        return self._spare.process.pid if self._spare.process is not None else None
+
+    async def prepare(
+        self,
+        prompt: PromptInput,
+        *,
+        root: bytes | None,
+        block_size: int,
+        client: str = "",
+        max_tokens: int | None = None,
+        keep_last: int | None = None,
+    ) -> Prepared:
+        """Token ids and, with a root, block names. Raises PromptError or TokenizingError.
+
+        Clients take turns by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
+        all of it is encoded; one that has few more may pass. Only the last `keep_last` tokens are kept.
+        """
+        question = Question(
+            prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens, keep_last=keep_last
+        )
+        num_characters = _text_characters(prompt)
+        lane = self._slow_lane if num_characters > LONG_TEXT_CHARACTERS else self._fast_lane
+        seat = await lane.take(client, num_characters)
+        try:
+            return await seat.prepare(question)
+        finally:
+            lane.give(seat)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of these tokens, without special ones unless they are asked for."""
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+
+def _text_characters(prompt: PromptInput) -> int:
+    """What is to be encoded. Token ids are only packed, which takes next to nothing."""
+    match prompt:
+        case TextPrompt(text):
+            return len(text)
+        case ChatPrompt():
+            return sum(map(len, prompt.texts()))
+        case TokenPrompt():
+            return 0
+
+
+class _Lane:
+    """Seats for calls of one kind, given to clients in turn."""
+
+    def __init__(self, seats: Sequence[_Seat]) -> None:
+        self._idle = list(seats)
+        self._waiting = TenantQueues(quantum_tokens=QUANTUM_CHARACTERS)
+        self._places: dict[int, asyncio.Future[_Seat]] = {}
+        """By number of ticket."""
+        self._numbers = itertools.count()
+
+    async def take(self, client: str, num_characters: int) -> _Seat:
+        """A seat; `give` it back."""
+        number = next(self._numbers)
+        ticket = Ticket(rank=number, number=number, tenant=client, cost_tokens=num_characters)
+        place: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
+        self._places[number] = place
+        self._waiting.add(ticket)
+        self._seat_waiting()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give(place.result())
+            elif self._places.pop(number, None) is not None:
+                self._waiting.remove(ticket, had_turn=False)
+            raise
+
+    def give(self, seat: _Seat) -> None:
+        self._idle.append(seat)
+        self._seat_waiting()
+
+    def _seat_waiting(self) -> None:
+        while self._idle and (ticket := self._waiting.first()) is not None:
+            place = self._places.pop(ticket.number)
+            # A cancelled caller learns of it only in the loop's next turn: until then its ticket waits here.
+            self._waiting.remove(ticket, had_turn=not place.cancelled())
+            if not place.cancelled():
+                place.set_result(self._idle.pop())
+
+
+class _Spare:
+    """A process that loads the tokenizer before one is needed."""
+
+    def __init__(self, path: str, chat_template: str | None, *, delay_seconds: float) -> None:
+        self._path = path
+        self._chat_template = chat_template
+        self._delay_seconds = delay_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self.process: TokenizerProcess | None = None
+
+    def begin(self) -> None:
+        """Starts the process after the delay, and another one whenever it was taken."""
+        self._timer = asyncio.get_running_loop().call_later(self._delay_seconds, self._start)
+
+    def take(self) -> TokenizerProcess:
+        """The spare if there is one, else a process that begins to load now."""
+        process, self.process = self.process, None
+        if process is None:
+            return TokenizerProcess(self._path, self._chat_template)
+        self._start()
+        return process
+
+    def _start(self) -> None:
+        self.process = TokenizerProcess(self._path, self._chat_template)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
+            await asyncio.to_thread(process.join)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Patience:
+    call_seconds: float
+    start_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    future: asyncio.Future[Prepared]
+    deadline: float
+    """On the event loop's clock."""
+
+
+class _Seat:
+    """Where one process works, and after it the next. One caller at a time."""
+
+    def __init__(self, spare: _Spare, patience: _Patience, *, niceness: int = 0) -> None:
+        self._spare = spare
+        self._patience = patience
+        self._niceness = niceness
+        self._last_call: _Call | None = None
+        self._is_closed = False
+        self.process: TokenizerProcess | None = None
+        """None before it is opened and after it is closed."""
+
+    def open(self) -> None:
+        if self._is_closed:
+            raise TokenizingError("the tokeniser is closed")
+        self.process = self._spare.take()
+        if self._niceness:
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self.process.pid, self._niceness)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
+            await asyncio.to_thread(process.join)
+
+    async def prepare(self, question: Question) -> Prepared:
+        await self._settle_last_call()
+        for _ in range(2):
+            process = await self.ready()
+            deadline = asyncio.get_running_loop().time() + self._patience.call_seconds
+            future = process.prepare(question)
+            self._last_call = _Call(future=future, deadline=deadline)
+            with suppress(ProcessDied):
+                return await self._outcome(self._last_call)
+            self._replace()
+        raise TokenizingError("the tokeniser process died twice on one prompt")
+
+    async def ready(self) -> TokenizerProcess:
+        """The process, once it has loaded. Raises what keeps a tokenizer from that, or TokenizingError."""
+        for _ in range(MAX_START_DEATHS):
+            if self.process is None:
+                self.open()
+            process = self.process
+            assert process is not None
+            loaded = await process.connect()
+            await asyncio.wait({loaded}, timeout=self._patience.start_seconds)
+            if not loaded.done():
+                self._replace()
+                raise TokenizingTimeout(
+                    f"the tokeniser process took over {self._patience.start_seconds:g} s to start"
+                )
+            # One that died while it was loaded and idle looks like one that is ready: its call will tell.
+            with suppress(ProcessDied):
+                loaded.result()
+                return process
+            self._replace()
+        raise TokenizingError("the tokeniser process died while starting")
+
+    async def _outcome(self, call: _Call) -> Prepared:
+        remaining_seconds = call.deadline - asyncio.get_running_loop().time()
+        await asyncio.wait({call.future}, timeout=max(0.0, remaining_seconds))
+        self._last_call = None
+        if call.future.done():
+            return call.future.result()
+        self._replace()
+        raise TokenizingTimeout(f"tokenising took over {self._patience.call_seconds:g} s")
+
+    async def _settle_last_call(self) -> None:
+        """Lets a call whose caller has gone run to its end: its time must not count against the next."""
+        if self._last_call is not None:
+            with suppress(TokenizingError, PromptError, ProcessDied):
+                await self._outcome(self._last_call)
+
+    def _replace(self) -> None:
+        if self.process is not None:
+            self.process.end()
+            self.open()

@@ -1,0 +1,190 @@
+"""What goes between the router and its tokeniser process: prompts there, token ids and names back, as plain data.
+
+Pure. A frame is a length and then as many bytes; its content is a line of JSON, which says what it is, and behind it
+packed tokens, names and texts: megabytes of text as JSON would hold the router's event loop. Never a pickle: nothing
+that is read here can run.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import IO, Any, TypeAlias
+
+from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, pack_tokens, unpack_tokens
+from blockyard.router.tokenizing.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    PromptError,
+    PromptInput,
+    PromptTooLong,
+    TemplateKwargsError,
+    TextPrompt,
+    TokenPrompt,
+)
+
+_LENGTH = struct.Struct("<Q")
+_CHAT_OPTIONS = ("template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class TokenizingError(RuntimeError):
+    """Our failure, not the client's. The message holds nothing of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    prompt: PromptInput
+    root: bytes | None
+    """The name before the first block's; without it none are named."""
+    block_size: int
+    max_tokens: int | None = None
+    """A prompt that clearly has more is refused."""
+    keep_last: int | None = None
+    """A prompt with more tokens keeps its last ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A prompt as the engine session's Submit carries it."""
+
+    token_ids: bytes
+    """Packed little-endian int32."""
+    num_tokens: int
+    block_names: bytes
+    """The root's name, then those of the prompt's full blocks, 16 bytes each; empty without a root."""
+
+
+Answer: TypeAlias = Prepared | Exception | None
+"""None is the word that the tokenizer is loaded."""
+_ERRORS: dict[str, type[Exception]] = {
+    "long": PromptTooLong,
+    "kwargs": TemplateKwargsError,
+    "prompt": PromptError,
+    "tokenizing": TokenizingError,
+    "os": OSError,
+    "value": ValueError,
+}
+"""More exact kinds first. Any other error arrives as a ValueError."""
+
+
+class Frames:
+    """Contents of frames out of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def push(self, data: bytes) -> Iterator[bytes]:
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            content = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            yield content
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """None at the end of the stream."""
+    length = stream.read(_LENGTH.size)
+    return stream.read(_LENGTH.unpack(length)[0]) if len(length) == _LENGTH.size else None
+
+
+def start_frame(chat_template: str | None) -> bytes:
+    """What comes before the questions: a template in place of the tokenizer's own."""
+    return _frame({"chat_template": chat_template}, b"")
+
+
+def parse_start(content: bytes) -> str | None:
+    chat_template: str | None = _parts(content)[0]["chat_template"]
+    return chat_template
+
+
+def question_frame(question: Question) -> bytes:
+    head: dict[str, Any] = {"block_size": question.block_size, "has_root": question.root is not None}
+    head |= {"max_tokens": question.max_tokens, "keep_last": question.keep_last}
+    body = question.root or b""
+    match question.prompt:
+        case TextPrompt(text):
+            head["text"] = True
+            body += _encoded(text)
+        case ChatPrompt(messages):
+            contents = [_encoded(message.content) for message in messages]
+            head["chat"] = [
+                [message.role, message.name, len(content)]
+                for message, content in zip(messages, contents, strict=True)
+            ]
+            head["options"] = {name: getattr(question.prompt, name) for name in _CHAT_OPTIONS}
+            body += b"".join(contents)
+        case TokenPrompt(token_ids):
+            body += pack_tokens(token_ids)
+    return _frame(head, body)
+
+
+def parse_question(content: bytes) -> Question:
+    head, body = _parts(content)
+    root_bytes = NAME_BYTES if head["has_root"] else 0
+    prompt: PromptInput
+    if "text" in head:
+        prompt = TextPrompt(_decoded(body[root_bytes:]))
+    elif "chat" in head:
+        ends = accumulate((size for *_, size in head["chat"]), initial=root_bytes)
+        texts = [_decoded(body[start:end]) for start, end in pairwise(ends)]
+        messages = [
+            ChatMessage(role, text, name) for (role, name, _), text in zip(head["chat"], texts, strict=True)
+        ]
+        prompt = ChatPrompt(messages, **head["options"])
+    else:
+        prompt = TokenPrompt(unpack_tokens(body[root_bytes:]))
+    return Question(
+        prompt=prompt,
+        root=body[:root_bytes] or None,
+        block_size=head["block_size"],
+        max_tokens=head["max_tokens"],
+        keep_last=head["keep_last"],
+    )
+
+
+def _encoded(text: str) -> bytes:
+    """Of any text, half characters too."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def answer_frame(answer: Answer) -> bytes:
+    match answer:
+        case None:
+            return _frame({}, b"")
+        case Prepared():
+            return _frame({"num_tokens": answer.num_tokens}, answer.token_ids + answer.block_names)
+        case Exception():
+            kind = next((kind for kind, error in _ERRORS.items() if isinstance(answer, error)), "value")
+            return _frame({"error": kind, "text": str(answer)}, b"")
+
+
+def parse_answer(content: bytes) -> Answer:
+    head, body = _parts(content)
+    if "error" in head:
+        return _ERRORS[head["error"]](head["text"])
+    if "num_tokens" not in head:
+        return None
+    num_tokens: int = head["num_tokens"]
+    packed_bytes = num_tokens * TOKEN_BYTES
+    return Prepared(token_ids=body[:packed_bytes], num_tokens=num_tokens, block_names=body[packed_bytes:])
+
+
+def _frame(head: dict[str, Any], body: bytes) -> bytes:
+    line = json.dumps(head).encode() + b"\n"
+    return b"".join((_LENGTH.pack(len(line) + len(body)), line, body))
+
+
+def _parts(content: bytes) -> tuple[dict[str, Any], bytes]:
+    line, _, body = content.partition(b"\n")
+    head: dict[str, Any] = json.loads(line)
+    return head, body

@@ -1,0 +1,80 @@
+"""Writes docs/api.md: `python -m tools.api_reference [--check]` from the project root.
+
+Joins the protos' comments (tools/proto_reference.py) with what the router knows: who may call a method, and the
+reasons of its errors. `--check` writes nothing and fails where the committed file differs.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from blockyard.router import errors
+from blockyard.router.admission.auth import METHOD_ROLES, OPEN
+from blockyard.router.errors import RouterError
+from blockyard.router.services.status import ERROR_DOMAIN, code_of
+
+from tools.proto_reference import reference, sources
+
+TARGET = Path("docs/api.md")
+HEAD = """# API reference
+
+Generated from the comments in `proto/v1/*.proto` and from the router's code by
+`python -m tools.api_reference`: do not edit. [client.md](client.md) has the Python clients,
+[proto/README.md](../proto/README.md) the rule by which this API changes.
+
+All services are of the package `blockyard.v1`, on one port, with server reflection and `grpc.health.v1`. A field that
+is `optional` and absent stands for the server's default, never for zero. Where the cluster has tokens, each call
+carries one as metadata `authorization: Bearer TOKEN`, and its role must be among those that may call the method;
+without tokens everybody may call everything ([SECURITY.md](../SECURITY.md)). `blockyard-tenant` in the metadata names
+a tenant. Every call has a deadline: the caller's, or 600 s.
+"""
+ERRORS_HEAD = f"""## Errors
+
+Every error is a `google.rpc.Status` whose details hold a `google.rpc.ErrorInfo` of domain `{ERROR_DOMAIN}` with one of
+these reasons; a `BadRequest` names the fields that are wrong and what is allowed, a `RetryInfo` says when to come back
+(so does the trailing metadata `grpc-retry-pushback-ms`). Messages name fields, never their values.
+
+| reason | code | when |
+|---|---|---|"""
+
+
+def document() -> str:
+    return "\n".join([HEAD, reference(sources(), _roles()), ERRORS_HEAD, *_error_rows(), ""])
+
+
+def _roles() -> dict[str, str]:
+    return {
+        method: "everybody" if roles is OPEN or roles is None else ", ".join(sorted(roles))
+        for method, roles in METHOD_ROLES.items()
+    }
+
+
+def _error_rows() -> Iterator[str]:
+    for kind in _kinds(RouterError):
+        told = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
+        yield f"| `{kind.reason}` | {code_of(kind('')).name} | {told} |"
+
+
+def _kinds(parent: type[RouterError]) -> Iterator[type[RouterError]]:
+    """Those that are answered, in the order of the tree; what only groups others is left out."""
+    for kind in parent.__subclasses__():
+        if kind.__module__ == errors.__name__:
+            if "reason" in kind.__dict__ and kind not in (errors.NotFound, errors.Unavailable):
+                yield kind
+            yield from _kinds(kind)
+
+
+def main() -> int:
+    made = document()
+    if "--check" not in sys.argv[1:]:
+        TARGET.write_text(made, encoding="utf-8")
+        return 0
+    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == made:
+        return 0
+    print(f"{TARGET} is out of date, run `python -m tools.api_reference`")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The reference part of docs/cli.md, out of the commands themselves.
+
+    python -m tools.cli_reference docs/cli.md
+
+Owns how it is written down. What stands above MARKER in that file is written by hand and kept.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TypeGuard
+
+import click
+from blockyard.deploy.cli import main as root
+from blockyard.deploy.settings.config_file import known_settings
+from blockyard.deploy.settings.effective import SECTIONS
+from blockyard.deploy.settings.setting import GroupedCommand, Setting, grouped
+
+MARKER = "<!-- From here on generated: python -m tools.cli_reference docs/cli.md -->"
+Named = tuple[str, click.Command]
+
+
+def reference() -> str:
+    """Every command with its options, then every setting."""
+    return "\n".join([MARKER, "", *_commands(), *_settings()]) + "\n"
+
+
+def rewritten(document: str) -> str:
+    """With its reference as it should be. Raises ValueError where the marker is missing."""
+    by_hand, marker, _ = document.partition(MARKER)
+    if not marker:
+        raise ValueError(f"the document has no line {MARKER}")
+    return by_hand + reference()
+
+
+def all_commands(group: click.Group = root, prefix: str = "blockyard") -> Iterator[Named]:
+    """Those that do something, with the names by which they are called."""
+    for name, command in sorted(group.commands.items()):
+        if isinstance(command, click.Group):
+            yield from all_commands(command, f"{prefix} {name}")
+        else:
+            yield f"{prefix} {name}", command
+
+
+def _commands() -> Iterator[str]:
+    yield from ("## Commands", "")
+    for name, command in all_commands():
+        usage = " ".join([name, *command.collect_usage_pieces(click.Context(command))])
+        yield from (f"### {name}", "", f"`{usage}`", "", *_paragraphs(command.help or ""))
+        options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+        own = [option for option in options if not _is_shared(option) and option.name != "config"]
+        if name.endswith((" config show", " serve")):
+            own = [option for option in own if not isinstance(option, Setting)]
+            yield from ("The settings of `up`, and:", "")
+        yield from _own_options(command, own)
+        yield from _shared_options(options)
+    yield from ("## Reaching a router", "")
+    yield from _option_table(_all_shared())
+    yield from ("`-c`, `--config FILE`: a file of settings, whose `[client]` is read.", "")
+
+
+def _own_options(command: click.Command, options: list[click.Option]) -> Iterator[str]:
+    """One table, or as many as the command's help has groups."""
+    groups = list(grouped(options))
+    if len(groups) < 2 or not isinstance(command, GroupedCommand):
+        yield from _option_table(options)
+        return
+    for group, members in groups:
+        yield from (f"**{group}**", "")
+        yield from _option_table(members)
+
+
+def _shared_options(options: list[click.Option]) -> Iterator[str]:
+    """A link to their table, with those of it that this command has not."""
+    taken = {option.name for option in options if _is_shared(option)}
+    if taken:
+        missing = [_code(option.opts[0]) for option in _all_shared() if option.name not in taken]
+        but = f", but {', '.join(missing)}" if missing else ""
+        yield from (f"And the [options to reach a router](#reaching-a-router){but}.", "")
+
+
+def _all_shared() -> list[click.Option]:
+    """Of every command that calls a router: told once."""
+    parameters = (parameter for _, command in all_commands() for parameter in command.params)
+    return list({option.name: option for option in parameters if _is_shared(option)}.values())
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """What click is told by a backspace to leave as it is stays so here."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        if paragraph.startswith("\b"):
+            yield from ("```text", *paragraph.replace("\b\n", "").splitlines(), "```", "")
+        else:
+            yield from (_one_line(paragraph), "")
+
+
+def _is_shared(option: click.Parameter) -> TypeGuard[Setting]:
+    return isinstance(option, Setting) and option.section == "client"
+
+
+def _option_table(options: list[click.Option]) -> Iterator[str]:
+    if options:
+        yield from ("| option | default | what |", "|---|---|---|")
+        yield from (_option_row(option) for option in options)
+        yield ""
+
+
+def _option_row(option: click.Option) -> str:
+    *short, flag = sorted(option.opts, key=len)
+    takes = "" if option.is_flag else f" {option.make_metavar(click.Context(root))}"
+    return (
+        f"| {', '.join(map(_code, [*short, flag + takes]))} | {_default(option)} | {_one_line(option.help)} |"
+    )
+
+
+def _settings() -> Iterator[str]:
+    yield from ("## Settings", "")
+    yield "`BLOCKYARD_UP_...` and the other variables are heard before the file, flags before both."
+    yield ""
+    settings = sorted(
+        known_settings(root).values(), key=lambda setting: list(SECTIONS).index(setting.section)
+    )
+    for section, members in groupby(settings, key=lambda setting: setting.section):
+        yield from (f"### [{section}]", "", SECTIONS[section], "")
+        yield from ("| key | variable | is | default |", "|---|---|---|---|")
+        yield from (_setting_row(setting) for setting in members)
+        yield ""
+
+
+def _setting_row(setting: Setting) -> str:
+    variables = ", ".join(map(_code, setting.variables))
+    return f"| {_code(setting.key)} | {variables} | {_escaped(setting.kind)} | {_default(setting)} |"
+
+
+def _default(option: click.Option) -> str:
+    has_one = isinstance(option.default, str | int | float) and not isinstance(option.default, bool)
+    return _code(f"{option.default}") if has_one and not option.is_flag else ""
+
+
+def _code(text: str) -> str:
+    return f"`{_escaped(text)}`"
+
+
+def _one_line(text: str | None) -> str:
+    return _escaped(" ".join((text or "").split()))
+
+
+def _escaped(text: str) -> str:
+    """A table's cells end at a bar."""
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,189 @@
+"""Who holds which KV block: reference counts, and queues of blocks that nobody holds.
+
+Every block is in exactly one of three states, and `free + cached + used == total` at every moment:
+
+    free    nobody holds it and nothing can be found in it
+    cached  nobody holds it, but the prefix cache can find it again: evicted once no free one is left
+    used    held by one sequence or more
+
+The pool knows neither names nor tensors: the prefix cache says which blocks are worth keeping and whose they are, and
+hears of evictions. Which tenant gives up a cached block is tenant_shares.py's to say; of one tenant it is the longest
+unused. All operations are O(1) a block, an eviction O(log tenants).
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+from blockyard.worker.cache.tenant_shares import Account, TenantShares
+from blockyard.worker.sequences.identifiers import NOBODY, BlockId, TenantId
+
+
+class BlockState(Enum):
+    FREE = "free"
+    CACHED = "cached"
+    USED = "used"
+
+
+class NoFreeBlocks(Exception):
+    """The pool cannot give so many blocks now; nothing was changed."""
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1. `on_evict` is called with a cached block just before it is given away."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        """Cached blocks that `allocate` gave away; a flush evicts none."""
+        self.on_evict: Callable[[BlockId], None] = lambda block: None
+        self._references = [0] * num_blocks
+        self._kept = bytearray(num_blocks)
+        self._free = OrderedDict[BlockId, None].fromkeys(self.blocks())
+        self._shares = TenantShares[BlockId]()
+        """Of the kept blocks. What is cached is offered."""
+        self._no_account = Account[BlockId](NOBODY)
+        self._accounts = [self._no_account] * num_blocks
+        """On which each kept block is, and each just given away; of others it means nothing."""
+        self._num_used = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return self.num_allocatable - len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self._num_used
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that `allocate` could give now: the free and the cached."""
+        return self.num_blocks - self._num_used
+
+    def blocks(self) -> Iterable[BlockId]:
+        """Every block, in order."""
+        return map(BlockId, range(self.num_blocks))
+
+    def references(self, block: BlockId) -> int:
+        return self._references[block]
+
+    def state(self, block: BlockId) -> BlockState:
+        if self._references[block]:
+            return BlockState.USED
+        return BlockState.CACHED if self._kept[block] else BlockState.FREE
+
+    def allocate(self, count: int) -> list[BlockId]:
+        """Takes `count` blocks with one reference each: free ones first, then cached ones, of the tenant with most.
+
+        Raises NoFreeBlocks, without any side effect, where there are not as many.
+        """
+        free, references = self._free, self._references
+        if count > self.num_blocks - self._num_used:
+            raise NoFreeBlocks(f"{count} blocks wanted, {self.num_allocatable} can be had")
+        blocks = []
+        for _ in range(count):
+            block = free.popitem(last=False)[0] if free else self._evict()
+            references[block] = 1
+            blocks.append(block)
+        self._num_used += count
+        return blocks
+
+    def _evict(self) -> BlockId:
+        self.num_evictions += 1
+        return self._give_up()
+
+    def _give_up(self) -> BlockId:
+        block = self._shares.give()
+        self._kept[block] = 0
+        self.on_evict(block)
+        return block
+
+    def flush(self) -> int:
+        """Turns every cached block into a free one, in the order of eviction: how many."""
+        blocks = [self._give_up() for _ in range(self.num_cached)]
+        self._free.update(dict.fromkeys(blocks))
+        return len(blocks)
+
+    def share(self, blocks: Iterable[BlockId]) -> None:
+        """Adds a reference to blocks that are used or cached."""
+        references, accounts = self._references, self._accounts
+        num_taken = 0
+        for block in blocks:
+            if not references[block]:
+                assert self._kept[block], "a free block holds nothing to share"
+                del accounts[block].offered[block]
+                num_taken += 1
+            references[block] += 1
+        self._num_used += num_taken
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Gives back one reference of each block, the last of the list first.
+
+        So a sequence's tail is evicted before its head, and what stays cached is always a prefix.
+        """
+        references, kept, accounts, free = self._references, self._kept, self._accounts, self._free
+        num_left, account = 0, self._no_account
+        for block in reversed(blocks):
+            left = references[block] - 1
+            assert left >= 0, "released more often than taken"
+            references[block] = left
+            if left:
+                num_left += 1
+                continue
+            if not kept[block]:
+                free[block] = None
+                continue
+            if accounts[block] is not account:
+                account = accounts[block]
+                self._shares.offers(account)
+            account.offered[block] = None
+        self._num_used -= len(blocks) - num_left
+
+    def keep(self, block: BlockId, tenant: TenantId = NOBODY) -> None:
+        """Marks a used block as worth finding again, on the tenant's account: unheld it is cached, not free."""
+        assert self._references[block], "only a used block can become worth keeping"
+        assert not self._kept[block], "it is on an account already"
+        self._kept[block] = 1
+        self._accounts[block] = self._shares.hold(tenant)
+
+    def discard(self, block: BlockId) -> None:
+        """Takes `keep` back; an unreferenced block turns from cached to free."""
+        if not self._kept[block]:
+            return
+        self._kept[block] = 0
+        account = self._accounts[block]
+        if not self._references[block]:
+            del account.offered[block]
+            self._free[block] = None
+        self._shares.drop(account)
+
+    def owner(self, block: BlockId) -> TenantId:
+        """On whose account a block is that is kept, or that `on_evict` hears of."""
+        return self._accounts[block].tenant
+
+    def num_cached_by_others(self, tenant: TenantId) -> int:
+        """Cached blocks that are not on the tenant's account."""
+        return self.num_cached - self._shares.num_offered(tenant)
+
+    def snapshot(self) -> tuple[list[int], bytes]:
+        """Copies of every block's references and of whether it is kept."""
+        return list(self._references), bytes(self._kept)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the pool contradicts itself. O(blocks)."""
+        self._shares.check_invariants()
+        assert self._num_used == sum(references > 0 for references in self._references)
+        held = Counter(self.owner(block) for block in self.blocks() if self._kept[block])
+        assert held == self._shares.num_held(), "the accounts do not add up"
+        for block, references in zip(self.blocks(), self._references, strict=True):
+            is_cached = self._kept[block] and block in self._accounts[block].offered
+            places = (references > 0) + (block in self._free) + is_cached
+            assert references >= 0, f"block {block} has {references} references"
+            assert places == 1, f"block {block} is in {places} states"
+            assert block not in self._free or not self._kept[block], f"block {block} is free with a name"

@@ -1,0 +1,276 @@
+"""Which blocks each sequence holds: growing, sharing, forking, naming, swapping and giving back.
+
+Owns every change of a sequence's block table, and what must move before the next step computes: copies of half-filled
+blocks that forks share, blocks to and from host memory. A step's moves stay protected until it is over: the source of
+a copy is not given away, a host slot that is read is not overwritten. Does not decide who runs or who gives way.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from blockyard.proto.naming.block_hash import chain
+from blockyard.worker.cache.block_pool import BlockPool
+from blockyard.worker.cache.host_memory import HostCache, SwapSpace
+from blockyard.worker.cache.prefix_cache import PrefixCache
+from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, SwappedBlocks, TenantId
+from blockyard.worker.sequences.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """The leading blocks of a sequence that need not be computed: on the GPU, then in host memory."""
+
+    blocks: list[BlockId]
+    host_names: list[BlockName]
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.host_names)
+
+
+@dataclass(slots=True)
+class Moves:
+    """What one step moves, and what is held until it is over."""
+
+    to_host: dict[HostSlot, BlockId] = field(default_factory=dict)
+    """By slot: a small host cache may evict in the same step what was just to be stored."""
+    from_host: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
+    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
+    read_names: list[BlockName] = field(default_factory=list)
+    read_slots: list[HostSlot] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.to_host or self.from_host or self.copies)
+
+
+class BlockTables:
+    """Tables over one pool. Moves gather until `take_moves`; `settle` ends what a step's moves hold."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        block_size: int,
+        swap: SwapSpace,
+        host_cache: HostCache | None,
+        *,
+        index_stride_blocks: int = 1,
+    ) -> None:
+        """The prefix index is told of every `index_stride_blocks`-th block of a prefix."""
+        self.pool = pool
+        self.cache = cache
+        self.block_size = block_size
+        self.swap = swap
+        self.host_cache = host_cache
+        self._index_stride_blocks = index_stride_blocks
+        self._moves = Moves()
+        self._copied = Counter[BlockId]()
+        """References held by copies under way, for each source."""
+        if host_cache is not None:
+            cache.on_lost = self._offload
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _offload(self, block: BlockId, name: BlockName, parent: BlockName | None) -> None:
+        assert self.host_cache is not None
+        slot = self.host_cache.store(name, self.pool.owner(block), parent=parent)
+        if slot is not None:
+            self._moves.to_host[slot] = block
+
+    # Growing
+
+    def missing(self, sequence: Sequence, end: int) -> int:
+        """Blocks to be had before positions up to `end` can be written."""
+        return self.blocks_for(end) - len(sequence.block_table) + self._must_copy_tail(sequence)
+
+    def _must_copy_tail(self, sequence: Sequence) -> bool:
+        """Whether the block that is written next is half filled and others read it too."""
+        table, index = sequence.block_table, sequence.num_scheduled // self.block_size
+        if index >= len(table):
+            return False
+        references = self.pool.references(table[index])
+        return references > 1 and references - self._copied[table[index]] > 1
+
+    def extend(self, sequence: Sequence, end: int) -> None:
+        """Takes the missing blocks. Raises NoFreeBlocks, without side effect, where they cannot be had."""
+        copies = self._must_copy_tail(sequence)
+        blocks = self.pool.allocate(max(0, self.missing(sequence, end)))
+        if copies:
+            index = sequence.num_scheduled // self.block_size
+            source, destination = sequence.block_table[index], blocks.pop()
+            # The reference passes from the sequence to the copy, which holds it until the step is over.
+            self._moves.copies.append((source, destination))
+            self._copied[source] += 1
+            sequence.block_table[index] = destination
+        sequence.block_table.extend(blocks)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child holds all that the parent holds, the half-filled tail too."""
+        self.pool.share(parent.block_table)
+        child.block_table = list(parent.block_table)
+        child.num_scheduled, child.num_computed = parent.num_scheduled, parent.num_computed
+        child.num_named = parent.num_named
+        parent.plain_until = 0
+
+    # Finding and filling
+
+    def match(self, sequence: Sequence) -> Hits:
+        """Cached blocks of its leading tokens; the last token is always left to compute, for its logits."""
+        if sequence.wants_whole_prompt:
+            return Hits([], [])
+        usable = (len(sequence.tokens) - 1) // self.block_size
+        names = sequence.names[1 : 1 + usable]
+        blocks = self.cache.match(names)
+        return Hits(blocks, self.host_cache.match(names[len(blocks) :]) if self.host_cache else [])
+
+    def resumes_from(self, sequence: Sequence, hits: Hits) -> bool:
+        """Whether what was swapped out joins what is found on the GPU, and goes beyond it."""
+        swapped, num_found = sequence.swapped, len(hits.blocks)
+        return swapped is not None and swapped.first_block <= num_found < self.blocks_for(swapped.num_tokens)
+
+    def start(self, sequence: Sequence, hits: Hits) -> None:
+        """Gives a sequence without blocks what is found of it, for which the pool must have room. Its counters move
+        past what is found."""
+        swapped = sequence.swapped
+        resumes = self.resumes_from(sequence, hits)
+        self.pool.share(hits.blocks)
+        sequence.block_table = list(hits.blocks)
+        sequence.num_named = len(hits.blocks)
+        sequence.num_scheduled = len(hits.blocks) * self.block_size
+        if swapped is not None and resumes:
+            self._fill(sequence, swapped.slots[len(hits.blocks) - swapped.first_block :])
+            sequence.num_scheduled = swapped.num_tokens
+            self._moves.read_slots += swapped.slots
+        elif hits.host_names:
+            assert self.host_cache is not None
+            self._fill(sequence, self.host_cache.read(hits.host_names))
+            self._moves.read_names += hits.host_names
+            sequence.num_scheduled = len(hits) * self.block_size
+        if swapped is not None and not resumes:
+            self.swap.release(swapped.slots)
+        sequence.swapped = None
+        sequence.num_computed = sequence.num_scheduled
+        self.name_full_blocks(sequence)
+
+    def _fill(self, sequence: Sequence, slots: Iterable[HostSlot]) -> None:
+        slots = tuple(slots)
+        blocks = self.pool.allocate(len(slots))
+        self._moves.from_host += zip(slots, blocks, strict=True)
+        sequence.block_table += blocks
+
+    def note_scheduled(self, sequence: Sequence) -> None:
+        """Positions have been scheduled for which all blocks are there: names those that are full by now."""
+        self.name_full_blocks(sequence)
+        sequence.plain_until = len(sequence.block_table) * self.block_size - 1
+
+    def name_full_blocks(self, sequence: Sequence) -> None:
+        """Names the blocks whose last token is scheduled and known."""
+        size = self.block_size
+        full = min(sequence.num_scheduled, len(sequence.tokens)) // size
+        if full <= sequence.num_named:
+            return
+        known = len(sequence.names) - 1
+        if full > known:
+            tail = sequence.tokens[known * size : full * size]
+            sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
+        owner = self._owner(sequence)
+        for index in range(sequence.num_named, full):
+            block, name = sequence.block_table[index], sequence.names[index + 1]
+            is_told = (index + 1) % self._index_stride_blocks == 0
+            parent = sequence.names[index] if index else None
+            self.cache.assign(block, name, owner, is_told=is_told, parent=parent)
+        sequence.num_named = full
+
+    def _owner(self, sequence: Sequence) -> TenantId:
+        """On whose account the sequence's blocks are: all that begins with one block is its owner's, whoever builds on
+        it, wherever it lies. So they go in one order, and a child before its parent."""
+        if sequence.num_named:
+            return self.pool.owner(sequence.block_table[0])
+        first = sequence.names[1]
+        owner = self.cache.owner(first)
+        if owner is None and self.host_cache is not None:
+            owner = self.host_cache.owner(first)
+        return sequence.tenant if owner is None else owner
+
+    def confirm(self, sequence: Sequence, computed_from: int) -> None:
+        """Publishes the names of blocks that are computed, root first. The step began at position `computed_from`.
+
+        Looks at all blocks where one has become full: another sequence that shares a later block, and has another
+        copy of an earlier one, may have confirmed just the later.
+        """
+        full = min(sequence.num_computed // self.block_size, sequence.num_named)
+        table = sequence.block_table
+        if full and (computed_from // self.block_size < full or self.cache.is_unconfirmed(table[full - 1])):
+            self.cache.confirm_all(table[:full])
+
+    # Giving back
+
+    def freed_by(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that nobody would hold any more without them."""
+        held = Counter(block for sequence in sequences for block in sequence.block_table)
+        return sum(self.pool.references(block) == count for block, count in held.items())
+
+    def num_shared(self, sequence: Sequence) -> int:
+        """Leading blocks that others hold too."""
+        for index, block in enumerate(sequence.block_table):
+            if self.pool.references(block) == 1:
+                return index
+        return len(sequence.block_table)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives the blocks back. What no step has confirmed is not to be found again, unless another sequence that
+        holds it confirms it: so a child's name never outlives its parent's."""
+        self.cache.retract_unshared(sequence.block_table)
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_named = sequence.num_scheduled = sequence.num_computed = sequence.plain_until = 0
+
+    def check_plain(self, sequence: Sequence) -> None:
+        """Raises AssertionError where positions below `plain_until` are not plain."""
+        plain = range(sequence.num_scheduled, sequence.plain_until)
+        assert not plain or self.missing(sequence, plain.stop) <= 0, "a block is missing, or is not its own"
+        assert plain.stop % self.block_size == self.block_size - 1 or not plain.stop
+        assert not plain or plain.stop // self.block_size == len(sequence.block_table) - 1
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Gives the blocks back, and moves to host memory what only this sequence has. False, and nothing is done,
+        where host memory has no room for it."""
+        assert not sequence.num_in_flight
+        first, num_computed = self.num_shared(sequence), sequence.num_computed
+        blocks = sequence.block_table[first : self.blocks_for(num_computed)]
+        slots = self.swap.allocate(len(blocks))
+        if slots is None:
+            return False
+        self._moves.to_host.update(zip(slots, blocks, strict=True))
+        self.release(sequence)
+        sequence.swapped = SwappedBlocks(first_block=first, slots=slots, num_tokens=num_computed)
+        return True
+
+    def forget_swapped(self, sequence: Sequence) -> None:
+        """Its host memory is free for others; it will be computed again."""
+        if sequence.swapped is not None:
+            self.swap.release(sequence.swapped.slots)
+            sequence.swapped = None
+
+    # Steps
+
+    def take_moves(self) -> Moves:
+        """What the step that is planned must move. The caller owes a `settle`, unless there is nothing to move."""
+        moves, self._moves = self._moves, Moves()
+        return moves
+
+    def settle(self, moves: Moves) -> None:
+        """The step is over: what it copied from and read from may be reused."""
+        for source, _ in moves.copies:
+            self._copied[source] -= 1
+            if not self._copied[source]:
+                del self._copied[source]
+            self.pool.release([source])
+        self.swap.release(moves.read_slots)
+        if self.host_cache is not None:
+            self.host_cache.done(moves.read_names)
+
+    def copies_held(self) -> Counter[BlockId]:
+        """References that copies hold, for each source."""
+        return self._copied

@@ -1,0 +1,168 @@
+"""Host memory as places for blocks: swapped sequences, and named blocks that the GPU's pool has evicted.
+
+Two parts that never lend each other anything: `SwapSpace` holds what preempted sequences computed, until they run
+again; `HostCache` holds named blocks in order of their last use. Pure: says which block goes to which slot. Moving the
+bytes is the runner's (StepPlan.to_host, from_host).
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence, Set
+
+from blockyard.worker.cache.tenant_shares import Account, TenantShares
+from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.sequences.identifiers import NOBODY, BlockName, HostSlot, TenantId
+
+
+class SwapSpace:
+    """Slots 0 .. num_slots - 1."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = [HostSlot(slot) for slot in reversed(range(num_slots))]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> tuple[HostSlot, ...] | None:
+        """So many slots; None, without side effect, where there are not as many."""
+        if count > len(self._free):
+            return None
+        return tuple(self._free.pop() for _ in range(count))
+
+    def release(self, slots: Iterable[HostSlot]) -> None:
+        self._free.extend(slots)
+
+
+class HostCache:
+    """Slots `first_slot` and following. Evicted is the longest unused name that no step is reading, of the tenant that
+    holds most.
+
+    Of the names that begin with one block, all one tenant's, a child is always older than its parent here, because
+    blocks leave the GPU leaf first and are touched leaf first: so what is left is closed under prefixes, together with
+    what the GPU holds.
+    """
+
+    def __init__(self, num_slots: int, *, first_slot: int, anywhere: AnywhereNames) -> None:
+        self.num_slots = num_slots
+        self.num_evictions = 0
+        self._anywhere = anywhere
+        self._free = [HostSlot(first_slot + slot) for slot in reversed(range(num_slots))]
+        self._slots: dict[BlockName, HostSlot] = {}
+        self._parents: dict[BlockName, BlockName | None] = {}
+        self._accounts: dict[BlockName, Account[BlockName]] = {}
+        self._shares = TenantShares[BlockName]()
+        """What no step is reading is offered."""
+        self._reading: dict[BlockName, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def owner(self, name: BlockName) -> TenantId | None:
+        """On whose account it is; None where it is not here."""
+        account = self._accounts.get(name)
+        return None if account is None else account.tenant
+
+    def store(
+        self, name: BlockName, tenant: TenantId = NOBODY, *, parent: BlockName | None = None
+    ) -> HostSlot | None:
+        """Where a block that the GPU is about to lose goes; None where it is here already, or nothing can go."""
+        if name in self._slots:
+            self._touch(name)
+            return None
+        if not self._free and not self._evict():
+            return None
+        slot = self._slots[name] = self._free.pop()
+        self._parents[name] = parent
+        self._accounts[name] = self._shares.hold(tenant)
+        self._touch(name)
+        self._anywhere.add(name)
+        return slot
+
+    def _touch(self, name: BlockName) -> None:
+        """It is the most recently used, unless a step is reading it: then it will be once that is over."""
+        if name not in self._reading:
+            account = self._accounts[name]
+            account.offered[name] = None
+            account.offered.move_to_end(name)
+            self._shares.offers(account)
+
+    def _evict(self) -> bool:
+        if not self._shares.can_give:
+            return False
+        self._free_slot(self._shares.give())
+        self.num_evictions += 1
+        return True
+
+    def _free_slot(self, name: BlockName) -> None:
+        del self._accounts[name], self._parents[name]
+        self._free.append(self._slots.pop(name))
+        self._anywhere.remove(name)
+
+    def match(self, names: Sequence[BlockName]) -> list[BlockName]:
+        """The leading names that are here."""
+        found = []
+        for name in names:
+            if name not in self._slots:
+                break
+            found.append(name)
+        return found
+
+    def read(self, names: Sequence[BlockName]) -> list[HostSlot]:
+        """Slots that the next step reads: kept until `done`."""
+        for name in names:
+            self._reading[name] = self._reading.get(name, 0) + 1
+            self._accounts[name].offered.pop(name, None)
+        return [self._slots[name] for name in names]
+
+    def done(self, names: Sequence[BlockName]) -> None:
+        """The step that read them is over: they are the most recently used, the first of the list last."""
+        for name in reversed(names):
+            self._reading[name] -= 1
+            if not self._reading[name]:
+                del self._reading[name]
+                if name in self._slots:
+                    self._touch(name)
+
+    def clear(self) -> None:
+        """After a failed step nobody knows what was written."""
+        for name in tuple(self._slots):
+            self._drop(name)
+
+    def drop(self, slots: Set[HostSlot]) -> None:
+        """Forgets the names in these slots and all that builds on them, a child before its parent. No step reads them.
+        O(slots)."""
+        lost = {name for name, slot in self._slots.items() if slot in slots}
+        for name in reversed(self._with_descendants(lost) if lost else ()):
+            self._drop(name)
+
+    def _with_descendants(self, names: Set[BlockName]) -> list[BlockName]:
+        """A parent before its children."""
+        children: dict[BlockName | None, list[BlockName]] = {}
+        for name, parent in self._parents.items():
+            children.setdefault(parent, []).append(name)
+        found: dict[BlockName, None] = {}
+        following = deque(name for name in names if self._parents[name] not in names)
+        while following:
+            name = following.popleft()
+            found.pop(name, None)  # one of the names builds on another: it moves behind it
+            found[name] = None
+            following.extend(children.get(name, ()))
+        return list(found)
+
+    def _drop(self, name: BlockName) -> None:
+        account = self._accounts[name]
+        account.offered.pop(name, None)
+        self._shares.drop(account)
+        self._free_slot(name)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where slots are lost or held twice. O(slots)."""
+        held = [*self._free, *self._slots.values()]
+        assert len(held) == len(set(held)) == self.num_slots
+        self._shares.check_invariants()
+        assert self._accounts.keys() == self._parents.keys() == self._slots.keys()
+        for name, account in self._accounts.items():
+            assert (name in account.offered) is (name not in self._reading)
+        assert Counter(account.tenant for account in self._accounts.values()) == self._shares.num_held()
+        assert self._reading.keys() <= self._slots.keys() or not self._slots

@@ -1,0 +1,135 @@
+"""Who holds how much of a cache, and who gives up what when room is needed.
+
+Each thing that is cached (a block, a name in host memory) is on one tenant's account. It is in use, or offered: nobody
+uses it now, and it goes in order of its last use. The next to go is of the tenant that holds most among those that
+offer any. So with `n` of them, one that holds at most its fair share, an n-th of what they hold, gives up nothing while
+another holds more; and a tenant alone has everything, in the one order of a plain LRU. What is in use counts too:
+whoever fills the cache by running much pays for it with what it has cached itself.
+
+All is O(1), `give` amortised O(log tenants). An account that holds nothing is gone. Which thing is on which
+account is kept by the block pool and the cache in host memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+from blockyard.worker.sequences.identifiers import TenantId
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Account(Generic[Key]):
+    """What one tenant holds."""
+
+    __slots__ = ("num_held", "offered", "tenant")
+
+    def __init__(self, tenant: TenantId) -> None:
+        self.tenant = tenant
+        self.num_held = 0
+        self.offered = OrderedDict[Key, None]()
+        """What of it nobody uses, the longest unused first. Who adds to it tells `TenantShares.offers`."""
+
+
+class TenantShares(Generic[Key]):
+    """Accounts by tenant, and the order among them."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[TenantId, Account[Key]] = {}
+        self._alone: Account[Key] | None = None
+        """The only account. While there is one nothing needs an order."""
+        self._ranking: list[tuple[int, TenantId]] = []
+        """A heap of (minus how much it holds, tenant). What is no longer true is dropped when it comes up."""
+        self._changed: set[TenantId] = set()
+        """Whose true entry the ranking may lack."""
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def num_held(self) -> dict[TenantId, int]:
+        """By tenant."""
+        return {tenant: account.num_held for tenant, account in self._accounts.items()}
+
+    def num_offered(self, tenant: TenantId) -> int:
+        account = self._accounts.get(tenant)
+        return 0 if account is None else len(account.offered)
+
+    def hold(self, tenant: TenantId) -> Account[Key]:
+        """The tenant holds one thing more, in use."""
+        account = self._accounts.get(tenant) or self._open(tenant)
+        account.num_held += 1
+        if self._alone is None:
+            self._changed.add(tenant)
+        return account
+
+    def drop(self, account: Account[Key]) -> None:
+        """It holds one thing less, which it does not offer any more."""
+        account.num_held -= 1
+        if not account.num_held:
+            self._close(account)
+        elif self._alone is None:
+            self._changed.add(account.tenant)
+
+    def offers(self, account: Account[Key]) -> None:
+        """It offers more than before."""
+        if self._alone is None:
+            self._changed.add(account.tenant)
+
+    @property
+    def can_give(self) -> bool:
+        """Whether anything is offered."""
+        account = self._alone or self._largest()
+        return account is not None and bool(account.offered)
+
+    def give(self) -> Key:
+        """The next thing to go is held no more. Something must be offered."""
+        account = self._alone
+        if account is None:
+            account = self._largest()
+            assert account is not None, "nothing is offered"
+            self._changed.add(account.tenant)
+        account.num_held -= 1
+        if not account.num_held:
+            self._close(account)
+        return account.offered.popitem(last=False)[0]
+
+    def _largest(self) -> Account[Key] | None:
+        """Whoever holds most of those that offer any. Of several that hold as much the same one each time."""
+        accounts, ranking = self._accounts, self._ranking
+        if len(ranking) > 4 * len(accounts) + 16:
+            ranking[:] = [(-account.num_held, tenant) for tenant, account in accounts.items()]
+            heapify(ranking)
+        else:
+            for tenant in self._changed:
+                heappush(ranking, (-accounts[tenant].num_held, tenant))
+        self._changed.clear()
+        while ranking:
+            count, tenant = ranking[0]
+            account = accounts.get(tenant)
+            if account is not None and account.num_held == -count and account.offered:
+                return account
+            heappop(ranking)
+        return None
+
+    def _open(self, tenant: TenantId) -> Account[Key]:
+        account = self._accounts[tenant] = Account(tenant)
+        self._alone = account if len(self._accounts) == 1 else None
+        self._changed.update(self._accounts if len(self._accounts) == 2 else ())
+        return account
+
+    def _close(self, account: Account[Key]) -> None:
+        del self._accounts[account.tenant]
+        self._changed.discard(account.tenant)
+        if len(self._accounts) < 2:
+            self._alone = next(iter(self._accounts.values()), None)
+            self._ranking.clear()
+            self._changed.clear()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where somebody would never have to give. O(accounts)."""
+        assert (self._alone is not None) == (len(self._accounts) == 1)
+        for tenant, account in self._accounts.items():
+            assert len(account.offered) <= account.num_held > 0
+            is_ranked = (-account.num_held, tenant) in self._ranking or tenant in self._changed
+            assert is_ranked or not account.offered or account is self._alone

@@ -1,0 +1,154 @@
+"""Who is to blame for a step that raises: it is run again in halves, until those stand alone that it raises for.
+
+Everybody else gets the tokens of a step in which nothing went wrong. Rows that depend on one another stay together:
+those of one request, and those that read a block which another of the same step fills. Where requests raise one after
+the other and none succeeds, it is not them, and the whole step has failed. Nobody is to blame for a block that host
+memory has lost: the step is run without the rows that read it.
+
+Every token before a row's must be committed to its sequence: a part of a step replaces what the runner remembers of
+the step before it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+
+from blockyard.worker.execution.runner import Runner
+from blockyard.worker.memory.host_blocks import HostBlockCorrupted
+from blockyard.worker.sequences.identifiers import BlockId, HostSlot, RequestId
+from blockyard.worker.sequences.step_plan import (
+    FAILED_TOKEN,
+    LOST_TOKEN,
+    RowExtras,
+    ScheduledRow,
+    StepPlan,
+    StepTokens,
+)
+
+logger = logging.getLogger(__name__)
+MAX_BLAMED_IN_A_ROW = 3
+"""After so many that raised alone, and no success in this step: the device, not a request, is what fails."""
+
+Group = list[int]
+"""Indices of rows that stay together."""
+
+
+class NothingSucceeds(Exception):
+    """Whatever was run of the step raised; `num_blamed` parts of it did so alone."""
+
+    def __init__(self, num_blamed: int) -> None:
+        super().__init__(f"{num_blamed} parts of the step failed alone")
+        self.num_blamed = num_blamed
+
+
+def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]) -> StepTokens:
+    """What the step yields, as `in_halves` has it where it raises. Raises NothingSucceeds."""
+    try:
+        return runner.execute(plan)
+    except Exception as failure:
+        return in_halves(runner, plan, is_being_filled, failure)
+
+
+def in_halves(
+    runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool], failure: Exception
+) -> StepTokens:
+    """Runs a step again that has raised `failure`: FAILED_TOKEN for rows that are to blame, LOST_TOKEN for those that
+    read a corrupted block of host memory. `is_being_filled` tells of a block whether this step fills it. Raises
+    NothingSucceeds."""
+    if isinstance(failure, HostBlockCorrupted):
+        return _without(failure.slots, runner, plan, is_being_filled)
+    logger.error("step %d failed with %d rows", plan.step, len(plan.rows), exc_info=failure)
+    halves = _Halves(runner, plan)
+    try:
+        if plan.rows:
+            halves.split(together(plan.rows, is_being_filled))
+    except HostBlockCorrupted as found:
+        return _without(found.slots, runner, plan, is_being_filled)
+    if not halves.succeeded:
+        raise NothingSucceeds(max(1, halves.num_blamed))
+    return StepTokens(tokens=halves.tokens, extras=halves.extras)
+
+
+def _without(
+    slots: Set[HostSlot], runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]
+) -> StepTokens:
+    """What the step yields without what lies in these host slots, and without the rows that need it."""
+    lost = {block for slot, block in plan.from_host if slot in slots}
+    assert lost, "the step reads none of the slots"
+    logger.error("step %d: host slots %s are corrupted and dropped", plan.step, sorted(slots))
+    groups = together(plan.rows, is_being_filled)
+    reads_lost = [
+        any(lost.intersection(plan.rows[i].sequence.block_table) for i in group) for group in groups
+    ]
+    kept = sorted(
+        index for group, reads in zip(groups, reads_lost, strict=True) if not reads for index in group
+    )
+    from_host = tuple(pair for pair in plan.from_host if pair[0] not in slots)
+    rest = replace(plan, rows=tuple(plan.rows[index] for index in kept), from_host=from_host)
+    part = execute(runner, rest, is_being_filled) if rest.has_work else StepTokens(tokens=[])
+    tokens = [LOST_TOKEN] * len(plan.rows)
+    for place, index in enumerate(kept):
+        tokens[index] = part.tokens[place]
+    extras = {kept[place]: extra for place, extra in part.extras.items()}
+    return StepTokens(tokens=tokens, extras=extras, lost_slots=part.lost_slots | slots)
+
+
+def together(rows: Iterable[ScheduledRow], is_being_filled: Callable[[BlockId], bool]) -> list[Group]:
+    """In the plan's order of their first rows."""
+    groups: dict[int, Group] = {}
+    group_of: dict[tuple[str, RequestId | BlockId], int] = {}
+    for index, row in enumerate(rows):
+        keys: list[tuple[str, RequestId | BlockId]] = [("request", row.sequence.request_id)]
+        keys += [("block", block) for block in row.sequence.block_table if is_being_filled(block)]
+        joined = sorted({group_of[key] for key in keys if key in group_of})
+        first = joined[0] if joined else index
+        merged = [member for number in joined for member in groups.pop(number)]
+        groups[first] = sorted([*merged, index])
+        for key, number in group_of.items():
+            if number in joined:
+                group_of[key] = first
+        group_of.update(dict.fromkeys(keys, first))
+    return [groups[number] for number in sorted(groups)]
+
+
+class _Halves:
+    """One step's parts. What has been sampled by parts that succeeded is in `tokens` and `extras`."""
+
+    def __init__(self, runner: Runner, plan: StepPlan) -> None:
+        self.tokens = [FAILED_TOKEN] * len(plan.rows)
+        self.extras: dict[int, RowExtras] = {}
+        self.num_blamed = 0
+        self.succeeded = False
+        self._runner = runner
+        self._plan = plan
+
+    def split(self, groups: list[Group]) -> None:
+        """Of groups that raised together."""
+        if len(groups) == 1:
+            self.num_blamed += 1
+            logger.error("the step fails for request %d", self._request(groups[0]))
+            return
+        middle = len(groups) // 2
+        for half in (groups[:middle], groups[middle:]):
+            if not self.succeeded and self.num_blamed >= MAX_BLAMED_IN_A_ROW:
+                return
+            if not self._run(sorted(index for group in half for index in group)):
+                self.split(half)
+
+    def _run(self, indices: list[int]) -> bool:
+        rows = tuple(self._plan.rows[index] for index in indices)
+        try:
+            part = self._runner.execute(replace(self._plan, rows=rows))
+        except HostBlockCorrupted:
+            raise  # before any part has succeeded: each begins with what host memory holds
+        except Exception:
+            return False  # why was logged when the whole step raised
+        for place, index in enumerate(indices):
+            self.tokens[index] = part.tokens[place]
+            if place in part.extras:
+                self.extras[index] = part.extras[place]
+        self.succeeded = True
+        return True
+
+    def _request(self, group: Group) -> RequestId:
+        return self._plan.rows[group[0]].sequence.request_id

@@ -1,0 +1,68 @@
+"""A step of a torch runner that has begun, and what becomes of it on the host: one token for each row, and the rest.
+
+Shapes: Q positions that get logits, L chunks of prompts, H hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from blockyard.worker.memory.transfers import Readback, upload
+from blockyard.worker.sampling.sampler import Drawing
+from blockyard.worker.sequences.sequence import TokenLogprob
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, RowExtras, ScheduledRow, StepTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """Rows of prompts that go on: which of them are finite."""
+
+    rows: tuple[int, ...]
+    is_finite: Readback
+
+    @classmethod
+    def look_at(cls, last_positions: Mapping[int, int], hidden_QH: torch.Tensor) -> Self:
+        """The last position sees all before it: where anything was NaN, it is."""
+        last_LH = hidden_QH[upload(list(last_positions.values()), hidden_QH.device)]
+        is_finite_L = torch.isfinite(last_LH).all(dim=-1)
+        return cls(rows=tuple(last_positions), is_finite=Readback(is_finite_L))
+
+    def spoilt(self) -> frozenset[int]:
+        """Nothing computed on top of these may be found by others."""
+        is_finite: list[bool] = self.is_finite.wait().tolist()
+        return frozenset(row for row, finite in zip(self.rows, is_finite, strict=True) if not finite)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedStep:
+    """Implements `PendingStep`."""
+
+    rows: tuple[ScheduledRow, ...]
+    drawing: Drawing | None
+    chunks: Chunks | None
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+
+    @torch.inference_mode()
+    def result(self) -> StepTokens:
+        sampled = StepTokens(tokens=[]) if self.drawing is None else self.drawing.result()
+        spoilt = frozenset[int]() if self.chunks is None else self.chunks.spoilt()
+        return _by_row_of_plan(self.rows, sampled, self.prompt_logprobs, spoilt)
+
+
+def _by_row_of_plan(
+    rows: Sequence[ScheduledRow],
+    sampled: StepTokens,
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
+    spoilt: frozenset[int],
+) -> StepTokens:
+    """What the rows that sample got, at their places among all rows."""
+    places = [index for index, row in enumerate(rows) if row.samples]
+    tokens = [FAILED_TOKEN if index in spoilt else NO_TOKEN for index in range(len(rows))]
+    for place, token in zip(places, sampled.tokens, strict=True):
+        tokens[place] = token
+    extras = {places[index]: extra for index, extra in sampled.extras.items()}
+    for index, scores in prompt_logprobs.items():
+        if scores:
+            extras[index] = replace(extras.get(index, RowExtras()), prompt_logprobs=scores)
+    return StepTokens(tokens=tokens, extras=extras)

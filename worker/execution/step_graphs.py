@@ -1,0 +1,207 @@
+"""Decode steps that are launched as one graph instead of kernel by kernel, for some batch sizes.
+
+A graph reads static buffers (static_plan.py): a step is copied there, padded to the next size that there is, and the
+whole forward pass up to the last norm is replayed. What does not fit runs kernel by kernel: prompts, windows, more rows
+than the largest size. Steps that read a prefix once for many decodes have graphs of their own. On a GPU the sizes
+are a ladder, and all graphs are captured before the first request. On a CPU a graph is the recorded calls of its
+kernels; there a row of padding costs as much as any other, so that each size is one, captured when it is first met.
+
+Shapes: T tokens in the step, H hidden size.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.attention.shared_prefix import MIN_SHARERS
+from blockyard.kernels.attention.static_plan import StaticDecodes
+from blockyard.kernels.cpu.backend import CpuBackend, RecordedStep
+from blockyard.kernels.cpu.recording import Arena
+from blockyard.kernels.interface import Backend
+from blockyard.worker.execution.capture_progress import CaptureProgress
+from blockyard.worker.model.decoder import Decoder
+
+GRAPH_BYTES = 8 << 20
+"""Beside its tensors, an estimate for each graph."""
+_STEPS_OF_LADDER = ((256, 8), (512, 16))
+"""Up to so many rows in steps of so many; beyond them of 32."""
+MAX_CPU_ROWS = 64
+"""Beyond it a step computes for so long that Python between its kernels is little beside it."""
+
+
+def ladder(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, ... up to `max_rows`, which is the last."""
+    sizes = [size for size in (1, 2, 4) if size < max_rows]
+    size = 8
+    while size < max_rows:
+        sizes.append(size)
+        size += next((step for end, step in _STEPS_OF_LADDER if size < end), 32)
+    return (*sizes, max_rows)
+
+
+def shared_sizes(rows: Sequence[int]) -> tuple[int, ...]:
+    """Those of so many rows as may share a prefix."""
+    return tuple(size for size in rows if size >= MIN_SHARERS)
+
+
+class StepGraph(Protocol):
+    """One computation over buffers that stay where they are."""
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> None:
+        """Once. It may run `compute` to try it."""
+        ...
+
+    def replay(self) -> torch.Tensor:
+        """The same again, with what is in the buffers now. The result is valid until the next replay of any graph."""
+        ...
+
+
+class RepeatedStep:
+    """Implements `StepGraph` anywhere, by calling again what was captured: gains nothing, and proves the buffers."""
+
+    def __init__(self) -> None:
+        self._compute: Callable[[], torch.Tensor] | None = None
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> None:
+        compute()
+        self._compute = compute
+
+    def replay(self) -> torch.Tensor:
+        assert self._compute is not None
+        return self._compute()
+
+
+class CudaSteps:
+    """Makes CUDA graphs whose tensors share one pool of memory: no two of them are replayed at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self) -> "CudaStep":
+        return CudaStep(self._pool)
+
+
+class CudaStep:
+    """Implements `StepGraph` on a GPU."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+        self._result: torch.Tensor | None = None
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> None:
+        compute()  # compiles what is compiled at a first launch, and makes workspaces
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, pool=self._pool):
+            self._result = compute()
+
+    def replay(self) -> torch.Tensor:
+        assert self._result is not None
+        self._graph.replay()
+        return self._result
+
+
+class CpuSteps:
+    """Makes recordings of C++ kernels whose tensors share one arena: no two of them are replayed at a time."""
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self._backend = backend
+        self._arena = Arena()
+
+    def __call__(self) -> "CpuStep":
+        return CpuStep(self._backend, self._arena)
+
+
+class CpuStep:
+    """Implements `StepGraph` on a CPU. `capture` raises NotRecordable for what is not the C++ kernels' alone."""
+
+    def __init__(self, backend: CpuBackend, arena: Arena) -> None:
+        self._backend = backend
+        self._arena = arena
+        self._recorded: RecordedStep | None = None
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._recorded = self._backend.record(compute, self._arena)
+
+    def replay(self) -> torch.Tensor:
+        assert self._recorded is not None
+        return self._recorded.replay()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """Which graphs there are to be."""
+
+    make_graph: Callable[[], StepGraph]
+    rows: tuple[int, ...]
+    """Of each, rising."""
+    at_start: tuple[int, ...]
+    """Captured before the first request; the others when they are first met."""
+    shared_at_start: tuple[int, ...] = ()
+    """Of steps whose plans have items over a shared prefix, likewise."""
+
+
+def sizes_for(backend: Backend, device: torch.device, max_rows: int) -> GraphSizes | None:
+    """None where nothing can be captured."""
+    if device.type == "cuda" and backend.name == "triton":
+        rows = ladder(max_rows)
+        return GraphSizes(
+            make_graph=CudaSteps(), rows=rows, at_start=rows, shared_at_start=shared_sizes(rows)
+        )
+    if isinstance(backend, CpuBackend):
+        rows = tuple(range(1, min(max_rows, MAX_CPU_ROWS) + 1))
+        return GraphSizes(make_graph=CpuSteps(backend), rows=rows, at_start=(1,))
+    return None
+
+
+class DecodeGraphs:
+    """The graphs of one runner. Not thread-safe: one step at a time."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_pools: Sequence[torch.Tensor],
+        static: StaticDecodes,
+        *,
+        sizes: GraphSizes,
+        device: torch.device,
+    ) -> None:
+        """The pools must stay where they are."""
+        self._decoder = decoder
+        self._kv_pools = tuple(kv_pools)
+        self._static = static
+        self._sizes = sizes
+        self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)
+        self._graphs: dict[tuple[int, bool], StepGraph] = {}
+
+    def capture(self) -> None:
+        """Those of the start, the largest first, whose memory the others use. All rows are padding: no block is
+        written."""
+        graphs = [(size, True) for size in self._sizes.shared_at_start]
+        graphs += [(size, False) for size in self._sizes.at_start]
+        with CaptureProgress(len(graphs)) as progress:
+            for size, is_shared in sorted(graphs, reverse=True):
+                self._graphs[size, is_shared] = self._captured(size, is_shared)
+                progress.advance()
+
+    def _captured(self, size: int, is_shared: bool) -> StepGraph:
+        tokens_T, plan = self._tokens_T[:size], self._static.plan(size, is_shared=is_shared)
+        graph = self._sizes.make_graph()
+        graph.capture(lambda: self._decoder.hidden(tokens_T, self._kv_pools, plan, None))
+        return graph
+
+    def hidden(self, tokens_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor | None:
+        """[T, H] of all tokens, valid until the next call; None for a step that does not fit."""
+        num_rows, rows = plan.num_rows, self._sizes.rows
+        if num_rows > rows[-1] or not self._static.takes(plan):
+            return None
+        size = rows[bisect_left(rows, num_rows)]
+        self._static.fill(plan, size)
+        self._tokens_T[:num_rows].copy_(tokens_T)
+        key = (size, len(plan.shared_items_Y5) > 0)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(*key)
+        return self._graphs[key].replay()[:num_rows]

@@ -1,0 +1,153 @@
+"""The steps of an engine: one at a time, or each planned and started while the one before it is computed.
+
+    one at a time    plan n, run n, commit n; plan n+1, ...
+    overlapping      plan n+1, start n+1, wait for n, commit n; plan n+2, start n+2, wait for n+1, ...
+
+A device that computes by itself never waits for the host in the second. Tokens go from one step into the next on the
+device; what a commit decides (an end, a failure) comes a step late, and what was computed too much is dropped. A step
+that waits for the host (scheduling/overlap.py) is run by itself in either.
+
+Where a row of step n fails, n+1 may have been computed from garbage: it is taken back, and its sequences go on from
+what n and those before it have left. Owns the step in flight; who runs is the scheduler's choice.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from blockyard.worker.execution.bisect import NothingSucceeds, execute, in_halves
+from blockyard.worker.execution.runner import PendingStep, Runner, StartingRunner
+from blockyard.worker.scheduling.commit import Update
+from blockyard.worker.scheduling.overlap import may_be_in_flight
+from blockyard.worker.scheduling.scheduler import Scheduler
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, StepPlan, StepTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedStep:
+    """A step that was committed, or of which nothing succeeded."""
+
+    plan: StepPlan
+    updates: list[Update]
+    seconds: float
+    """That it had the device for itself."""
+    num_blamed: int = 0
+    """Requests whose part failed, where nothing else succeeded."""
+    is_disturbed: bool = False
+    """A row failed, or something had to be run again: nothing that was computed on top of it counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    plan: StepPlan
+    started_at: float
+    pending: PendingStep | Exception
+
+    @property
+    def has_begun(self) -> bool:
+        return not isinstance(self.pending, Exception)
+
+    def result(self) -> StepTokens:
+        if isinstance(self.pending, Exception):
+            raise self.pending
+        return self.pending.result()
+
+
+class Steps:
+    """The steps of one scheduler on one runner. Not thread-safe."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ValueError for steps that are to overlap on a runner that runs each to its end."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._starting = runner if isinstance(runner, StartingRunner) else None
+        if overlap and self._starting is None:
+            raise ValueError(f"steps of {type(runner).__name__} cannot overlap")
+        self.overlap = overlap
+        """May change between turns."""
+        self._clock = clock
+        self._in_flight: _InFlight | None = None
+        self._last_end = clock()
+
+    @property
+    def is_any_in_flight(self) -> bool:
+        return self._in_flight is not None
+
+    def turn(self) -> Iterator[EndedStep]:
+        """Plans and starts a step, or runs it; ends the one that was in flight, if there is one, before it. To be gone
+        through to its end: a step is committed after what the one before it brought was taken."""
+        plan = self._scheduler.plan()
+        before, self._in_flight = self._in_flight, None
+        started = self._start(plan) if self.overlap and plan.has_work and may_be_in_flight(plan) else None
+        has_begun = started is not None and started.has_begun
+        if before is not None:
+            ended = self._end(before)
+            yield ended
+            if ended.is_disturbed and plan.has_work:
+                self._scheduler.abandon(plan, moved=has_begun)
+                return
+        if has_begun:
+            self._in_flight = started
+        elif started is not None:
+            yield self._end(started)
+        elif plan.has_work:
+            yield self._run(plan)
+
+    def _run(self, plan: StepPlan) -> EndedStep:
+        started_at = self._clock()
+        return self._commit(
+            plan, started_at, lambda: execute(self._runner, plan, self._scheduler.cache.is_unconfirmed)
+        )
+
+    def _start(self, plan: StepPlan) -> _InFlight:
+        started_at = self._clock()
+        pending: PendingStep | Exception
+        assert self._starting is not None
+        try:
+            pending = self._starting.start(plan)
+        except Exception as failure:
+            pending = failure
+        return _InFlight(plan=plan, started_at=started_at, pending=pending)
+
+    def _end(self, step: _InFlight) -> EndedStep:
+        """Every step before it is committed."""
+        began = max(step.started_at, self._last_end)
+        try:
+            tokens = step.result()
+        except Exception as failure:
+            is_being_filled = self._scheduler.cache.is_unconfirmed
+            run = partial(in_halves, self._runner, step.plan, is_being_filled, failure)
+            return self._commit(step.plan, began, run, is_disturbed=True)
+        return self._commit(step.plan, began, lambda: tokens)
+
+    def _commit(
+        self,
+        plan: StepPlan,
+        started_at: float,
+        run: Callable[[], StepTokens],
+        *,
+        is_disturbed: bool = False,
+    ) -> EndedStep:
+        try:
+            tokens = run()
+        except NothingSucceeds as failure:
+            updates, num_blamed, is_disturbed = self._scheduler.fail(plan), failure.num_blamed, True
+        else:
+            updates, num_blamed = self._scheduler.commit(plan, tokens), 0
+            is_disturbed = is_disturbed or FAILED_TOKEN in tokens.tokens
+        self._last_end = self._clock()
+        return EndedStep(
+            plan=plan,
+            updates=updates,
+            seconds=self._last_end - started_at,
+            num_blamed=num_blamed,
+            is_disturbed=is_disturbed,
+        )

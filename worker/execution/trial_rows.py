@@ -1,0 +1,49 @@
+"""Rows of steps that serve nobody: those that warm a runner up, and the largest that there can be."""
+
+from blockyard.worker.sequences.identifiers import BlockId, SequenceId
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
+from blockyard.worker.sequences.step_plan import ScheduledRow
+
+_EVERY_OPTION = SamplingParams(
+    top_p=0.5,
+    min_p=0.001,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias=((0, 1.0),),
+    logprobs=20,
+)
+"""With all copies of the logits that sampling ever makes."""
+
+
+def warm_up_row(number: int, num_tokens: int, block_size: int) -> ScheduledRow:
+    """Over blocks from 0 on. `number` is the sequence's, which is no other's."""
+    blocks = [BlockId(block) for block in range(-(-num_tokens // block_size))]
+    return _row(number, num_tokens, blocks, SamplingParams(top_p=0.5))
+
+
+def largest_rows(
+    num_tokens: int, num_sequences: int, *, block_size: int, max_row_tokens: int
+) -> tuple[ScheduledRow, ...]:
+    """`num_tokens` in rows of about one length, as many as there may be sequences, or more where a row would be longer
+    than any; all of them sample with every option. They write the same block over and over."""
+    num_rows = min(num_tokens, max(num_sequences, -(-num_tokens // max_row_tokens)))
+    shorter, num_longer = divmod(num_tokens, num_rows)
+    lengths = [shorter] * (num_rows - num_longer) + [shorter + 1] * num_longer
+    return tuple(
+        _row(-1 - number, length, [BlockId(0)] * -(-length // block_size), _EVERY_OPTION)
+        for number, length in enumerate(lengths)
+    )
+
+
+def _row(number: int, num_tokens: int, blocks: list[BlockId], sampling: SamplingParams) -> ScheduledRow:
+    sequence = Sequence(
+        sequence_id=SequenceId(number),
+        tokens=token_array([0]) * num_tokens,
+        prompt_length=num_tokens,
+        sampling=sampling,
+        names=[],
+        block_table=blocks,
+    )
+    return ScheduledRow(sequence=sequence, start=0, num_tokens=num_tokens, samples=True)

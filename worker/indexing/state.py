@@ -1,0 +1,51 @@
+"""The index publisher's paces, and what metrics and operators see of it. Values alone."""
+
+from dataclasses import dataclass
+
+from blockyard.proto.index.contract import Berth, ErrorKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherConfig:
+    """Paces of the publisher. Times are in seconds."""
+
+    lease_seconds: float = 3.0
+    """Renewed each third of it; a dead worker's blocks are believed in no longer than this."""
+    flush_seconds: float = 0.02
+    """How long changes are gathered before they are sent: what is undone meanwhile is never sent."""
+    rest_ratio: float = 3.0
+    """After a full batch with more to tell, a rest of so many times what the batch took: where many workers tell
+    everything at once, look-ups come in between. Never longer than until the next renewal of the lease."""
+    purge_seconds: float = 3.0
+    purge_slice_seconds: float = 0.05
+    """Between two slices while a walk is under way."""
+    resync_jitter_seconds: float = 0.25
+    """Spreads the workers that all find out at once that the index lost its memory."""
+    first_backoff_seconds: float = 0.05
+    max_backoff_seconds: float = 1.0
+    call_timeout_seconds: float = 2.0
+    damage_rest_seconds: float = 3.0
+    """After damage was found and everything told anew, the index is not asked for names again for so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherState:
+    """What metrics and operators see."""
+
+    berth: Berth | None
+    num_pending: int
+    """Names whose change the index has not confirmed."""
+    num_entries: int
+    """Names the GPU's cache holds."""
+    num_anywhere: int
+    """Names that the GPU's cache or host memory holds; 0 without a host cache."""
+    lag_seconds: float
+    """Age of the oldest change that the index has not confirmed; 0 when it knows everything."""
+    is_resyncing: bool
+    """The index does not know yet all that the caches held when the berth was taken."""
+    last_error: ErrorKind | None
+    """None once a call has succeeded again."""
+    num_errors: int
+    num_resyncs: int
+    num_damages: int = 0
+    """How often the index did not say what it had been told."""

@@ -1,0 +1,87 @@
+"""What a request changes in its logits before the choice: masks, biases, penalties. In fp32, on a copy.
+
+The order is vLLM V1's (`Sampler.apply_logits_processors`, after the grammar's mask): allowed tokens, bad tokens,
+`min_tokens`, bias, then the penalties: repetition, frequency, presence. The first four commute, as nothing that is
+added to minus infinity brings a token back.
+
+Rows that change nothing keep their logits, bit for bit. Ids beyond the logits' width never reach this file.
+
+Shapes: S rows that sample, V vocabulary, A rows with a list of allowed tokens, P rows that penalise, N list entries.
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from blockyard.worker.memory.transfers import upload
+from blockyard.worker.sampling.state import NO_COUNTS, Batch, Ids, SamplingState
+
+IMPOSSIBLE = float("-inf")
+
+ListName = Literal["biased", "allowed", "bad", "ends"]
+"""Of TokenLists."""
+
+_NONE: Ids = np.zeros(0, dtype=np.int64)
+
+
+def has_edits(batch: Batch) -> bool:
+    params_S = batch.params_S
+    listed_S = params_S["biases"] | params_S["allows"] | params_S["forbids"] | batch.below_min_tokens_S
+    return bool((listed_S | (params_S["counts_row"] != NO_COUNTS)).any())
+
+
+def edit(logits_SV: torch.Tensor, batch: Batch, state: SamplingState) -> None:
+    """Applies what the requests ask for, in place."""
+    params_S = batch.params_S
+    _restrict(logits_SV, np.flatnonzero(params_S["allows"]), batch, state)
+    _forbid(logits_SV, np.flatnonzero(params_S["forbids"]), "bad", batch, state)
+    _forbid(logits_SV, np.flatnonzero(batch.below_min_tokens_S), "ends", batch, state)
+    _add_biases(logits_SV, np.flatnonzero(params_S["biases"]), batch, state)
+    _penalise(logits_SV, np.flatnonzero(params_S["counts_row"] != NO_COUNTS), batch, state)
+
+
+def _restrict(logits_SV: torch.Tensor, rows_A: Ids, batch: Batch, state: SamplingState) -> None:
+    if not len(rows_A):
+        return
+    index = _entries(rows_A, "allowed", batch, state, logits_SV.device)
+    allowed_N = logits_SV[index]
+    logits_SV[upload(rows_A, logits_SV.device)] = IMPOSSIBLE
+    logits_SV[index] = allowed_N
+
+
+def _forbid(logits_SV: torch.Tensor, rows: Ids, kind: ListName, batch: Batch, state: SamplingState) -> None:
+    if len(rows):
+        logits_SV[_entries(rows, kind, batch, state, logits_SV.device)] = IMPOSSIBLE
+
+
+def _add_biases(logits_SV: torch.Tensor, rows: Ids, batch: Batch, state: SamplingState) -> None:
+    if not len(rows):
+        return
+    index = _entries(rows, "biased", batch, state, logits_SV.device)
+    biases_N = np.concatenate([state.lists[slot].biases for slot in batch.slots_S[rows].tolist()])
+    logits_SV.index_put_(index, upload(biases_N, logits_SV.device), accumulate=True)
+
+
+def _penalise(logits_SV: torch.Tensor, rows_P: Ids, batch: Batch, state: SamplingState) -> None:
+    if not len(rows_P):
+        return
+    device = logits_SV.device
+    index_P = upload(rows_P, device)
+    logits_SV[index_P] = state.counts.penalise(
+        logits_SV[index_P],
+        batch.params_S["counts_row"][rows_P],
+        repetition_P1=batch.column("repetition", rows_P, device),
+        frequency_P1=batch.column("frequency", rows_P, device),
+        presence_P1=batch.column("presence", rows_P, device),
+    )
+
+
+def _entries(
+    rows: Ids, kind: ListName, batch: Batch, state: SamplingState, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and token of every entry of the lists of some rows."""
+    slots = batch.slots_S[rows].tolist()
+    lists = [getattr(state.lists[slot], kind) if slot in state.lists else _NONE for slot in slots]
+    rows_N = np.repeat(rows, [len(ids) for ids in lists])
+    tokens_N = np.concatenate([_NONE, *lists])
+    return upload(rows_N, device), upload(tokens_N, device)

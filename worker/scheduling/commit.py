@@ -1,0 +1,144 @@
+"""What a step's tokens do to its sequences: they grow, fork, advance their beam search, or end.
+
+Owns the commit of one step's rows. The queues are queues.py's, blocks cache/block_tables.py's, the search
+sequences/beams.py's.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from blockyard.worker.cache.block_tables import BlockTables
+from blockyard.worker.scheduling.queues import Queues
+from blockyard.worker.sequences.beams import BeamGroup, Hypothesis, NextBeam
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sequence import FinishReason, Sequence, SequenceState, TokenLogprob
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE, NO_TOKEN, RowExtras, ScheduledRow
+
+
+class SequenceUpdate(NamedTuple):
+    """What a step brought one sequence: a token, an end, or both. A tuple, because each step makes one a sequence."""
+
+    sequence: Sequence
+    token: int | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    has_no_choice: bool = False
+    """It ended because its request left no token to choose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamsUpdate:
+    """A beam search is over."""
+
+    sequence: Sequence
+    """One of its last beams."""
+    hypotheses: tuple[Hypothesis, ...]
+    """The best first."""
+
+
+Update = SequenceUpdate | BeamsUpdate
+
+
+class Outcome:
+    """Applies rows to the sequences of one scheduler."""
+
+    def __init__(self, queues: Queues, tables: BlockTables, *, max_model_len: int) -> None:
+        self._queues = queues
+        self._tables = tables
+        self._max_model_len = max_model_len
+
+    def commit(self, row: ScheduledRow, token: int, extras: RowExtras) -> list[Update]:
+        """What one row brought. A sequence that has ended meanwhile only gives back what it held."""
+        sequence = row.sequence
+        sequence.num_in_flight -= 1
+        sequence.num_computed = row.end
+        if sequence.is_over:
+            if token >= NO_TOKEN and sequence.state is not SequenceState.FAILED:
+                self._tables.confirm(sequence, row.start)
+            self._queues.release_if_idle(sequence)
+            return []
+        if token in (FAILED_TOKEN, NO_CHOICE):
+            self._queues.leave(sequence, SequenceState.FAILED)
+            return [SequenceUpdate(sequence=sequence, token=None, has_no_choice=token == NO_CHOICE)]
+        if extras.prompt_logprobs and row.start <= len(sequence.prompt_logprobs):
+            known = len(sequence.prompt_logprobs) - row.start
+            sequence.prompt_logprobs += extras.prompt_logprobs[known:]
+        self._tables.confirm(sequence, row.start)
+        if sequence.group is None and row.samples and sequence.num_outputs == 1:
+            return [self._take_token(sequence, token, extras.logprobs)]
+        if not row.samples:
+            return []
+        if sequence.group is not None:
+            return self._commit_beam(sequence, sequence.group, extras)
+        return self._commit_forks(sequence, (token, *extras.tokens), extras.logprobs)
+
+    def _take_token(
+        self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]
+    ) -> SequenceUpdate:
+        sequence.tokens.append(token)
+        self._tables.name_full_blocks(sequence)
+        sequence.finish_reason = self._finish_reason(sequence, token)
+        if sequence.finish_reason is not None:
+            self._queues.leave(sequence, SequenceState.FINISHED)
+        return SequenceUpdate(sequence, token, logprobs)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        stops = token in sampling.stop_token_ids or token in sampling.eos_token_ids
+        if stops and sequence.num_generated >= sampling.min_tokens:
+            sequence.stop_token = token
+            return FinishReason.STOP
+        full = len(sequence.tokens) >= self._max_model_len
+        if full or sequence.num_generated >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _commit_forks(
+        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> list[Update]:
+        """A request's first tokens, one for each of its outputs."""
+        assert len(tokens) == sequence.num_outputs
+        sequence.num_outputs = 1
+        outputs = [sequence, *(self._queues.fork(sequence, index) for index in range(1, len(tokens)))]
+        return [
+            self._take_token(output, token, logprobs[index : index + 1])
+            for index, (output, token) in enumerate(zip(outputs, tokens, strict=True))
+        ]
+
+    def _commit_beam(self, beam: Sequence, group: BeamGroup, extras: RowExtras) -> list[Update]:
+        if not group.offer(beam, extras.candidates):
+            return []
+        following = group.advance()
+        if not following:
+            for live in group.live:
+                self._queues.leave(live, SequenceState.FINISHED)
+            return [BeamsUpdate(sequence=beam, hypotheses=tuple(group.best()))]
+        self._go_on(group, following)
+        return []
+
+    def _go_on(self, group: BeamGroup, following: list[NextBeam]) -> None:
+        """A parent goes on as its own first child; the others are forked from it before any token is added."""
+        parents: set[SequenceId] = set()
+        beams: list[Sequence] = []
+        for chosen in following:
+            parent = chosen.parent
+            is_first = parent.sequence_id not in parents
+            parents.add(parent.sequence_id)
+            beams.append(parent if is_first else self._queues.fork(parent, parent.index))
+        for dropped in group.live:
+            if dropped.sequence_id not in parents:
+                self._queues.leave(dropped, SequenceState.CANCELLED)
+        for chosen, beam in zip(following, beams, strict=True):
+            beam.tokens.append(chosen.token)
+            self._tables.name_full_blocks(beam)
+        group.go_on(
+            [(beam, chosen.cumulative_logprob) for chosen, beam in zip(following, beams, strict=True)]
+        )
+
+    def fail(self, row: ScheduledRow) -> list[Update]:
+        """Its step has raised: the sequence ends, and nothing that was computed is kept or found again."""
+        row.sequence.num_in_flight -= 1
+        if row.sequence.is_over:
+            self._queues.release_if_idle(row.sequence)
+            return []
+        self._queues.leave(row.sequence, SequenceState.FAILED)
+        return [SequenceUpdate(sequence=row.sequence, token=None)]

@@ -1,0 +1,149 @@
+"""The queues of a scheduler: who waits, who runs, who has left and is still computed by a step in flight.
+
+Owns their order and the end of sequences. Does not decide who runs.
+"""
+
+from bisect import insort
+from itertools import count
+
+from blockyard.worker.cache.block_tables import BlockTables
+from blockyard.worker.sequences.identifiers import RequestId, SequenceId
+from blockyard.worker.sequences.sequence import Sequence, SequenceState
+
+FIRST_FORK = 2**40
+"""Ids of forks, apart from those of submitted sequences."""
+
+
+class Queues:
+    """Over one pool's tables. `waiting` and `running` are in order of rank."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.reserved: list[Sequence] = []
+        """Of the running, those that hold, or are to get, all that they can ever need."""
+        self._tables = tables
+        self._leaving: dict[SequenceId, Sequence] = {}
+        self._ended: list[SequenceId] = []
+        self._fork_ids = count(FIRST_FORK)
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.running or self._leaving)
+
+    @property
+    def is_any_leaving(self) -> bool:
+        """Whether a step in flight still computes sequences that are over."""
+        return bool(self._leaving)
+
+    def wait(self, sequence: Sequence) -> None:
+        """From nowhere, or from the running."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            if sequence.is_reserved:
+                self.reserved.remove(sequence)
+        sequence.state = SequenceState.WAITING
+        insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+
+    def run(self, sequence: Sequence) -> None:
+        """From the waiting, or a fork that never waited. It is known by now whether it is reserved."""
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=lambda running: running.order)
+        if sequence.is_reserved:
+            self.reserved.append(sequence)
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A running sequence with all that its parent has."""
+        is_beam = parent.group is not None
+        child = Sequence(
+            sequence_id=SequenceId(next(self._fork_ids)),
+            tokens=parent.tokens[:],
+            prompt_length=parent.prompt_length,
+            sampling=parent.sampling,
+            names=list(parent.names),
+            arrival=parent.arrival,
+            rank=parent.rank,
+            priority=parent.priority,
+            tenant=parent.tenant,
+            client=parent.client,
+            request_id=parent.request_id,
+            index=index,
+            group=parent.group,
+            grammar=parent.grammar,
+            state=SequenceState.RUNNING,
+            cached_at_submit=parent.cached_at_submit,
+            cached_tokens=parent.cached_tokens,
+            deadline=parent.deadline,
+            is_reserved=parent.is_reserved and is_beam,
+            num_preemptions=parent.num_preemptions if is_beam else 0,
+        )
+        self._tables.fork(parent, child)
+        self.run(child)
+        return child
+
+    def leave(self, sequence: Sequence, state: SequenceState) -> None:
+        """Ends a sequence; its blocks go back at once, or with the step that still computes it."""
+        is_running = sequence.state is not SequenceState.WAITING
+        (self.running if is_running else self.waiting).remove(sequence)
+        if is_running and sequence.is_reserved:
+            self.reserved.remove(sequence)
+        sequence.state = state
+        self._tables.forget_swapped(sequence)
+        self._ended.append(sequence.sequence_id)
+        self._leaving[sequence.sequence_id] = sequence
+        self.release_if_idle(sequence)
+
+    def release_if_idle(self, sequence: Sequence) -> None:
+        """Blocks of a step in flight return after it: it may still write them."""
+        if not sequence.num_in_flight and self._leaving.pop(sequence.sequence_id, None) is not None:
+            self._tables.release(sequence)
+
+    def of_request(self, request_id: RequestId, index: int | None) -> list[Sequence]:
+        """All that is left of a request, or of one of its outputs."""
+        return [
+            sequence
+            for sequence in (*self.waiting, *self.running)
+            if sequence.request_id == request_id and index in (None, sequence.index)
+        ]
+
+    def ended(self) -> tuple[SequenceId, ...]:
+        """Who has left since `forget_ended`."""
+        return tuple(self._ended)
+
+    def forget_ended(self) -> None:
+        self._ended.clear()
+
+    def tell_ended_again(self, ended: tuple[SequenceId, ...]) -> None:
+        """They were told with a step that perhaps never began."""
+        self._ended += ended
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where tables, counters, names and references disagree. O(blocks)."""
+        tables = self._tables
+        pool = tables.pool
+        holders = [0] * pool.num_blocks
+        requests: dict[int, set[RequestId]] = {}
+        for sequence in (*self.running, *self._leaving.values()):
+            assert len(sequence.block_table) == tables.blocks_for(sequence.num_scheduled)
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
+            assert sequence.num_computed <= sequence.num_scheduled <= len(sequence.tokens) + 1
+            tables.check_plain(sequence)
+            for index, block in enumerate(sequence.block_table):
+                holders[block] += 1
+                if index >= sequence.num_named:
+                    requests.setdefault(block, set()).add(sequence.request_id)
+        assert all(len(ids) == 1 for ids in requests.values()), (
+            "an unnamed block is shared beyond its request"
+        )
+        for block, held in tables.copies_held().items():
+            holders[block] += held
+        for sequence in self.waiting:
+            assert not sequence.block_table
+            assert not sequence.num_in_flight
+        for sequence in (*self.running, *self.waiting):
+            assert not sequence.is_over
+        reserved = {sequence.sequence_id for sequence in self.running if sequence.is_reserved}
+        assert sorted(sequence.sequence_id for sequence in self.reserved) == sorted(reserved)
+        references = [pool.references(block) for block in pool.blocks()]
+        assert holders == references, "a reference is held by no sequence, or a sequence holds none"

@@ -1,0 +1,451 @@
+"""What the next step computes: continuous batching under one token budget, with no prefill or decode phase.
+
+`plan()` chooses the rows of a step and takes their blocks; `commit()` takes the tokens that the step sampled. They are
+apart, and one step may be in flight while the next is planned:
+
+    plan n | plan n+1 | commit n | plan n+2 | commit n+1 ...
+
+    tokens     [ prompt ................ | generated ........ ]
+    computed   [ =================== ]        KV valid below num_computed
+    scheduled  [ ========================= ]  planned below num_scheduled, at most two steps ahead
+
+Running sequences come first, decodes before chunks of long prompts, so that no prompt stalls a decode; then the
+waiting, in order of rank, each admitted once its whole uncached prompt fits. When blocks run out a running sequence is
+preempted (preemption.py): its blocks go to host memory, or are computed again. A sequence that has given way
+`max_preemptions` times is admitted again only with room for all that it can ever need, and gives way no more.
+
+A request with several outputs runs as one sequence until its first token, and then forks; beams fork and end as their
+search decides (sequences/beams.py). Owns the queues and the counters of sequences. No tensors, clocks or I/O.
+"""
+
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass
+from functools import partial
+
+from blockyard.worker.cache.block_pool import BlockPool
+from blockyard.worker.cache.block_tables import BlockTables, Hits, Moves
+from blockyard.worker.cache.host_memory import HostCache, SwapSpace
+from blockyard.worker.cache.prefix_cache import PrefixCache
+from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.scheduling.capacity import (
+    fits,
+    most_blocks,
+    places,
+    places_taken,
+    reserved_blocks,
+    spared_blocks,
+)
+from blockyard.worker.scheduling.commit import Outcome, Update
+from blockyard.worker.scheduling.preemption import PreemptionMode, Rates, Victim, choose_victim
+from blockyard.worker.scheduling.queues import Queues
+from blockyard.worker.sequences.beams import BeamGroup
+from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
+from blockyard.worker.sequences.sequence import Sequence, SequenceState
+from blockyard.worker.sequences.step_plan import LOST_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens
+
+_NO_EXTRAS = RowExtras()
+_make_row = partial(tuple.__new__, ScheduledRow)
+"""Of all its fields; by C alone, where a named tuple's own constructor goes through Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Budgets of one engine. Sizes are in tokens unless the name says otherwise."""
+
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    preemption: PreemptionMode = "auto"
+    max_preemptions: int = 4
+    """Of one sequence; after so many it is safe from them."""
+    swap_blocks: int = 0
+    """Blocks of host memory for preempted sequences."""
+    host_cache_blocks: int = 0
+    """Blocks of host memory for named blocks that the pool has evicted."""
+    index_stride_blocks: int = 1
+    """The prefix index is told of every so manieth block of a prefix."""
+    spared_blocks: int = 0
+    """Of what the others have cached: no tenant's work takes them, but where nothing else would run."""
+
+
+class CapacityError(ValueError):
+    """The request can never fit this engine."""
+
+
+class Scheduler:
+    """Queues over one pool. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(self, config: SchedulerConfig, *, num_blocks: int) -> None:
+        self.config = config
+        self.pool = BlockPool(num_blocks)
+        anywhere = AnywhereNames() if config.host_cache_blocks else None
+        self.cache = PrefixCache(self.pool, anywhere=anywhere)
+        self.host_cache = (
+            HostCache(config.host_cache_blocks, first_slot=config.swap_blocks, anywhere=anywhere)
+            if anywhere is not None
+            else None
+        )
+        self.tables = BlockTables(
+            self.pool,
+            self.cache,
+            config.block_size,
+            SwapSpace(config.swap_blocks),
+            self.host_cache,
+            index_stride_blocks=config.index_stride_blocks,
+        )
+        self._queues = Queues(self.tables)
+        self._outcome = Outcome(self._queues, self.tables, max_model_len=config.max_model_len)
+        self.rates = Rates()
+        self.prefill_tokens_beside_decodes: int | None = None
+        """Of one step that also decodes: what keeps decodes from waiting for a long prompt. None: the budget alone."""
+        self.next_decodes_go_alone = False
+        """Whether the next step that decodes takes no prompt, so that it can be measured. `plan` unsets it."""
+        self.holds: Callable[[Sequence], bool] | None = None
+        """Whether a sequence with a grammar must wait for the mask of its next token. Until then no step has it, so a
+        plan may be empty although there is work."""
+        self.num_preemptions = 0
+        self.num_swaps = 0
+        self._moves: dict[int, Moves] = {}
+        """Of steps in flight."""
+        self._next_step = 0
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs "
+                f"{config.max_num_seqs}: some sequences would never decode"
+            )
+        if num_blocks < self.tables.blocks_for(config.max_model_len):
+            raise ValueError(
+                f"the KV cache holds {num_blocks * config.block_size} tokens, fewer than max_model_len "
+                f"{config.max_model_len}: give it more memory or lower max_model_len"
+            )
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In order of rank, as are the running."""
+        return self._queues.waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self._queues.running
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queues)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Tokens known and not yet scheduled, beyond the one that each decode computes next.
+
+        Of the waiting only what was not cached when they were submitted counts: it is what placement waits for.
+        """
+        waiting = sum(uncached_tokens(sequence) for sequence in self.waiting)
+        return waiting + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises CapacityError where it can never fit."""
+        longest = sequence.prompt_length + sequence.sampling.max_tokens
+        if longest > self.config.max_model_len:
+            raise CapacityError(f"{longest} tokens asked for, {self.config.max_model_len} fit the context")
+        if sequence.num_generated >= sequence.sampling.max_tokens:
+            raise CapacityError("nothing is left to generate")
+        if sequence.sampling.beam_width:
+            sequence.group = BeamGroup(sequence)
+        if places(sequence, self.running) > self.config.max_num_seqs:
+            raise CapacityError(f"more outputs than max_num_seqs {self.config.max_num_seqs}")
+        if most_blocks(sequence, self.tables) > self.pool.num_blocks:
+            raise CapacityError("the beams can never fit the KV cache together")
+        sequence.cached_at_submit = len(self.tables.match(sequence)) * self.config.block_size
+        self._queues.wait(sequence)
+
+    def cancel(self, sequence: Sequence, state: SequenceState = SequenceState.CANCELLED) -> None:
+        """Ends a sequence in any state; its blocks go back at once, or with the step that still computes it."""
+        if not sequence.is_over:
+            self._queues.leave(sequence, state)
+
+    def cancel_request(self, request_id: RequestId, index: int | None = None) -> int:
+        """Ends all outputs of a request, or one of them. How many sequences that were.
+
+        One of several that are still one sequence, or beams, cannot be ended alone: then nothing happens.
+        """
+        ending = self._queues.of_request(request_id, index)
+        if index is not None and any(sequence.group or sequence.num_outputs > 1 for sequence in ending):
+            return 0
+        for sequence in ending:
+            self.cancel(sequence)
+        return len(ending)
+
+    # Planning
+
+    def plan(self) -> StepPlan:
+        """Chooses the next step's rows and takes their blocks. Nothing is to be run where it `has_work` not."""
+        assert len(self._moves) < 2, "at most one step may be in flight while another is planned"
+        rows: dict[SequenceId, ScheduledRow] = {}
+        budget = self.config.max_num_batched_tokens
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in tuple(self.running):
+            if sequence.grammar is not None and self._is_held(sequence):
+                continue
+            start = sequence.num_scheduled
+            is_plain = start < sequence.plain_until
+            # Nearly every row of nearly every step, told by what the last commit has just touched.
+            if (
+                is_plain
+                and not sequence.num_in_flight
+                and sequence.group is None
+                and len(sequence.tokens) == start + 1
+                and budget
+            ):
+                sequence.num_scheduled = start + 1
+                sequence.num_in_flight = 1
+                rows[sequence.sequence_id] = _make_row((sequence, start, 1, True, True))
+                budget -= 1
+                continue
+            todo = self._tokens_to_compute(sequence)
+            if todo > 1:
+                chunks.append((sequence, todo))
+            elif todo and budget and is_plain:
+                self._add_row(sequence, 1, rows, is_plain=True)
+                budget -= 1
+            elif todo:
+                budget -= self._schedule_running(sequence, min(1, budget), rows)
+        if rows and self.prefill_tokens_beside_decodes is not None:
+            budget = min(budget, 0 if self.next_decodes_go_alone else self.prefill_tokens_beside_decodes)
+        self.next_decodes_go_alone = False
+        for sequence, todo in chunks:
+            budget -= self._schedule_running(sequence, min(todo, budget), rows)
+        self._admit(budget, rows)
+        step, self._next_step = self._next_step, self._next_step + 1
+        moves = self.tables.take_moves()
+        plan = StepPlan(
+            step=step,
+            rows=_decodes_first(rows.values()),
+            to_host=tuple((block, slot) for slot, block in moves.to_host.items()),
+            from_host=tuple(moves.from_host),
+            copies=tuple(moves.copies),
+            ended=self._queues.ended(),
+        )
+        if plan.has_work:
+            self._moves[step] = moves
+            self._queues.forget_ended()
+        return plan
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        return self.holds is not None and not sequence.num_samples_in_flight and self.holds(sequence)
+
+    def _tokens_to_compute(self, sequence: Sequence) -> int:
+        if sequence.state is not SequenceState.RUNNING:
+            return 0
+        in_flight = sequence.num_samples_in_flight if sequence.num_in_flight else 0
+        group = sequence.group
+        if in_flight and (group is not None or sequence.num_outputs > 1):
+            return 0
+        if group is not None and group.waits(sequence):
+            return 0
+        known = len(sequence.tokens)
+        if known - sequence.prompt_length + in_flight >= sequence.sampling.max_tokens:
+            return 0
+        return known + in_flight - sequence.num_scheduled
+
+    def _schedule_running(
+        self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]
+    ) -> int:
+        """Schedules `num_tokens` more positions, preempting others if need be. How many it took: all, or 0, also where
+        the sequence itself has been preempted meanwhile."""
+        if num_tokens < 1 or sequence.state is not SequenceState.RUNNING:
+            return 0
+        end = sequence.num_scheduled + num_tokens
+        while (missing := self.tables.missing(sequence, end)) > 0 and missing > self._available(sequence):
+            victim = choose_victim(
+                self.running, rows, self.tables, mode=self.config.preemption, rates=self.rates
+            )
+            if victim is None:
+                return 0
+            self._preempt(victim)
+            if sequence in victim.sequences:
+                return 0
+        if missing > 0:
+            self.tables.extend(sequence, end)
+        self._add_row(sequence, num_tokens, rows)
+        self.tables.note_scheduled(sequence)
+        return num_tokens
+
+    def _available(self, sequence: Sequence) -> int:
+        """Blocks that this sequence may take: what is reserved for others is not for it, nor what is spared of their
+        cache, unless it is the first of all: something always gets done."""
+        if sequence.is_reserved:
+            return self.pool.num_allocatable
+        first, reserved = self.running[0], reserved_blocks(self._queues.reserved, self.tables)
+        is_first = sequence is first or sequence.group is first.group is not None
+        spared = 0 if is_first else spared_blocks(sequence, self.tables, self.config.spared_blocks)
+        return self.pool.num_allocatable - reserved - spared
+
+    def _add_row(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        rows: dict[SequenceId, ScheduledRow],
+        *,
+        is_plain: bool = False,
+    ) -> None:
+        start = sequence.num_scheduled
+        end = sequence.num_scheduled = start + num_tokens
+        sequence.num_in_flight += 1
+        samples = end >= len(sequence.tokens)
+        rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, samples, is_plain)
+
+    def _preempt(self, victim: Victim) -> None:
+        for sequence in victim.sequences:
+            assert not sequence.num_in_flight
+            if victim.swaps and self.tables.swap_out(sequence):
+                self.num_swaps += 1
+            else:
+                self.tables.release(sequence)
+            sequence.num_preemptions += 1
+            self.num_preemptions += 1
+            self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        if sequence.group is not None:
+            sequence.group.forget_candidates()
+        self._queues.wait(sequence)
+
+    # Admission
+
+    def _admit(self, budget: int, rows: dict[SequenceId, ScheduledRow]) -> None:
+        """Admits the waiting in order, while budget, places and blocks last."""
+        while budget > 0 and self.waiting:
+            sequence = self._next_waiting()
+            if sequence is None:
+                return
+            if places_taken(self.running) + places(sequence, self.running) > self.config.max_num_seqs:
+                return
+            hits = self.tables.match(sequence)
+            is_reserved = sequence.num_preemptions >= self.config.max_preemptions
+            if not self._fits(sequence, hits, is_reserved):
+                return
+            sequence.is_reserved = is_reserved
+            self._queues.run(sequence)
+            self.tables.start(sequence, hits)
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = min(len(hits) * self.config.block_size, sequence.prompt_length)
+            todo = min(len(sequence.tokens) - sequence.num_scheduled, budget)
+            self.tables.extend(sequence, sequence.num_scheduled + todo)
+            self._add_row(sequence, todo, rows)
+            self.tables.note_scheduled(sequence)
+            budget -= todo
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first that is not held, but for beams whose search runs already: it goes on only with all of them."""
+        for sequence in self.running:
+            for beam in sequence.group.live if sequence.group is not None else ():
+                if beam.state is SequenceState.WAITING:
+                    return beam
+        for sequence in self.waiting:
+            if sequence.grammar is None or not self._is_held(sequence):
+                return sequence
+        return None
+
+    def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
+        """A request alone always fits: submit and the constructor saw to that."""
+        group = sequence.group
+        if not self._queues.is_any_leaving and all(
+            group is not None and other.group is group for other in self.running
+        ):
+            return True
+        return fits(
+            sequence,
+            hits,
+            running=self.running,
+            waiting=self.waiting,
+            tables=self.tables,
+            is_reserved=is_reserved,
+            most_spared=self.config.spared_blocks,
+        )
+
+    # Committing
+
+    def commit(self, plan: StepPlan, step: StepTokens) -> list[Update]:
+        """Takes what a step sampled. Every plan that has work is to be committed, or failed, in order. Rows that lost
+        a block wait again, and compute it."""
+        self._end_step(plan)
+        updates: list[Update] = []
+        for index, (row, token) in enumerate(zip(plan.rows, step.tokens, strict=True)):
+            if token != LOST_TOKEN:
+                updates += self._outcome.commit(row, token, step.extras.get(index, _NO_EXTRAS))
+        if step.lost_slots:
+            rows = zip(plan.rows, step.tokens, strict=True)
+            self._lose(step.lost_slots, [row for row, token in rows if token == LOST_TOKEN])
+        return updates
+
+    def _lose(self, slots: Set[HostSlot], rows: Collection[ScheduledRow]) -> None:
+        """Drops what lies in slots of host memory; the rows needed it."""
+        if self.host_cache is not None:
+            self.host_cache.drop(slots)
+        for row in rows:
+            if not row.sequence.num_generated and not row.sequence.num_preemptions:
+                row.sequence.cached_tokens = None  # counted anew at its next admission
+        self._take_back(rows)
+
+    def fail(self, plan: StepPlan) -> list[Update]:
+        """Ends every sequence of a step that raised. Nothing that it computed is found again; where it moved blocks to
+        or from host memory, nothing there is: what cannot be read once would fail everybody who hits it."""
+        self._end_step(plan)
+        self._distrust_host_memory(plan)
+        return [update for row in plan.rows for update in self._outcome.fail(row)]
+
+    def abandon(self, plan: StepPlan, *, moved: bool) -> None:
+        """Takes a step back that was planned on one which has failed: its sequences wait, and compute again what is not
+        found. Unless its blocks are sure to have `moved`, nothing in host memory is, as after a failure."""
+        self._end_step(plan)
+        self._queues.tell_ended_again(plan.ended)
+        if not moved:
+            self._distrust_host_memory(plan)
+        self._take_back(plan.rows)
+
+    def _take_back(self, rows: Collection[ScheduledRow]) -> None:
+        """Lets the sequences of rows that do not count wait again, and all of a search with its beams."""
+        for row in rows:
+            row.sequence.num_in_flight -= 1
+            if row.sequence.is_over:
+                self._queues.release_if_idle(row.sequence)
+        for row in rows:
+            group = row.sequence.group
+            for sequence in (row.sequence,) if group is None else tuple(group.live):
+                if sequence.state is SequenceState.RUNNING:
+                    self.tables.release(sequence)
+                    self._wait_again(sequence)
+
+    def _distrust_host_memory(self, plan: StepPlan) -> None:
+        if plan.to_host or plan.from_host:
+            for waiting in self.waiting:
+                self.tables.forget_swapped(waiting)
+            if self.host_cache is not None:
+                self.host_cache.clear()
+
+    def _end_step(self, plan: StepPlan) -> None:
+        if plan.has_work:
+            self.tables.settle(self._moves.pop(plan.step))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where tables, counters, names and references disagree. O(blocks)."""
+        self.pool.check_invariants()
+        self.cache.check_invariants()
+        if self.host_cache is not None:
+            self.host_cache.check_invariants()
+        self._queues.check_invariants()
+        swapped = sum(len(sequence.swapped.slots) for sequence in self.waiting if sequence.swapped)
+        reading = sum(len(moves.read_slots) for moves in self._moves.values())
+        assert swapped + reading + self.tables.swap.num_free == self.tables.swap.num_slots
+
+
+def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
+    decodes = tuple([row for row in rows if row.num_tokens == 1])
+    return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))
+
+
+def uncached_tokens(sequence: Sequence) -> int:
+    """Of a waiting sequence: what it will compute before its next token, as far as could be seen at its submit."""
+    if sequence.swapped is not None:
+        return max(1, len(sequence.tokens) - sequence.swapped.num_tokens)
+    return len(sequence.tokens) - sequence.cached_at_submit

@@ -1,0 +1,115 @@
+"""Sampling parameters of a request as the engine takes them, with their bounds. Pure data."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    pass
+
+
+MAX_TEMPERATURE = 1e4
+"""Flatter than any use has for it, and far from where float32 overflows."""
+
+
+MAX_PENALTY = 2.0
+"""Of presence and frequency, either sign, as OpenAI has it."""
+
+
+MAX_LOGIT_BIAS = 100.0
+
+
+MAX_LOGPROBS = 20
+
+
+EarlyStopping = Literal["heuristic", "first", "never"]
+"""When a beam search with enough finished beams ends: once the running ones are unlikely to be better (transformers'
+False), at once (True), or only when they cannot be (never)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; every default already filled in.
+
+    Stop strings are not here: they are text, and are checked where tokens become text.
+    Raises ValueError for a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    """Keep tokens at least this likely, as a share of the likeliest one's probability."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the output has already."""
+    frequency_penalty: float = 0.0
+    """The same for each time that the output has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that prompt or output have already."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    allowed_token_ids: frozenset[int] = frozenset()
+    """Only these may be sampled. Empty: all."""
+    bad_token_ids: frozenset[int] = frozenset()
+    """These are never sampled."""
+    max_tokens: int = 16
+    min_tokens: int = 0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    """Empty means ignore_eos."""
+    n: int = 1
+    """Outputs: sampled independently, or the best of the beams."""
+    beam_width: int = 0
+    """0 samples; otherwise a beam search, which is greedy: it ignores temperature and seed, and takes no filters."""
+    length_penalty: float = 1.0
+    """Beams are ranked by logprob / tokens ** length_penalty."""
+    early_stopping: EarlyStopping = "heuristic"
+    logprobs: int | None = None
+    """How many of the likeliest tokens to name beside each sampled one; 0 only its own. None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, which is then computed whole."""
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_range(name, getattr(self, name) or 0, 0, MAX_LOGPROBS)
+        for _, bias in self.logit_bias:
+            _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, not {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise ValueError(f"repetition_penalty must be from 0.01 to 100, not {self.repetition_penalty}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be from 0 to max_tokens {self.max_tokens}, not {self.min_tokens}"
+            )
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, not {self.n}")
+        if self.beam_width < 0 or (self.beam_width and self.n > self.beam_width):
+            raise ValueError(f"beam_width must be 0 or at least n {self.n}, not {self.beam_width}")
+        if not -10.0 <= self.length_penalty <= 10.0:
+            raise ValueError(f"length_penalty must be from -10 to 10, not {self.length_penalty}")
+        filters = self.top_k or self.top_p < 1.0 or self.min_p
+        chooses = self.logit_bias or self.allowed_token_ids or self.bad_token_ids or self.penalises
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
+        if self.beam_width and (filters or chooses or reports):
+            raise ValueError("a beam search takes no filters, penalties, biases, token lists or logprobs")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _check_range(name: str, value: float, lowest: float, highest: float) -> None:
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name} must be between {lowest:g} and {highest:g}, not {value}")

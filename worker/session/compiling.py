@@ -1,0 +1,119 @@
+"""The requests of one router that wait for their grammar.
+
+Owns the wait: others behind them go on, a cancel or the end of the stream ends it, and then nothing starts. Their
+deadlines run meanwhile. Does not compile (worker/grammar), nor start anything itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+from blockyard.proto.v1.inference_pb2 import StructuredOutput
+from blockyard.proto.v1.session_pb2 import RejectReason
+from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.grammar.compiler import GrammarsBusy
+from blockyard.worker.grammar.grammar import GrammarError
+from blockyard.worker.session.submits import Refused
+
+logger = logging.getLogger(__name__)
+
+LEAST_DEADLINE_SECONDS = 0.001
+CompileGrammar: TypeAlias = Callable[[StructuredOutput, int], Awaitable[object]]
+"""What the engine is given for it; the number says which client's turn it takes. Raises ValueError for what cannot be
+compiled, or not within its limits, and GrammarsBusy where too many wait. The client is told the text of a GrammarError,
+and of no other."""
+Refuse: TypeAlias = Callable[[RejectReason, str], object]
+"""Takes the reason, and a sentence on it for the client, or none."""
+
+
+class Compiling:
+    """Used on one event loop."""
+
+    def __init__(self, compile_grammar: CompileGrammar | None) -> None:
+        """Without `compile_grammar` every grammar is refused."""
+        self._compile_grammar = compile_grammar
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._tasks
+
+    def start(
+        self,
+        handle: int,
+        request: EngineRequest,
+        wanted: StructuredOutput,
+        *,
+        client: int,
+        then: Callable[[EngineRequest], object],
+        refuse: Refuse,
+    ) -> None:
+        """Calls `then` with the request and its grammar, or `refuse`; neither after a cancel."""
+        assert handle not in self._tasks
+        task = self._tasks[handle] = asyncio.create_task(self._run(request, wanted, client, then, refuse))
+        task.add_done_callback(lambda _: self._tasks.pop(handle))
+
+    def cancel(self, handle: int) -> None:
+        """Unknown or over, nothing happens."""
+        if handle in self._tasks:
+            self._tasks[handle].cancel()
+
+    def cancel_all(self) -> list[int]:
+        """The handles of those that were waiting."""
+        waiting = [handle for handle, task in self._tasks.items() if not task.done()]
+        for handle in waiting:
+            self._tasks[handle].cancel()
+        return waiting
+
+    def afterwards(self, handle: int, call: Callable[[], object]) -> None:
+        """Calls at once, or when this one waits no more."""
+        if handle in self._tasks:
+            self._tasks[handle].add_done_callback(lambda _: call())
+        else:
+            call()
+
+    async def _run(
+        self,
+        request: EngineRequest,
+        wanted: StructuredOutput,
+        client: int,
+        then: Callable[[EngineRequest], object],
+        refuse: Refuse,
+    ) -> None:
+        try:
+            compiled = await self._compiled(request, wanted, client)
+        except Refused as refused:
+            refuse(refused.reason, "")
+        except GrammarError as error:
+            refuse(RejectReason.REJECT_REASON_GRAMMAR, str(error))
+        except Exception:
+            logger.exception("the compiler of grammars failed")
+            refuse(RejectReason.REJECT_REASON_INTERNAL, "")
+        else:
+            then(compiled)
+
+    async def _compiled(self, request: EngineRequest, wanted: StructuredOutput, client: int) -> EngineRequest:
+        """With its grammar, and what is left of its time. Raises Refused, and GrammarError."""
+        if self._compile_grammar is None:
+            raise GrammarError("this worker follows no structured output")
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with asyncio.timeout(request.deadline_seconds):
+                grammar = await self._compile_grammar(wanted, client)
+        except GrammarsBusy as error:
+            raise Refused(RejectReason.REJECT_REASON_BUSY) from error
+        except TimeoutError as error:
+            raise Refused(RejectReason.REJECT_REASON_DEADLINE) from error
+        except GrammarError:
+            raise
+        except ValueError as error:
+            raise Refused(RejectReason.REJECT_REASON_GRAMMAR) from error
+        if request.deadline_seconds is None:
+            return replace(request, grammar=grammar)
+        left_seconds = request.deadline_seconds - (clock() - began)
+        return replace(request, grammar=grammar, deadline_seconds=max(left_seconds, LEAST_DEADLINE_SECONDS))

@@ -1,0 +1,44 @@
+"""One router's stream as the session sees it, and whose each request is.
+
+`Link.requests` is changed on the engine's thread, the outbox and the grammars on the event loop's (session.py).
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from blockyard.proto.v1.session_pb2 import RejectReason, ToRouter
+from blockyard.worker.engine_types import EngineLoad
+from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.session.compiling import Compiling
+from blockyard.worker.session.outbox import Outbox
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """What waits for one router, and which requests are its, by handle."""
+
+    compiling: Compiling
+    requests: dict[int, RequestId] = field(default_factory=dict)
+    outbox: Outbox = field(default_factory=Outbox)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
+        self.outbox.reject(handle, reason, detail)
+        self.has_news.set()
+
+    def tell_draining(self, is_draining: bool) -> None:
+        self.outbox.tell_draining(is_draining)
+        self.has_news.set()
+
+    def take(self, load: EngineLoad) -> list[ToRouter]:
+        self.has_news.clear()
+        return self.outbox.take(load)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Whose a request is."""
+
+    link: Link
+    handle: int
+    request_id: str

@@ -1,0 +1,188 @@
+"""What waits to be sent to one router: news of its requests' outputs, merged until it takes them.
+
+Bounded however slowly the router reads: a row for each output of its requests, one load, one pong, one word on
+draining, and a rejection for each request that it sent. Pure; one event loop owns it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from blockyard.proto.v1 import inference_pb2
+from blockyard.proto.v1.cluster_pb2 import WorkerIndex
+from blockyard.proto.v1.session_pb2 import (
+    Draining,
+    Pong,
+    Rejected,
+    RejectReason,
+    RowDetails,
+    StepOutput,
+    ToRouter,
+)
+from blockyard.worker.engine_types import EngineLoad, SequenceOutput
+from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.sequences.sequence import FinishReason, TokenLogprob
+
+FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
+MAX_LOGPROBS_A_MESSAGE = 500_000
+"""About 6 MB; several long prompts' in one message would be more than a router takes. One row is never split."""
+MAX_DETAIL_CHARACTERS = 200
+
+_Key = tuple[int, int]
+"""A request's handle, and which of its outputs."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """What its router has not taken yet of one output."""
+
+    token_offset: int
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: int = 0
+    stop_token: int = 0
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    beam_score: float | None = None
+
+    def add(self, output: SequenceOutput) -> None:
+        self.token_ids += output.token_ids
+        self.finish_reason = FINISH_REASONS[output.finish_reason]
+        self.stop_token = 0 if output.stop_token is None else output.stop_token + 1
+        self.cached_tokens = output.cached_tokens
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.cumulative_logprob, self.beam_score = output.cumulative_logprob, output.beam_score
+
+    @property
+    def num_logprobs(self) -> int:
+        return sum(1 + len(logprob.top) for logprob in (*self.logprobs, *self.prompt_logprobs))
+
+    @property
+    def has_details(self) -> bool:
+        return bool(self.logprobs or self.prompt_logprobs) or self.beam_score is not None
+
+    def details(self, number: int) -> RowDetails:
+        return RowDetails(
+            row=number,
+            logprobs=[_logprob_message(logprob) for logprob in self.logprobs],
+            prompt_logprobs=[_logprob_message(logprob) for logprob in self.prompt_logprobs],
+            cumulative_logprob=self.cumulative_logprob,
+            beam_score=self.beam_score,
+        )
+
+
+class Outbox:
+    """News in, messages out."""
+
+    def __init__(self) -> None:
+        self._rows: dict[_Key, _Row] = {}
+        self._failed: dict[int, RejectReason] = {}
+        self._rejected: list[Rejected] = []
+        self._pong: Pong | None = None
+        self._is_draining: bool | None = None
+        self.reported: EngineLoad | None = None
+        """The load in the last message."""
+
+    def add(self, handle: int, output: SequenceOutput) -> None:
+        """Merges a step's news of one output into what waits. Tokens go out before their request's failure."""
+        if not output.token_ids:
+            self.fail(handle, _failure(output))
+            return
+        row = self._rows.setdefault((handle, output.index), _Row(token_offset=output.token_offset))
+        row.add(output)
+
+    def fail(self, handle: int, reason: RejectReason) -> None:
+        """Nothing more comes of a request that ran; the tokens that it has so far go out before."""
+        self._failed[handle] = reason
+
+    def tell_draining(self, is_draining: bool) -> None:
+        """Goes out before everything else."""
+        self._is_draining = is_draining
+
+    def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
+        detail = detail[:MAX_DETAIL_CHARACTERS]
+        self._rejected.append(Rejected(handle=handle, reason=reason, detail=detail))
+
+    def answer_ping(
+        self,
+        nonce: int,
+        load: EngineLoad,
+        index: WorkerIndex | None = None,
+        *,
+        stalled_seconds: float = 0.0,
+        is_draining: bool = False,
+    ) -> None:
+        """Only the newest ping is answered: it says all that older answers would."""
+        self._pong = Pong(
+            nonce=nonce,
+            load=load_message(load),
+            index=index,
+            stalled_seconds=stalled_seconds,
+            is_draining=is_draining,
+        )
+
+    def take(self, load: EngineLoad) -> list[ToRouter]:
+        """Everything that waits, as messages, and the load if it has changed; nothing waits afterwards."""
+        messages = []
+        if self._is_draining is not None:
+            messages.append(ToRouter(draining=Draining(is_draining=self._is_draining)))
+        messages += [ToRouter(rejected=rejected) for rejected in self._rejected]
+        if self._pong is not None:
+            messages.append(ToRouter(pong=self._pong))
+        if self._rows or self._failed or load != self.reported:
+            self.reported = load
+            steps = [_columns(rows) for rows in _portions(self._rows.items())]
+            steps[-1].failed_handles.extend(self._failed)
+            steps[-1].failed_reasons.extend(self._failed.values())
+            steps[-1].load.CopyFrom(load_message(load))
+            messages += [ToRouter(step=step) for step in steps]
+        self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
+        self._is_draining = None
+        return messages
+
+
+def _failure(output: SequenceOutput) -> RejectReason:
+    if output.expired:
+        return RejectReason.REJECT_REASON_DEADLINE
+    return (
+        RejectReason.REJECT_REASON_NO_CHOICE if output.has_no_choice else RejectReason.REJECT_REASON_INTERNAL
+    )
+
+
+def _portions(rows: Iterable[tuple[_Key, _Row]]) -> Iterator[dict[_Key, _Row]]:
+    """What goes into each message: at least one portion, maybe of nothing."""
+    portion: dict[_Key, _Row] = {}
+    num_logprobs = 0
+    for key, row in rows:
+        num_logprobs += row.num_logprobs
+        if portion and num_logprobs > MAX_LOGPROBS_A_MESSAGE:
+            yield portion
+            portion, num_logprobs = {}, row.num_logprobs
+        portion[key] = row
+    yield portion
+
+
+def _columns(waiting: dict[_Key, _Row]) -> StepOutput:
+    rows = waiting.values()
+    has_indexes = any(index for _, index in waiting)
+    return StepOutput(
+        handles=[handle for handle, _ in waiting],
+        indexes=[index for _, index in waiting] if has_indexes else [],
+        token_offsets=[row.token_offset for row in rows],
+        token_counts=[len(row.token_ids) for row in rows],
+        token_ids=[token for row in rows for token in row.token_ids],
+        finish_reasons=[row.finish_reason for row in rows],
+        stop_tokens=[row.stop_token for row in rows],
+        cached_tokens=[row.cached_tokens for row in rows],
+        details=[row.details(number) for number, row in enumerate(rows) if row.has_details],
+    )
+
+
+def _logprob_message(logprob: TokenLogprob) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        rank=logprob.rank,
+        top=[inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top],
+    )

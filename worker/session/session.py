@@ -1,0 +1,354 @@
+"""The engine session's server: streams from routers in, one engine behind them.
+
+Owns who asked for which request, and what waits to be sent to whom. A router that reads slowly costs nothing but its
+own freshness: what it has not taken yet is merged, so an outbox never holds more rows than its requests have outputs.
+The engine never waits for a stream; the end of a stream cancels its requests. (submits.py says what a Submit asks for,
+compiling.py holds what waits for its grammar, outbox.py what waits for the router, draining.py says when nothing new is
+taken.)
+
+Threads: `_routes` and each link's `requests` are changed on the engine's thread only, everything else on the loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from blockyard.proto.runtime.logs import about
+from blockyard.proto.v1 import session_pb2
+from blockyard.proto.v1.cluster_pb2 import WorkerIndex
+from blockyard.proto.v1.session_pb2 import (
+    Cancel,
+    Hello,
+    RejectReason,
+    Submit,
+    ToRouter,
+    ToWorker,
+)
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_thread import EngineThread
+from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
+from blockyard.worker.inspection.inspection import Inspection
+from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.scheduling.scheduler import CapacityError
+from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.sequence import SequenceState
+from blockyard.worker.session.compiling import CompileGrammar, Compiling
+from blockyard.worker.session.links import Link, Route
+from blockyard.worker.session.submits import Refused, engine_request
+from google.protobuf.message import DecodeError
+
+if TYPE_CHECKING:
+    from blockyard.worker.inspection.calls import Context
+
+logger = logging.getLogger(__name__)
+
+LOAD_REPORT_SECONDS = 0.05
+IDLE_CHECK_SECONDS = 0.5
+"""What is cancelled before any step has it ends without one."""
+
+
+class _BadMessage(Exception):
+    """The router sent what no router of ours would send; the text says what."""
+
+
+class SessionService:
+    """EngineService over one engine thread. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        hello: Hello,
+        vocab_size: int,
+        max_waiting: int,
+        compile_grammar: CompileGrammar | None = None,
+    ) -> None:
+        """Without `compile_grammar` structured output is refused."""
+        self._hello = hello
+        self._vocab_size = vocab_size
+        self._max_waiting = max_waiting
+        self._compile_grammar = compile_grammar
+        self._routes: dict[RequestId, Route] = {}
+        self._links: dict[Link, None] = {}
+        self._loop = asyncio.get_running_loop()
+        self._engine: EngineThread
+        self._load: EngineLoad
+        self.inspection = Inspection(hello=hello, request_ids=self._client_request_ids)
+        self.on_changes: Callable[[StepResult], None] = lambda result: None
+        self.index_part: Callable[[], WorkerIndex | None] = lambda: None
+        """What routers are told of this worker's part of the prefix index."""
+        self.is_draining = False
+        """It takes nothing new. Set by `set_draining`."""
+        self._is_closing = False
+        self._has_turned = asyncio.Event()
+        """The engine has done something since this was cleared."""
+
+    def attach(self, engine: EngineThread, load: EngineLoad) -> None:
+        """Gives the service its engine; `on_step` is what the engine must call."""
+        self._engine, self._load = engine, load
+        self.inspection.attach(engine)
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+        return self._load
+
+    def handler(
+        self, more_methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]] | None = None
+    ) -> grpc.GenericRpcHandler:
+        """Methods take raw bytes: a message that does not parse gets INVALID_ARGUMENT, where gRPC says UNKNOWN."""
+        session: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+            self._session, response_serializer=ToRouter.SerializeToString
+        )
+        methods = {**self.inspection.methods(), **(more_methods or {}), "Session": session}
+        name = session_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+        return grpc.method_handlers_generic_handler(name, methods)
+
+    # Taking nothing new
+
+    def set_draining(self, is_draining: bool) -> None:
+        """Tells all routers. What waits for its grammar goes back to them: it has not begun."""
+        if is_draining is self.is_draining:
+            return
+        self.is_draining = self._hello.is_draining = is_draining
+        for link in self._links:
+            link.tell_draining(is_draining)
+            for handle in link.compiling.cancel_all() if is_draining else ():
+                link.reject(handle, RejectReason.REJECT_REASON_DRAINING)
+
+    async def until_idle(self) -> None:
+        """Until no request runs or waits here; while draining none comes to it."""
+        while True:
+            self._has_turned.clear()
+            if not await asyncio.wrap_future(self._engine.call(lambda _: bool(self._routes))):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_CHECK_SECONDS):
+                    await self._has_turned.wait()
+
+    async def hand_over(self) -> int:
+        """Ends all requests as DRAINING, each after the tokens that it has so far: how many routers place elsewhere."""
+        return await asyncio.wrap_future(self._engine.call(self._end_all))
+
+    def _end_all(self, engine: Engine) -> int:
+        ended = list(self._routes.items())
+        for key, route in ended:
+            engine.cancel(key)
+            self._forget(route.link, route.handle, key)
+        # Behind what the last step brought, which goes the same way.
+        self._on_loop(self._give_back, [route for _, route in ended])
+        return len(ended)
+
+    def _give_back(self, routes: list[Route]) -> None:
+        for route in routes:
+            route.link.outbox.fail(route.handle, RejectReason.REJECT_REASON_DRAINING)
+            route.link.has_news.set()
+
+    @property
+    def has_routers(self) -> bool:
+        return bool(self._links)
+
+    def end_streams(self) -> None:
+        """Each stream ends once its router has taken what waits for it, and no new one begins."""
+        self._is_closing = True
+        for link in self._links:
+            link.has_news.set()
+
+    def _client_request_ids(self) -> dict[RequestId, str]:
+        return {key: route.request_id for key, route in self._routes.items()}
+
+    # What the engine says
+
+    def on_step(self, result: StepResult, load: EngineLoad) -> None:
+        """Called on the engine's thread."""
+        news = []
+        for output in result.outputs:
+            route = self._routes.get(output.request_id)
+            if route is None:
+                continue
+            news.append((route, output))
+            if output.state is SequenceState.FAILED and not output.has_no_choice:
+                with about(route.request_id):
+                    logger.error("its step failed")
+            if output.is_last:
+                self._forget(route.link, route.handle, output.request_id)
+        self._on_loop(self._deliver, news, result, load)
+
+    def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _forget(self, link: Link, handle: int, request_id: RequestId) -> None:
+        link.requests.pop(handle, None)
+        self._routes.pop(request_id, None)
+
+    def _deliver(
+        self, news: list[tuple[Route, SequenceOutput]], result: StepResult, load: EngineLoad
+    ) -> None:
+        self._load = load
+        for route, output in news:
+            route.link.outbox.add(route.handle, output)
+            route.link.has_news.set()
+        self._has_turned.set()
+        self.on_changes(result)
+
+    # What routers say
+
+    async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
+        link = Link(Compiling(self._compile_grammar))
+        self._links[link] = None
+        self._hello.load.CopyFrom(load_message(self._load))
+        self._hello.stalled_seconds = self._engine.stalled_seconds
+        reader = asyncio.create_task(self._read(requests, link))
+        try:
+            yield ToRouter(hello=self._hello)
+            while not reader.done() and not self._is_closing:
+                for message in link.take(self._load):
+                    yield message
+                await self._wait_for_news(link, reader)
+            for message in link.take(self._load):
+                yield message
+            if reader.done():
+                await reader
+        except _BadMessage as bad:
+            # Said here and not by the reader: an abort beside a send under way may never reach the router.
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(bad))
+        finally:
+            reader.cancel()
+            link.compiling.cancel_all()
+            self._links.pop(link, None)
+            self._engine.call(partial(self._cancel_all, link))
+
+    async def _wait_for_news(self, link: Link, reader: asyncio.Task[None]) -> None:
+        """Until something waits for the router, the load has changed, or the router is gone."""
+        news = asyncio.create_task(link.has_news.wait())
+        try:
+            while not news.done() and not reader.done() and self._load == link.outbox.reported:
+                await asyncio.wait(
+                    (news, reader), timeout=LOAD_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+        finally:
+            news.cancel()
+
+    async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
+        async for data in requests:
+            try:
+                message = ToWorker.FromString(data)
+            except DecodeError as error:
+                raise _BadMessage("this is no ToWorker") from error
+            match message.WhichOneof("message"):
+                case "submit" if message.submit.sampling.HasField("structured_output"):
+                    self._compile_first(link, message.submit)
+                case "submit":
+                    self._submit(link, message.submit)
+                case "cancel":
+                    self._take_cancel(link, message.cancel)
+                case "ping":
+                    link.outbox.answer_ping(
+                        message.ping.nonce,
+                        self._load,
+                        self.index_part(),
+                        stalled_seconds=self._engine.stalled_seconds,
+                        is_draining=self.is_draining,
+                    )
+                    link.has_news.set()
+                case None if not data:
+                    raise _BadMessage("the message says nothing")
+                case None:
+                    pass  # of a kind that a newer router knows
+
+    def _compile_first(self, link: Link, submit: Submit) -> None:
+        refuse = partial(link.reject, submit.handle)
+        try:
+            request = self._compilable(link, submit)
+        except Refused as refused:
+            refuse(refused.reason)
+            return
+        wanted = submit.sampling.structured_output
+        link.compiling.start(
+            submit.handle,
+            request,
+            wanted,
+            client=submit.client,
+            then=partial(self._submit, link, submit),
+            refuse=refuse,
+        )
+
+    def _compilable(self, link: Link, submit: Submit) -> EngineRequest:
+        if self.is_draining:
+            raise Refused(RejectReason.REJECT_REASON_DRAINING)
+        if sum(len(other.compiling) for other in self._links) >= self._max_waiting:
+            raise Refused(RejectReason.REJECT_REASON_BUSY)
+        if submit.handle in link.compiling:
+            raise Refused(RejectReason.REJECT_REASON_INVALID)
+        return self._engine_request(submit)
+
+    # To the engine
+
+    def _submit(self, link: Link, submit: Submit, request: EngineRequest | None = None) -> None:
+        """`request` is what it asks for, where that has been looked at already."""
+
+        def run(engine: Engine) -> None:
+            try:
+                self._start(engine, link, submit, request)
+            except Refused as refused:
+                reason = refused.reason
+            except Exception:
+                with about(submit.request_id):
+                    logger.exception("a submit failed")
+                reason = RejectReason.REJECT_REASON_INTERNAL
+            else:
+                return
+            self._on_loop(link.reject, submit.handle, reason)
+
+        self._engine.call(run)
+
+    def _start(self, engine: Engine, link: Link, submit: Submit, request: EngineRequest | None) -> None:
+        if self.is_draining:
+            raise Refused(RejectReason.REJECT_REASON_DRAINING)
+        if len(engine.scheduler.waiting) >= self._max_waiting:
+            raise Refused(RejectReason.REJECT_REASON_BUSY)
+        if link not in self._links or submit.handle in link.requests:
+            raise Refused(RejectReason.REJECT_REASON_INVALID)
+        try:
+            request_id = engine.submit(request or self._engine_request(submit))
+        except CapacityError as error:
+            raise Refused(RejectReason.REJECT_REASON_TOO_LARGE) from error
+        except ValueError as error:
+            raise Refused(RejectReason.REJECT_REASON_INVALID) from error
+        link.requests[submit.handle] = request_id
+        self._routes[request_id] = Route(link, submit.handle, submit.request_id)
+
+    def _engine_request(self, submit: Submit) -> EngineRequest:
+        """Raises Refused."""
+        try:
+            return engine_request(
+                submit,
+                vocab_size=self._vocab_size,
+                block_size=self._hello.block_size,
+                max_model_len=self._hello.max_model_len,
+            )
+        except ValueError as error:
+            raise Refused(RejectReason.REJECT_REASON_INVALID) from error
+
+    def _take_cancel(self, link: Link, cancel: Cancel) -> None:
+        index = cancel.index if cancel.HasField("index") else None
+        if index is None:
+            link.compiling.cancel(cancel.handle)
+        end = partial(self._cancel, link, cancel.handle, index)
+        link.compiling.afterwards(cancel.handle, partial(self._engine.call, end))
+
+    def _cancel(self, link: Link, handle: int, index: int | None, engine: Engine) -> None:
+        request_id = link.requests.get(handle)
+        if request_id is not None and not engine.cancel(request_id, index):
+            self._forget(link, handle, request_id)
+
+    def _cancel_all(self, link: Link, engine: Engine) -> None:
+        for handle in tuple(link.requests):
+            self._cancel(link, handle, None, engine)

@@ -1,0 +1,157 @@
+"""What a router's Submit asks of the engine.
+
+Routers check all of it too, and say it better. It is checked again here because the engine may run nothing that could
+harm others, whoever sent it. Lengths come first: nothing is unpacked that is longer than this engine could use. Owns
+defaults of fields that older routers leave out. Does not own capacity (the scheduler) nor whether a structured output
+can be compiled (the grammar's compiler).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, chain, split_names, unpack_tokens
+from blockyard.proto.v1 import inference_pb2
+from blockyard.proto.v1.session_pb2 import EngineSampling, RejectReason, Submit
+from blockyard.worker.engine_types import Continuation, EngineRequest
+from blockyard.worker.sequences.identifiers import BlockName, TenantId
+from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
+
+MAX_PRIORITY = 100
+"""Either sign."""
+MAX_LIST = {
+    "stop_token_ids": 64,
+    "eos_token_ids": 64,
+    "bad_token_ids": 1024,
+    "logit_bias": 1024,
+    "allowed_token_ids": 65_536,
+}
+"""Entries; the public API has the same bounds."""
+MAX_CONTINUATIONS = 4096
+"""More than any engine has places for, which is what really bounds them."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{0,128}")
+"""As the public API has it: operators see it beside the blocks of a request."""
+_EARLY_STOPPING: dict[int, EarlyStopping] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: "heuristic",
+    inference_pb2.EARLY_STOPPING_HEURISTIC: "heuristic",
+    inference_pb2.EARLY_STOPPING_FIRST: "first",
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
+
+
+class Refused(Exception):
+    """A submit that will not run, and why."""
+
+    def __init__(self, reason: RejectReason) -> None:
+        super().__init__(RejectReason.Name(reason))
+        self.reason = reason
+
+
+def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_model_len: int) -> EngineRequest:
+    """Without the compiled grammar. Raises ValueError for anything that a router of ours would not send."""
+    _check_lengths(submit, block_size, max_model_len)
+    token_ids = unpack_tokens(submit.token_ids)
+    if not token_ids:
+        raise ValueError("a prompt of no tokens")
+    continuations = tuple(
+        Continuation(index=part.index, token_ids=tuple(unpack_tokens(part.token_ids)))
+        for part in submit.continuations
+    )
+    for tokens in (token_ids, *(part.token_ids for part in continuations), *_named_tokens(submit.sampling)):
+        _check_tokens(tokens, vocab_size)
+    if not abs(submit.priority) <= MAX_PRIORITY:
+        raise ValueError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {submit.priority}")
+    if not 0 <= submit.deadline_seconds < math.inf:
+        raise ValueError(f"deadline_seconds must not be negative, not {submit.deadline_seconds}")
+    return EngineRequest(
+        token_ids=token_ids,
+        prompt_length=submit.prompt_tokens,
+        names=_names(submit, block_size),
+        sampling=_sampling(submit.sampling),
+        deadline_seconds=submit.deadline_seconds or None,
+        priority=submit.priority,
+        tenant=TenantId(submit.tenant),
+        client=submit.client,
+        continuations=continuations,
+    )
+
+
+def _check_lengths(submit: Submit, block_size: int, max_model_len: int) -> None:
+    if _REQUEST_ID.fullmatch(submit.request_id) is None:
+        raise ValueError("request_id is not one that a router lets through")
+    if submit.prompt_tokens > max_model_len:
+        raise ValueError(f"a prompt of {submit.prompt_tokens} tokens, the context has {max_model_len}")
+    if len(submit.continuations) > MAX_CONTINUATIONS:
+        raise ValueError(f"{len(submit.continuations)} continuations")
+    for packed in (submit.token_ids, *(part.token_ids for part in submit.continuations)):
+        if len(packed) > max_model_len * TOKEN_BYTES:
+            raise ValueError(f"{len(packed)} bytes of tokens, the context has {max_model_len}")
+    if len(submit.block_names) > NAME_BYTES * (1 + submit.prompt_tokens // block_size):
+        raise ValueError(f"{len(submit.block_names)} bytes of names for {submit.prompt_tokens} tokens")
+    for name, limit in MAX_LIST.items():
+        if len(getattr(submit.sampling, name)) > limit:
+            raise ValueError(f"{name} may have {limit} entries")
+
+
+def _names(submit: Submit, block_size: int) -> list[BlockName]:
+    """Each must follow from the one before it and its block's tokens: what is stored under a wrong name, others read.
+
+    The root alone cannot be checked: only routers know whose prefix it stands for.
+    """
+    names = split_names(submit.block_names)
+    if not names:
+        raise ValueError("no name to begin with")
+    named_bytes = (len(names) - 1) * block_size * TOKEN_BYTES
+    if names[1:] != chain(names[0], submit.token_ids[:named_bytes], block_size):
+        raise ValueError("the names are not those of the prompt's blocks")
+    return [BlockName(name) for name in names]
+
+
+def _check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise ValueError(f"token ids must be from 0 to {vocab_size - 1}")
+
+
+def _named_tokens(sampling: EngineSampling) -> Iterator[Sequence[int]]:
+    """Every token id in it: each becomes a place in the logits."""
+    yield sampling.stop_token_ids
+    yield sampling.eos_token_ids
+    yield sampling.allowed_token_ids
+    yield sampling.bad_token_ids
+    yield list(sampling.logit_bias)
+
+
+def _sampling(sampling: EngineSampling) -> SamplingParams:
+    if sampling.early_stopping not in _EARLY_STOPPING:
+        raise ValueError(f"early_stopping {sampling.early_stopping} is unknown")
+    if sampling.HasField("structured_output"):
+        _check_structured(sampling)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        allowed_token_ids=frozenset(sampling.allowed_token_ids),
+        bad_token_ids=frozenset(sampling.bad_token_ids),
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        seed=sampling.seed,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        eos_token_ids=frozenset(sampling.eos_token_ids),
+        n=sampling.n or 1,
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty,
+        early_stopping=_EARLY_STOPPING[sampling.early_stopping],
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+    )
+
+
+def _check_structured(sampling: EngineSampling) -> None:
+    """The output ends where the grammar is complete, and nowhere else."""
+    if sampling.beam_width or sampling.min_tokens or not sampling.structured_output.WhichOneof("kind"):
+        raise ValueError("a structured output has a kind, no beams and no min_tokens")

@@ -1,0 +1,4 @@
+"""From settings to an engine that is ready: loads the model, sizes the pools, warms up with a first request.
+
+Does not own the settings (../config.py).
+"""

@@ -1,0 +1,295 @@
+"""From settings to an engine that is ready to step: sizes the KV pool, loads or simulates the model, warms up."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+import torch
+from blockyard.proto.naming.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_state
+from blockyard.proto.naming.model_files import resolve_tokenizer
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.engine import Engine
+from blockyard.worker.execution.runner import Runner, TorchRunner
+from blockyard.worker.execution.step_graphs import sizes_for
+from blockyard.worker.memory.gpu_memory import CudaMeter
+from blockyard.worker.memory.kv_size import HostSize, KVSize, stored_dtype
+from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
+from blockyard.worker.model.data_type import ChosenDataType, dtype_of
+from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.simulated.faults import SimulatedFault
+from blockyard.worker.simulated.grammars import SimulatedGrammars
+from blockyard.worker.simulated.runner import SimulatedRunner
+from blockyard.worker.startup.host_size import size_host_memory
+from blockyard.worker.startup.pool_size import (
+    check_one_full_sequence_fits,
+    known_budget,
+    measured_budget,
+    size_pool,
+)
+
+if TYPE_CHECKING:
+    from blockyard.worker.grammar.compiled import TokenizerSource
+    from blockyard.worker.grammar.masks import Masks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEngine:
+    """An engine, and what others must know to talk about it."""
+
+    engine: Engine
+    runner: Runner
+    model: ModelConfig
+    model_path: Path
+    tokenizer_path: Path
+    kv_size: KVSize
+    host_size: HostSize
+    max_model_len: int
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    dtype: ChosenDataType
+    kv_dtype: str
+    """What its blocks hold: only workers of the same may share."""
+    device: str
+    masks: Masks | None
+    """What makes outputs follow grammars; None where nothing can."""
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        """For which grammars are compiled."""
+        from blockyard.worker.grammar.compiled import TokenizerSource
+
+        return TokenizerSource(
+            file=self.tokenizer_path / "tokenizer.json",
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=tuple(sorted(self.model.eos_token_ids)),
+        )
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Raises ValueError for a model or a size that cannot be had; the message says what to change."""
+    path = resolve_model(config.model)
+    tokenizer_path = resolve_tokenizer(config.tokenizer, path)
+    model = load_config(path)
+    device = _resolve_device(config)
+    dtype = dtype_of(config, model, on_cpu=device.type == "cpu")
+    logger.info("computes in %s", dtype)
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {max_model_len} is beyond the model's {model.max_position_embeddings}"
+        )
+    _check_stride_within_context(config, max_model_len)
+    weights_before = weights_state(path)
+    fingerprint = _fingerprint_in_background(path, config, dtype.name)
+    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len)
+    if weights_state(path) != weights_before:
+        raise ValueError(f"the weights in {path} changed while they were loaded: start again")
+    scheduling = _scheduling(config, max_model_len, kv_size, host_size)
+    engine, masks = _make_engine(config, scheduling, runner, kv_size), _give_masks(runner, model.vocab_size)
+    if masks is not None:
+        engine.scheduler.holds, masks.on_made = masks.holds, engine.wake
+    return LoadedEngine(
+        engine=engine,
+        runner=runner,
+        model=model,
+        model_path=path,
+        tokenizer_path=tokenizer_path,
+        kv_size=kv_size,
+        host_size=host_size,
+        max_model_len=max_model_len,
+        model_fingerprint=fingerprint.result(),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_path),
+        dtype=dtype,
+        kv_dtype=stored_dtype(config.kv_cache_dtype, dtype.name),
+        device=str(device),
+        masks=masks,
+    )
+
+
+def _load_runner(
+    config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, dtype: str, max_model_len: int
+) -> tuple[Runner, KVSize, HostSize]:
+    """Warm, with its pools. Where the pool's size is measured, the weights are there first."""
+    budget = known_budget(config, device)
+    measured: TorchRunner | None = None
+    if budget is None:
+        measured = _make_torch_runner(config, path, device, num_blocks=1, num_host_slots=0)
+        budget = measured_budget(measured, config, CudaMeter(device))
+    kv_size = size_pool(config, model, dtype, budget)
+    for line in kv_size.describe(max_model_len):
+        logger.info(line)
+    check_one_full_sequence_fits(kv_size, max_model_len)
+    host_size = size_host_memory(config, device, kv_size.block_bytes)
+    logger.info(host_size.describe())
+    runner: Runner
+    if measured is None:
+        runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks)
+    else:
+        runner = measured
+        runner.allocate_pools(kv_size.num_blocks, host_size.num_blocks)
+    runner.warm_up()
+    _capture_graphs(config, runner, max_model_len)
+    return runner, kv_size, host_size
+
+
+def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> Future[str]:
+    """The first start on a checkpoint reads all of it, while its weights are loaded. A start that fails does not wait
+    for that: hence a daemon."""
+    future = Future[str]()
+
+    def run() -> None:
+        try:
+            future.set_result(
+                model_fingerprint(
+                    path, load_format=config.load_format, seed=config.seed, dtype=_arithmetic(config, dtype)
+                )
+            )
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="fingerprint", daemon=True).start()
+    return future
+
+
+def _arithmetic(config: EngineConfig, dtype: str) -> str:
+    """What besides the weights decides what a block holds: workers share prefixes only where it is the same."""
+    return f"{config.engine}:{dtype}" + ("" if config.cpu_linears == "full" else f":{config.cpu_linears}")
+
+
+def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> None:
+    stride_tokens = config.index_stride_tokens
+    if stride_tokens is not None and stride_tokens > max_model_len:
+        raise ValueError(
+            f"index_stride_tokens {stride_tokens} is more than max_model_len {max_model_len}: "
+            "no prompt is that long, so the index would never know any"
+        )
+
+
+def _scheduling(
+    config: EngineConfig, max_model_len: int, kv_size: KVSize, host_size: HostSize
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        preemption=config.preempt,
+        max_preemptions=config.max_preemptions,
+        swap_blocks=host_size.swap_blocks,
+        host_cache_blocks=host_size.cache_blocks,
+        index_stride_blocks=config.index_stride_blocks,
+        spared_blocks=int(config.spared_cache_share * kv_size.num_blocks),
+    )
+
+
+def _make_engine(
+    config: EngineConfig, scheduling: SchedulerConfig, runner: Runner, kv_size: KVSize
+) -> Engine:
+    """Chunks are cut by measured time in deterministic mode too: there its tokens do not depend on chunks."""
+    return Engine(
+        scheduling,
+        runner,
+        num_blocks=kv_size.num_blocks,
+        bytes_per_block=kv_size.block_bytes,
+        ageing_seconds=config.priority_ageing_seconds,
+        mixed_step_seconds=config.mixed_step_seconds or None,
+        swap_blocks_per_second=_swap_rate(runner),
+        overlap_steps=_overlaps(config, runner),
+    )
+
+
+def _overlaps(config: EngineConfig, runner: Runner) -> bool:
+    if config.overlap_steps != "auto":
+        return config.overlap_steps == "on"
+    return isinstance(runner, TorchRunner) and runner.device.type == "cuda"
+
+
+def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
+    """The engine runs without the library too, on a bare machine with a GPU."""
+    if not isinstance(runner, TorchRunner | SimulatedRunner):
+        return None
+    if find_spec("llguidance") is None:
+        logger.warning("llguidance is not installed: structured outputs are refused")
+        return None
+    from blockyard.worker.grammar.masks import Masks
+
+    masks = Masks(vocab_size)
+    if isinstance(runner, TorchRunner):
+        runner.grammar_masks = masks
+    else:
+        runner.grammars = SimulatedGrammars(masks, vocab_size)
+    return masks
+
+
+def _swap_rate(runner: Runner) -> float:
+    """0 where nothing moves: unknown, as far as the choice between swapping and computing again goes."""
+    if isinstance(runner, TorchRunner) and runner.host_blocks is not None:
+        return runner.host_blocks.measure()
+    return 0.0
+
+
+def _resolve_device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, and torch sees none")
+    if config.engine == "simulated" or config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda:0")
+
+
+def _make_runner(
+    config: EngineConfig,
+    model: ModelConfig,
+    path: Path,
+    device: torch.device,
+    num_blocks: int,
+    num_host_slots: int,
+) -> Runner:
+    match config.engine:
+        case "simulated":
+            return SimulatedRunner(
+                vocab_size=model.vocab_size,
+                prefill_tokens_per_second=config.simulated_prefill_tokens_per_second,
+                step_seconds=config.simulated_step_seconds,
+                fault=SimulatedFault.parse(config.simulated_fault) if config.simulated_fault else None,
+            )
+        case "model":
+            return _make_torch_runner(
+                config, path, device, num_blocks=num_blocks, num_host_slots=num_host_slots
+            )
+
+
+def _make_torch_runner(
+    config: EngineConfig, path: Path, device: torch.device, *, num_blocks: int, num_host_slots: int
+) -> TorchRunner:
+    return TorchRunner.create(
+        path,
+        device=device,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        num_host_slots=num_host_slots,
+        verify_host_blocks=config.verify_host_memory,
+        deterministic=config.deterministic,
+        linears=config.cpu_linears,
+        kv_cache_dtype=config.kv_cache_dtype,
+        seed=config.seed,
+    )
+
+
+def _capture_graphs(config: EngineConfig, runner: Runner, max_model_len: int) -> None:
+    if not isinstance(runner, TorchRunner) or config.enforce_eager:
+        return
+    sizes = sizes_for(runner.backend, runner.device, config.max_num_seqs)
+    if sizes is None:
+        logger.info("decode graphs: none, the %s backend cannot be captured", runner.backend.name)
+        return
+    runner.capture_decodes(sizes, max_context_tokens=max_model_len)

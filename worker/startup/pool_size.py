@@ -1,0 +1,58 @@
+"""How many blocks a worker's pool has: what it was told, or what a measured step leaves of its GPU."""
+
+import logging
+
+import torch
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.execution.step_graphs import GRAPH_BYTES, ladder, shared_sizes
+from blockyard.worker.memory.gpu_memory import Meter, measure
+from blockyard.worker.memory.host_blocks import STAGING_BYTES
+from blockyard.worker.memory.kv_size import KVSize, blocks_in_budget, bytes_per_block, stored_dtype
+from blockyard.worker.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+CPU_KV_CACHE_BYTES = 2**30
+
+
+def known_budget(config: EngineConfig, device: torch.device) -> int | None:
+    """Bytes of KV cache; None where they have to be measured."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    return CPU_KV_CACHE_BYTES if device.type == "cpu" else None
+
+
+def measured_budget(runner: TorchRunner, config: EngineConfig, meter: Meter) -> int:
+    """Bytes of KV cache that the largest step leaves. Raises ValueError where it leaves none."""
+    num_tokens, num_sequences = config.max_num_batched_tokens, config.max_num_seqs
+    use = measure(meter, lambda: runner.run_largest_step(num_tokens, num_sequences))
+    later = STAGING_BYTES + runner.split_bounds.partial_bytes(num_sequences, runner.config.head_dim)
+    if not config.enforce_eager:
+        # Of a graph's tensors all share one memory, which its largest step takes.
+        rows = ladder(num_sequences)
+        later += GRAPH_BYTES * (len(rows) + len(shared_sizes(rows))) + use.step * num_sequences // num_tokens
+    logger.info("memory: %s", use.describe(later))
+    return use.for_pool(config.gpu_memory_utilization, later=later)
+
+
+def size_pool(config: EngineConfig, model: ModelConfig, dtype: str, budget: int) -> KVSize:
+    block_bytes = bytes_per_block(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+        kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
+    )
+    num_blocks = blocks_in_budget(budget, block_bytes)
+    if not num_blocks:
+        raise ValueError(f"{budget} bytes of KV cache hold no block of {block_bytes} bytes")
+    return KVSize(num_blocks=num_blocks, block_size=config.block_size, block_bytes=block_bytes)
+
+
+def check_one_full_sequence_fits(kv_size: KVSize, max_model_len: int) -> None:
+    """Where the size is known, before the weights are loaded, which may take minutes."""
+    if kv_size.num_tokens < max_model_len:
+        raise ValueError(
+            f"the KV cache holds {kv_size.num_tokens} tokens, fewer than max_model_len {max_model_len}: give it "
+            "more memory (--kv-cache-memory, --gpu-memory-utilization) or lower --max-model-len"
+        )

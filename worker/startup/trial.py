@@ -1,0 +1,43 @@
+"""A small request through a new engine before its worker takes any: what is done for the first time is done here.
+
+So kernels are compiled, and rates are measured: a worker that joins under load is placed by its own numbers from its
+first request on. Leaves nothing behind: no block, no name for the index, no count.
+"""
+
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+
+TRIAL_PROMPT_TOKENS = 256
+"""Enough that its prefill counts as a measurement."""
+TRIAL_NEW_TOKENS = 2
+"""A prefill and a decode."""
+_ROOT = BlockName(b"a trial, no root")
+
+
+def try_out(engine: Engine) -> None:
+    """Twice: the first run compiles, the second measures. Raises ValueError for an engine that does not answer."""
+    for is_measured in (False, True):
+        _run_one(engine)
+        engine.flush()
+        engine.forget_history(keeps_rates=is_measured)
+    engine.cache.take_changes()
+
+
+def _run_one(engine: Engine) -> None:
+    room = engine.scheduler.config.max_model_len - TRIAL_NEW_TOKENS
+    prompt_length = max(1, min(TRIAL_PROMPT_TOKENS, room))
+    engine.submit(
+        EngineRequest(
+            token_ids=[0] * prompt_length,
+            prompt_length=prompt_length,
+            names=[_ROOT],
+            sampling=SamplingParams(temperature=0.0, max_tokens=min(TRIAL_NEW_TOKENS, max(1, room))),
+        )
+    )
+    num_tokens = 0
+    while engine.has_work:
+        num_tokens += sum(len(output.token_ids) for output in engine.step().outputs)
+    if not num_tokens:
+        raise ValueError("the engine fails on its very first request; its log says why")
