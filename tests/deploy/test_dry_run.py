@@ -119,6 +119,18 @@ def test_what_could_not_work_is_found_dry_and_refused_at_once_by_up(
     assert not home.exists()
 
 
+def test_it_warns_in_the_words_of_up_where_workers_share_cpus() -> None:
+    def warnings(num_workers: int) -> list[str]:
+        code, document = plan("--workers", str(num_workers))
+        assert code == 0, failures(document)
+        found = document["findings"]
+        return [each["detail"] for each in found if (each["verdict"], each["subject"]) == ("warn", "workers")]
+
+    engine = EngineConfig(model=str(CHECKPOINT), device="cpu")
+    assert warnings(CPUS + 1) == [crowding(UpOptions(engine=engine, num_workers=CPUS + 1))]
+    assert warnings(CPUS) == []
+
+
 def test_gpus_that_are_not_there_are_not_told_of_as_cpus() -> None:
     _, document = plan("--device", "cuda")
     assert document["blocks_of_worker"] == 768, "named by its memory, in the checkpoint's bfloat16"
