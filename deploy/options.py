@@ -13,6 +13,7 @@ from blockyard.deploy.settings import Command as Command
 from blockyard.deploy.size import parse_bytes
 from blockyard.deploy.state import checked_name
 from blockyard.proto.grace import DEFAULT_GRACE_SECONDS, MAX_GRACE_SECONDS
+from blockyard.proto.model_files import OTHER_FORMATS
 from blockyard.router.placement_config import PlacementConfig, PolicyName, parse_placement
 from blockyard.worker.config import EngineConfig
 
@@ -93,6 +94,10 @@ def model_path(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
+    if folder.is_file() and folder.suffix in OTHER_FORMATS:
+        raise ValueError(
+            f"{folder} is a file, and a model is a folder: it holds {OTHER_FORMATS[folder.suffix]}"
+        )
     if not _HUB_NAME.fullmatch(model):
         raise ValueError(f"model {model!r} is no folder here, and no hub name")
     return model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from blockyard.deploy import state
 from blockyard.deploy.cli import main
-from blockyard.deploy.preflight import check_reachable, crowding, dtype_here, pool_of
+from blockyard.deploy.preflight import check_reachable, check_weights, crowding, dtype_here, pool_of
 from blockyard.deploy.processes import identify
 from blockyard.deploy.serving import ClusterStartError
 from blockyard.deploy.shape import shape_of
@@ -229,6 +229,15 @@ def pickle_instead(file: Path) -> None:
     file.rename(file.with_name("pytorch_model.bin"))
 
 
+def gguf_instead(file: Path) -> None:
+    file.rename(file.with_name("model.Q4_K_M.gguf"))
+
+
+def gguf_alone(file: Path) -> None:
+    gguf_instead(file)
+    file.with_name("config.json").unlink()
+
+
 def other_shapes(file: Path) -> None:
     config = file.with_name("config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 24}))
@@ -240,6 +249,12 @@ def other_shapes(file: Path) -> None:
         (shorten, "is not a readable safetensors file"),
         (Path.unlink, "holds no model.safetensors"),
         (pickle_instead, "holds pickled weights only"),
+        (pickle_instead, "or convert them (save_pretrained of transformers writes safetensors)"),
+        (
+            gguf_instead,
+            "holds GGUF weights only, a format that is not read: name a folder, or a repository on",
+        ),
+        (gguf_alone, "such as the model that they were made from; the first is model.Q4_K_M.gguf"),
         (other_shapes, "config.json asks for"),
     ],
 )
@@ -250,6 +265,23 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_anything_starts(
     spoil(folder / "model.safetensors")
     refused = CliRunner().invoke(main, ["up", "--model", str(folder), "--device", "cpu"])
     assert (refused.exit_code, why in " ".join(refused.output.split())) == (1, True), refused.output
+
+
+def test_a_gguf_file_in_place_of_a_folder_is_refused_with_what_works(tmp_path: Path) -> None:
+    file = tmp_path / "model.Q4_K_M.gguf"
+    file.touch()
+    refused = CliRunner().invoke(main, ["up", "--model", str(file)])
+    assert refused.exit_code == 2
+    told = " ".join(refused.output.split())
+    assert f"{file} is a file, and a model is a folder: it holds GGUF weights only" in told
+    assert "with config.json and safetensors files" in told
+
+
+def test_weights_in_safetensors_are_served_whatever_lies_beside_them(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    for name in ("model.gguf", "pytorch_model.bin"):
+        (folder / name).touch()
+    check_weights(EngineConfig(model=str(folder)))
 
 
 def test_workers_that_the_machine_has_no_memory_for_are_refused() -> None:
