@@ -46,7 +46,7 @@ def status(cluster: str, output: str) -> None:
         seen, silence = None, None
         try:
             seen = child.answer(budget.left_seconds, on_ray.silence_of(remembered))
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError, ModuleNotFoundError) as error:
             silence = error
         info = asked.result()
     report, living = (None, []) if seen is None else (seen.report, seen.living)

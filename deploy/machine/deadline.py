@@ -85,7 +85,7 @@ class Child:
 def _look(look: Callable[[Callable[[Any], None]], None], sending: Connection) -> None:
     try:
         look(sending.send)
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, ModuleNotFoundError) as error:
         sending.send(error)
 
 

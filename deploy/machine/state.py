@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from blockyard.deploy.machine.processes import ProcessIdentity, is_alive
 from blockyard.proto.security.loopback import LOOPBACK
 
 HOME_VARIABLE = "BLOCKYARD_HOME"
+_ALWAYS_WRITTEN = ("cluster", "model", "secret", "routers", "head", "redis")
+"""Every version has written these fields."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
@@ -139,7 +141,7 @@ def alone() -> Iterator[None]:
 
 
 def load(cluster: str) -> ClusterState:
-    """Raises NoSuchClusterError, with the names of those there are."""
+    """Raises NoSuchClusterError, with the names of those there are, or ValueError for a file that is damaged."""
     path = state_path(cluster)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -147,7 +149,12 @@ def load(cluster: str) -> ClusterState:
         raise NoSuchClusterError(cluster) from None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    return _from_document(document)
+    try:
+        if wrong := _wrong_with(document):
+            raise TypeError(wrong)
+        return _from_document(document)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(_damaged(path, error)) from error
 
 
 def forget(cluster: str) -> None:
@@ -158,6 +165,24 @@ def forget(cluster: str) -> None:
 
 def known_clusters() -> list[str]:
     return sorted(path.stem for path in home().glob("*.json"))
+
+
+def _wrong_with(document: object) -> str:
+    """What keeps a document from being a ClusterState's; empty for nothing that shows at its top."""
+    if not isinstance(document, dict):
+        return f"it holds no JSON object but a {type(document).__name__}"
+    if missing := [name for name in _ALWAYS_WRITTEN if name not in document]:
+        return f"it lacks {', '.join(missing)}"
+    unknown = sorted(document.keys() - {known.name for known in fields(ClusterState)})
+    return f"it has {', '.join(unknown)}, unknown to this version" if unknown else ""
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    told = f"{error} is missing" if isinstance(error, LookupError) else str(error)
+    return (
+        f"{path} does not say what `up` writes of a cluster: {told}. If another version of Blockyard wrote it, "
+        "run that version's `blockyard down`. Otherwise end the cluster's processes, then delete the file"
+    )
 
 
 def _from_document(document: dict[str, Any]) -> ClusterState:

@@ -12,6 +12,7 @@ from blockyard.deploy.ray.head import host_and_port
 from blockyard.deploy.settings.setting import TESTS, checked_by, field_settings, setting, taken
 from blockyard.deploy.settings.setting import Command as Command
 from blockyard.deploy.settings.size import parse_bytes
+from blockyard.proto.naming.model_files import OTHER_FORMATS
 from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS, MAX_GRACE_SECONDS
 from blockyard.router.placement.config import PlacementConfig, PolicyName, parse_placement
 from blockyard.worker.config import EngineConfig
@@ -93,6 +94,10 @@ def model_path(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
+    if folder.is_file() and folder.suffix in OTHER_FORMATS:
+        raise ValueError(
+            f"{folder} is a file, and a model is a folder: it holds {OTHER_FORMATS[folder.suffix]}"
+        )
     if not _HUB_NAME.fullmatch(model):
         raise ValueError(f"model {model!r} is no folder here, and no hub name")
     return model

@@ -184,6 +184,12 @@ class Supervisor:
     def _adopt(self, name: str) -> Any:
         return ray.get_actor(name)
 
+    def _adopt_or_create(self, place: Place) -> Any:
+        return adopt_or_create(self._spec, place)
+
+    def _node_id(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
     def _workers(self) -> list[Place]:
         return [place for place in self._places if place.kind == "worker"]
 
@@ -297,14 +303,14 @@ class Supervisor:
     async def _run_once(self, place: Place) -> None:
         """Adopts the actor of this name or makes it; raises DiedError when it dies, HungError when it hangs."""
         place.pid, place.node_id = 0, ""
-        actor = self._actors[place.name] = adopt_or_create(self._spec, place)
+        actor = self._actors[place.name] = self._adopt_or_create(place)
         async with self._pulse(place, actor) as pulse, death_told() as death:
             if place.name in self._found:
                 self._found.discard(place.name)
                 pulse.patience_seconds = STARTING_SECONDS
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
             place.node_id, place.pid = await pulse.unless_hung(whereabouts)
-            if place.node_id == ray.get_runtime_context().get_node_id() and is_actor(place.pid):
+            if place.node_id == self._node_id() and is_actor(place.pid):
                 death.watch(place.pid)
             if place.kind == "worker":
                 if not Path(self._spec.worker.engine.model).is_absolute():

@@ -17,6 +17,16 @@ CODE_KEY = "auto_map"
 NAMES_CODE = ("config.json", "tokenizer_config.json")
 FILE_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 """What is called so is no folder."""
+_INSTEAD = "name a folder, or a repository on the hub, with config.json and safetensors files"
+OTHER_FORMATS = {
+    ".gguf": f"GGUF weights only, a format that is not read: {_INSTEAD}, such as the model that they were made from",
+    **dict.fromkeys(
+        (".bin", ".pt", ".pth"),
+        f"pickled weights only, which could run any code and are never loaded: {_INSTEAD}, or convert them "
+        "(save_pretrained of transformers writes safetensors)",
+    ),
+}
+"""What is said of weights that are not served, by the suffix of their files."""
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "vocab.*", "merges.txt", "*.model")
 """What a router reads of a hub model: everything but the weights."""
 HUB_TIMEOUT_SECONDS = 10.0
@@ -100,6 +110,16 @@ def hub_snapshot(
 def resolve_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
     """Find the folder of the tokenizer: the model's own unless another is named. Raises ValueError as above."""
     return model_folder if tokenizer is None else resolve_model(tokenizer, patterns=TOKENIZER_FILES)
+
+
+def refuse_other_formats(folder: Path) -> None:
+    """Raises ValueError for a folder with weights, but none in safetensors. It names the format and what works."""
+    files = sorted(folder.iterdir())
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    for file in files:
+        if (told := OTHER_FORMATS.get(file.suffix)) is not None:
+            raise ValueError(f"{folder} holds {told}; the first is {file.name}")
 
 
 def check_model_files(folder: Path) -> Path:

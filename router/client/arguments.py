@@ -4,6 +4,7 @@ Owns the names of arguments and what each may be in Python. Ranges are the serve
 protobuf itself cannot hold.
 """
 
+import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
@@ -23,6 +24,8 @@ _SAMPLING_FIELDS = frozenset(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_n
 _BESIDE_PROMPT = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
     *("prompt", "chat", "prompt_token_ids", "sampling", "lora_name")
 }
+_SIMILARITY = 0.65
+"""Of two names, so that one is taken for a slip of the other. From here on max_completion_tokens is not min_tokens."""
 _STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
 
 
@@ -108,7 +111,7 @@ class PlacementArguments(PromptArguments, total=False):
 
 def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
     """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
-    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    given = _given(arguments, GenerateArguments.__optional_keys__, beside=("prompt", "timeout_seconds"))
     sampling = _sampling(given)
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
     request.sampling.CopyFrom(sampling)
@@ -117,33 +120,55 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
 
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
     """Raises as generate_request does."""
-    return _prompt_request(
-        cluster_pb2.LookupPrefixRequest, prompt, arguments, ("cache_salt", "public_prefix")
-    )
+    given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
+    return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, ("cache_salt", "public_prefix"))
 
 
 def placement_request(
     prompt: str | None, arguments: PlacementArguments
 ) -> cluster_pb2.ExplainPlacementRequest:
     """Raises as generate_request does."""
+    given = _given(arguments, PlacementArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(
-        cluster_pb2.ExplainPlacementRequest, prompt, arguments, ("cache_salt", "public_prefix", "session_id")
+        cluster_pb2.ExplainPlacementRequest, prompt, given, ("cache_salt", "public_prefix", "session_id")
     )
 
 
-def _prompt_request(
-    kind: type[Request], prompt: str | None, arguments: Mapping[str, Any], beside: Iterable[str]
-) -> Request:
-    """With the prompt and the fields that this kind has beside it; any other argument is unknown."""
+def tokenize_request(
+    prompt: str | None, messages: Messages | None, model: str | None, arguments: ChatArguments
+) -> inference_pb2.TokenizeRequest:
+    """Raises as generate_request does."""
+    chat = _given(arguments, ChatArguments.__optional_keys__, beside=("prompt", "messages", "model"))
+    return inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None, chat))
+
+
+def _given(
+    arguments: Mapping[str, object], known: frozenset[str], *, beside: Iterable[str]
+) -> dict[str, Any]:
+    """The arguments that are not None. Raises TypeError for unknown ones; the call also takes those `beside` them."""
     given = {name: value for name, value in arguments.items() if value is not None}
+    if unknown := sorted(given.keys() - known):
+        told = ", ".join(name + _nearest(name, [*known, *beside]) for name in unknown)
+        raise TypeError(f"unknown arguments: {told}")
+    return given
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, sorted(names), n=1, cutoff=_SIMILARITY)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _prompt_request(
+    kind: type[Request], prompt: str | None, given: dict[str, Any], beside: Iterable[str]
+) -> Request:
+    """With the prompt and the fields that this kind has beside it. Takes them out of `given`."""
     messages, token_ids = given.pop("messages", None), given.pop("prompt_token_ids", None)
     chat = {name: given.pop(name) for name in _CHAT_FIELDS if name in given}
     request = kind(**prompt_fields(prompt, messages, token_ids, chat))
     for name in beside:
         if name in given:
             request.MergeFrom(message_of(kind, name, given.pop(name)))
-    if given:
-        raise TypeError(f"unknown arguments: {', '.join(sorted(given))}")
+    assert not given, "an argument that is known and has no field"
     return request
 
 

@@ -19,7 +19,7 @@ from blockyard.router.client.arguments import (
     lookup_request,
     message_of,
     placement_request,
-    prompt_fields,
+    tokenize_request,
 )
 from google.protobuf.message import Message
 
@@ -61,8 +61,7 @@ def generate_stream(prompt: str | None, arguments: GenerateArguments) -> Generat
 def tokenize(
     prompt: str | None, messages: Messages | None, model: str | None, chat_arguments: ChatArguments
 ) -> Call[inference_pb2.TokenizeResponse]:
-    chat = {name: value for name, value in chat_arguments.items() if value is not None}
-    request = inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None, chat))
+    request = tokenize_request(prompt, messages, model, chat_arguments)
     return _inference("Tokenize", request, inference_pb2.TokenizeResponse)
 
 

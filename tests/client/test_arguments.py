@@ -1,11 +1,18 @@
 """Python's forms of a request's fields, and mistakes that name their argument."""
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.client.arguments import GenerateArguments, generate_request, lookup_request
+from blockyard.router.client.arguments import (
+    GenerateArguments,
+    generate_request,
+    lookup_request,
+    placement_request,
+)
 from blockyard.router.client.requests import tokenize
 
 TAKEN: dict[str, Any] = {
@@ -155,6 +162,32 @@ def test_a_value_of_another_type_is_a_type_error_with_its_name() -> None:
 def test_two_kinds_of_structured_output_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="at most one of json_schema, regex, json_object"):
         sampling(regex="a", json_object=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "told"),
+    [
+        (generate_request, {"max_token": 5}, "max_token (did you mean max_tokens?)"),
+        (generate_request, {"promt": "x"}, "promt (did you mean prompt?)"),
+        (generate_request, {"timeout_second": 5}, "timeout_second (did you mean timeout_seconds?)"),
+        (generate_request, {"zzz": 1, "top_pp": 1}, "top_pp (did you mean top_p?), zzz"),
+        (generate_request, {"max_completion_tokens": 1}, "max_completion_tokens"),
+        (lookup_request, {"cache_sal": "x"}, "cache_sal (did you mean cache_salt?)"),
+        (lookup_request, {"session": "x"}, "session"),
+        (placement_request, {"session": "x"}, "session (did you mean session_id?)"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_the_known_one_that_it_resembles(
+    call: Callable[[None, Any], object], arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(f'unknown arguments: {told}')}$"):
+        call(None, arguments)
+
+
+def test_tokenize_refuses_unknown_arguments_too() -> None:
+    arguments: Any = {"add_generation_promp": True}
+    with pytest.raises(TypeError, match=r"^unknown arguments: add_generation_promp \(did you mean add_"):
+        tokenize(None, [{"role": "user", "content": "x"}], None, arguments)
 
 
 def test_the_messages_own_field_is_no_argument() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 
 from .browser import Browser
@@ -280,6 +281,43 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
     await page.type_into("#prompt", "one two")
     await page.click("#ask button[value=prefix]")
     assert "is no token id" in await page.text("#answer .trouble")
+
+
+@pytest.mark.parametrize(
+    ("costs", "chosen", "told"),
+    [
+        (
+            (10.0, 10.4),
+            "worker-1",
+            "worker-0 costs 0.4 less, which is too close to tell: chance decides, or the session's last worker.",
+        ),
+        ((10.0, 50.0), "worker-0", "It costs least."),
+    ],
+)
+async def test_the_explainer_says_that_costs_are_too_close_to_tell_only_where_a_dearer_worker_was_chosen(
+    page: Browser,
+    monkeypatch: pytest.MonkeyPatch,
+    costs: tuple[float, float],
+    chosen: str,
+    told: str,
+) -> None:
+    """The routers' answer is fixed; all else from the page's server to the screen is real."""
+    candidates = [
+        cluster_pb2.PlacementCandidate(worker_id=f"worker-{number}", cost=cost, total_ms=cost)
+        for number, cost in enumerate(costs)
+    ]
+    explained = cluster_pb2.ExplainPlacementResponse(
+        policy="prefix", chosen_worker_id=chosen, candidates=candidates, index_available=True
+    )
+
+    async def explain(*_: object, **__: object) -> cluster_pb2.ExplainPlacementResponse:
+        return explained
+
+    monkeypatch.setattr(AsyncClient, "explain_placement", explain)
+    await page.type_into("#prompt", "anything")
+    await page.click("#ask button[value=placement]")
+    said = await page.text("#answer [data-field=chosen]")
+    assert said == f"Policy prefix: it would go to {chosen}. {told}"
 
 
 async def test_the_tree_of_prefixes_shows_what_is_shared_and_where_it_lies(

@@ -9,6 +9,7 @@ from blockyard.deploy.supervision.desired_state import Wish, decoded, encoded
 from blockyard.deploy.supervision.replicas import ClusterSpec, Place
 from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.router.config import RouterConfig
+from blockyard.worker.actor import StartedWorker
 from blockyard.worker.config import EngineConfig, WorkerConfig
 
 SPEC = ClusterSpec(
@@ -20,6 +21,9 @@ SPEC = ClusterSpec(
     router=RouterConfig(model="m"),
     num_routers=1,
 )
+
+NODE, PID = "another-node", 4711
+"""Where a worker runs whose start is the supervisor's own."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -44,6 +48,8 @@ class Worker:
     is_frozen: bool = False
     """It lives and answers nothing."""
     answers_after_seconds: float = 0.0
+    downloads_for_seconds: float = 0.0
+    loads_for_seconds: float = 0.0
     stopped_with: list[float] = field(default_factory=list)
     may_stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then its drain goes on."""
@@ -53,6 +59,26 @@ class Worker:
         self.may_stop.set()
         self.is_draining = Remote(self._is_draining)
         self.stop = Remote(self._stop)
+        self.whereabouts = Remote(self._whereabouts)
+        self.fetch_model = Remote(self._fetch_model)
+        self.start = Remote(self._start)
+        self.until_stopped = Remote(self._until_stopped)
+
+    async def _whereabouts(self) -> tuple[str, int]:
+        return NODE, PID
+
+    async def _fetch_model(self) -> None:
+        await asyncio.sleep(self.downloads_for_seconds)
+
+    async def _start(self) -> StartedWorker:
+        await asyncio.sleep(self.loads_for_seconds)
+        return StartedWorker(
+            address="worker:1", pid=PID, incarnation=self.incarnation, node_id=NODE, code="", dtype=""
+        )
+
+    async def _until_stopped(self) -> None:
+        await self.ended.wait()
+        raise RuntimeError("it ended")
 
     async def _is_draining(self) -> bool:
         while self.is_frozen:  # noqa: ASYNC110 - nothing wakes who waits for a value
@@ -195,3 +221,27 @@ class Lives(WithoutActors):
     async def place(self, name: str) -> Place:
         """By its name or kind: the first."""
         return next(place for place in (await self.report()).places if name in (place.name, place.kind))
+
+
+class Downloads(Lives):
+    """Workers start by the supervisor's own steps, and their model, `m`, is on the hub alone."""
+
+    def __init__(self, *, downloads_for_seconds: float = 0.0, loads_for_seconds: float = 0.0) -> None:
+        self._downloads_for_seconds = downloads_for_seconds
+        self._loads_for_seconds = loads_for_seconds
+        super().__init__()
+
+    async def _run_once(self, place: Place) -> None:
+        if place.kind == "router":
+            await super()._run_once(place)
+        else:
+            await Supervisor._run_once(self, place)
+
+    def _adopt_or_create(self, place: Place) -> Worker:
+        life = self._adopt_or_make(place.name)
+        life.downloads_for_seconds = self._downloads_for_seconds
+        life.loads_for_seconds = self._loads_for_seconds
+        return life
+
+    def _node_id(self) -> str:
+        return "the-supervisors-node"

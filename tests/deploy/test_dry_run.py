@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.lifecycle.preflight import check_reachable, crowding, dtype_here, pool_of
+from blockyard.deploy.lifecycle.preflight import (
+    check_reachable,
+    check_weights,
+    crowding,
+    dtype_here,
+    pool_of,
+)
 from blockyard.deploy.lifecycle.serving import ClusterStartError
 from blockyard.deploy.lifecycle.shape import shape_of
 from blockyard.deploy.machine import state
@@ -119,6 +125,18 @@ def test_what_could_not_work_is_found_dry_and_refused_at_once_by_up(
     assert not home.exists()
 
 
+def test_it_warns_in_the_words_of_up_where_workers_share_cpus() -> None:
+    def warnings(num_workers: int) -> list[str]:
+        code, document = plan("--workers", str(num_workers))
+        assert code == 0, failures(document)
+        found = document["findings"]
+        return [each["detail"] for each in found if (each["verdict"], each["subject"]) == ("warn", "workers")]
+
+    engine = EngineConfig(model=str(CHECKPOINT), device="cpu")
+    assert warnings(CPUS + 1) == [crowding(UpOptions(engine=engine, num_workers=CPUS + 1))]
+    assert warnings(CPUS) == []
+
+
 def test_gpus_that_are_not_there_are_not_told_of_as_cpus() -> None:
     _, document = plan("--device", "cuda")
     assert document["blocks_of_worker"] == 768, "named by its memory, in the checkpoint's bfloat16"
@@ -217,6 +235,15 @@ def pickle_instead(file: Path) -> None:
     file.rename(file.with_name("pytorch_model.bin"))
 
 
+def gguf_instead(file: Path) -> None:
+    file.rename(file.with_name("model.Q4_K_M.gguf"))
+
+
+def gguf_alone(file: Path) -> None:
+    gguf_instead(file)
+    file.with_name("config.json").unlink()
+
+
 def other_shapes(file: Path) -> None:
     config = file.with_name("config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 24}))
@@ -228,6 +255,12 @@ def other_shapes(file: Path) -> None:
         (shorten, "is not a readable safetensors file"),
         (Path.unlink, "holds no model.safetensors"),
         (pickle_instead, "holds pickled weights only"),
+        (pickle_instead, "or convert them (save_pretrained of transformers writes safetensors)"),
+        (
+            gguf_instead,
+            "holds GGUF weights only, a format that is not read: name a folder, or a repository on",
+        ),
+        (gguf_alone, "such as the model that they were made from; the first is model.Q4_K_M.gguf"),
         (other_shapes, "config.json asks for"),
     ],
 )
@@ -238,6 +271,23 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_anything_starts(
     spoil(folder / "model.safetensors")
     refused = CliRunner().invoke(main, ["up", "--model", str(folder), "--device", "cpu"])
     assert (refused.exit_code, why in " ".join(refused.output.split())) == (1, True), refused.output
+
+
+def test_a_gguf_file_in_place_of_a_folder_is_refused_with_what_works(tmp_path: Path) -> None:
+    file = tmp_path / "model.Q4_K_M.gguf"
+    file.touch()
+    refused = CliRunner().invoke(main, ["up", "--model", str(file)])
+    assert refused.exit_code == 2
+    told = " ".join(refused.output.split())
+    assert f"{file} is a file, and a model is a folder: it holds GGUF weights only" in told
+    assert "with config.json and safetensors files" in told
+
+
+def test_weights_in_safetensors_are_served_whatever_lies_beside_them(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    for name in ("model.gguf", "pytorch_model.bin"):
+        (folder / name).touch()
+    check_weights(EngineConfig(model=str(folder)))
 
 
 def test_workers_that_the_machine_has_no_memory_for_are_refused() -> None:

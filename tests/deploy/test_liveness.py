@@ -1,11 +1,13 @@
 """Who no longer answers the supervisor, in virtual time and without Ray."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
 from typing import Any
 
 import pytest
+from blockyard.deploy.supervision.actors import START_SECONDS
 from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.views.views import place_dict
@@ -13,7 +15,7 @@ from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, Supervi
 
 from simulation.virtual_time import Process, VirtualLoop
 
-from .lives import Lives
+from .lives import PID, Downloads, Lives
 
 TRUTH_SECONDS = 5.0
 """For `status` to tell of a freeze."""
@@ -105,6 +107,54 @@ async def test_a_worker_that_freezes_while_it_starts_is_replaced() -> None:
     assert "did not answer for 120 s" in worker.error
     assert supervisor.ended_processes == [1]
     await supervisor.leave()
+
+
+@contextlib.asynccontextmanager
+async def downloading(**seconds: float) -> AsyncIterator[Downloads]:
+    """Takes the supervisor down after a failed assertion too: pytest's report of it would meet its dying tasks."""
+    supervisor = Downloads(**seconds)
+    try:
+        yield supervisor
+    finally:
+        await supervisor.leave()
+
+
+@in_virtual_time
+async def test_a_model_that_downloads_for_longer_than_a_start_may_take_is_no_hang() -> None:
+    async with downloading(downloads_for_seconds=5 * START_SECONDS) as supervisor:
+        worker = await supervisor.place("worker")
+        for _ in range(4):
+            await asyncio.sleep(START_SECONDS)
+            assert (worker.phase, worker.error, worker.num_missed) == ("downloading", "", 0)
+        await asyncio.sleep(2 * START_SECONDS)
+        assert (worker.phase, worker.error, worker.num_starts) == ("serving", "", 1)
+        assert len(supervisor.lives) == 1
+
+
+@in_virtual_time
+async def test_the_clock_of_a_start_begins_when_the_model_is_there() -> None:
+    async with downloading(
+        downloads_for_seconds=START_SECONDS, loads_for_seconds=10 * START_SECONDS
+    ) as supervisor:
+        worker = await supervisor.place("worker")
+        await asyncio.sleep(1.9 * START_SECONDS)
+        assert (worker.phase, worker.error, len(supervisor.lives)) == ("starting", "", 1)
+        await asyncio.sleep(0.2 * START_SECONDS)
+        assert worker.error == f"did not start within {START_SECONDS:.0f} s"
+        assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
+        assert (worker.phase, len(supervisor.lives)) == ("downloading", 2)
+
+
+@in_virtual_time
+async def test_a_worker_that_freezes_while_it_downloads_is_replaced() -> None:
+    async with downloading(downloads_for_seconds=5 * START_SECONDS) as supervisor:
+        worker = await supervisor.place("worker")
+        await asyncio.sleep(START_SECONDS)
+        supervisor.lives[0].is_frozen = True
+        await asyncio.sleep(STARTING_SECONDS + 2 * QUESTION_SECONDS)
+        assert "did not answer for 120 s" in worker.error
+        assert supervisor.ended_processes == [PID]
+        assert (worker.phase, len(supervisor.lives)) == ("downloading", 2)
 
 
 @in_virtual_time

@@ -1,12 +1,17 @@
 """Of several `up` of one name in one home at the same moment one goes on."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blockyard.deploy.cli import main
 from blockyard.deploy.machine import state
+from click.testing import CliRunner
 
 NUM_COMMANDS = 4
 SECONDS = 120.0
@@ -71,3 +76,41 @@ def test_a_state_file_of_before_has_a_supervisor_to_say_goodbye_to(
     path = state.state_path("default")
     path.write_text(path.read_text().replace('"is_supervised": false,', ""))
     assert state.load("default").is_supervised
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda document: {key: value for key, value in document.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (without("head"), "it lacks head"),
+        (without("secret"), "it lacks secret"),
+        (lambda document: document | {"head": {"session": 1}}, "'processes' is missing"),
+        (
+            lambda document: document | {"from_the_future": 1},
+            "it has from_the_future, unknown to this version",
+        ),
+        (lambda document: document | {"redis": 5}, "'int' object"),
+        (lambda document: [document], "it holds no JSON object but a list"),
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "down", "workers"])
+def test_a_damaged_state_file_is_named_with_what_to_do(
+    spoil: Callable[[dict[str, Any]], object],
+    why: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(state.HOME_VARIABLE, str(tmp_path))
+    state.save(state.ClusterState(cluster="default", model="m", secret="CANARY"))
+    path = state.state_path("default")
+    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+    told = CliRunner().invoke(main, [command])
+    assert told.exit_code == 1
+    assert told.output.startswith(f"Error: {path} does not say what `up` writes of a cluster: ")
+    assert why in told.output
+    assert told.output.endswith("end the cluster's processes, then delete the file\n")
+    assert "CANARY" not in told.output

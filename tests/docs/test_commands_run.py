@@ -1,7 +1,8 @@
 """The commands that the documents show are run, block by block, by the shell, in a folder with nothing else in it.
 
 Those that need Ray, another machine or somebody's files are not (`RUN` says which are); tests/cluster runs the README's
-own. They call the cluster of these tests. A block that takes long runs with the slow tests.
+own. They call the cluster of these tests: a URL of port 8000 is that of its gateway. A block that takes long runs with
+the slow tests.
 """
 
 import json
@@ -24,6 +25,8 @@ RUN = re.compile(
 )
 SOMEBODYS = re.compile(r"HEAD|FOLDER|~/|\brouter\.example\b")
 TAKES_LONG = re.compile("blockyard (bench|figures)")
+GATEWAY = "http://127.0.0.1:8000"
+"""The documents' OpenAI server."""
 RUN_SECONDS = 800.0
 """Ten times what the longest takes on a quiet machine."""
 LONG = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -71,8 +74,9 @@ def folder(tmp_path: Path, router: str, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.mark.parametrize("block", parameters())
-def test_a_block_of_commands_runs(block: Block, folder: Path) -> None:
+def test_a_block_of_commands_runs(block: Block, folder: Path, gateway: str) -> None:
     text = script(block).replace("/models/model", shlex.quote(model_path("demo")))
+    text = text.replace(GATEWAY, f"http://{gateway}")
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,

@@ -135,6 +135,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        model_files.refuse_other_formats(file.parent)
         raise ValueError(f"{file.parent} is no model folder: it has no {file.name}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from blockyard.proto.naming.model_files import refuse_other_formats
 from blockyard.worker.model.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
@@ -110,11 +111,7 @@ def shard_files(folder: Path) -> list[Path]:
         return files
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ValueError(
-            f"{folder} holds pickled weights only (.bin): loading them could run any code, "
-            "so convert them to safetensors"
-        )
+    refuse_other_formats(folder)
     raise ValueError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
