@@ -95,7 +95,7 @@ def test_the_table_has_a_row_of_every_chat_and_no_number_is_cut_off(told: Told) 
 
 
 def test_all_views_of_every_pool_agree(told: Told) -> None:
-    assert told.output.count("show the same blocks") == NUM_WORKERS
+    assert told.section("the workers' block pools").count("show the same blocks") == NUM_WORKERS
 
 
 def test_the_end_says_what_to_try_next_and_points_at_nothing_that_has_gone(told: Told) -> None:
