@@ -56,6 +56,12 @@ from blockyard.worker.model.data_type import RequestedDataType
     help="What the workers are. Without --dtype: a GPU, or a CPU like this machine's.",
 )
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
+@click.option(
+    "--total-memory",
+    callback=checked_by(size.parse_bytes),
+    metavar="SIZE",
+    help="What the machine or GPU has, to say what is left of it. Default on a CPU: what this machine has.",
+)
 @output_option
 def size_command(
     model: str,
@@ -65,9 +71,10 @@ def size_command(
     kv_cache_dtype: KVCacheDtype,
     device: str,
     max_model_len: int | None,
+    total_memory: int | None,
     output: str,
 ) -> None:
-    """How many blocks, tokens and requests of MODEL a memory budget holds."""
+    """How many blocks, tokens and requests of MODEL a memory budget holds, and what a worker takes in all."""
     sized = size.size_model(
         model,
         budget_bytes=memory,
@@ -76,6 +83,7 @@ def size_command(
         kv_cache_dtype=kv_cache_dtype,
         on_cpu=device == "cpu",
         max_model_len=max_model_len,
+        memory_bytes=total_memory,
     )
     show(output, sized.as_dict(), views.size_view(sized))
 

@@ -17,6 +17,7 @@ from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
 from blockyard.deploy.lifecycle.serving import ClusterStartError
 from blockyard.deploy.lifecycle.shape import shape_of
 from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_port
+from blockyard.deploy.settings.size import CPU_PROCESS_BYTES, machine_memory_bytes
 from blockyard.deploy.views.quantities import counted, format_bytes
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.memory.kv_size import (
@@ -175,13 +176,14 @@ def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
     if num_gpus or pool is None:
         return
     weights_bytes = weights_bytes_of(options.engine, config, on_cpu=True)
-    needed_bytes = num_workers * (weights_bytes + pool.total_bytes)
-    has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed_bytes = num_workers * (weights_bytes + pool.total_bytes + CPU_PROCESS_BYTES)
+    has_bytes = machine_memory_bytes()
     if needed_bytes > has_bytes:
         raise ValueError(
             f"{counted(num_workers, 'worker')} would need {format_bytes(needed_bytes)}, and this "
-            f"machine has {format_bytes(has_bytes)}: each holds {format_bytes(weights_bytes)} of weights and "
-            f"{format_bytes(pool.total_bytes)} of KV cache (--kv-cache-memory, --workers)"
+            f"machine has {format_bytes(has_bytes)}: each holds {format_bytes(weights_bytes)} of weights, "
+            f"{format_bytes(pool.total_bytes)} of KV cache and {format_bytes(CPU_PROCESS_BYTES)} of its own "
+            "(--kv-cache-memory, --workers)"
         )
 
 

@@ -9,7 +9,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -298,8 +298,7 @@ def size_view(sized: ModelSize) -> RenderableType:
     kv = sized.kv
     rows = [
         ("data type", str(sized.dtype)),
-        ("weights", f"{format_bytes(sized.weights_bytes)} in {sized.dtype.name}, beside the KV cache"),
-        ("KV cache", f"{format_bytes(kv.total_bytes)} in {sized.kv_dtype}"),
+        *_memory_rows(sized),
         ("bytes a block", f"{kv.block_bytes:,}"),
         ("blocks", f"{kv.num_blocks:,} of {kv.block_size} tokens"),
         ("tokens", f"{kv.num_tokens:,}"),
@@ -309,6 +308,24 @@ def size_view(sized: ModelSize) -> RenderableType:
         ),
     ]
     return plain_table(("a worker holds", Path(sized.model).name), rows)
+
+
+def _memory_rows(sized: ModelSize) -> Iterator[tuple[str, str]]:
+    yield "weights", f"{format_bytes(sized.weights_bytes)} in {sized.dtype.name}"
+    yield "KV cache", f"{format_bytes(sized.kv.total_bytes)} in {sized.kv_dtype}"
+    if sized.process_bytes is None:
+        yield "process", "not counted: on a GPU the worker measures it at its start"
+    else:
+        yield "process", f"{format_bytes(sized.process_bytes)}, as the demo model's; more for a large model"
+    yield "total", format_bytes(sized.total_bytes)
+    if sized.memory_bytes is not None and sized.left_bytes is not None:
+        yield "left", _left(sized.left_bytes, sized.memory_bytes)
+
+
+def _left(left_bytes: int, memory_bytes: int) -> str:
+    if left_bytes < 0:
+        return f"none: {format_bytes(-left_bytes)} more than the {format_bytes(memory_bytes)} that there are"
+    return f"{format_bytes(left_bytes)} of {format_bytes(memory_bytes)}"
 
 
 def finish_line(finish: Finish) -> str:

@@ -54,7 +54,7 @@ def serving(command: Command, *arguments: str) -> Iterator[Served]:
     with command.start("serve", "demo", *arguments, stdin=subprocess.DEVNULL) as process:
         served = None
         try:
-            served = Served(process=process, told=_until_it_serves(process))
+            served = Served(process=process, told=until_it_serves(process))
             yield served
         finally:
             process.send_signal(signal.SIGINT)
@@ -66,8 +66,8 @@ def serving(command: Command, *arguments: str) -> Iterator[Served]:
     assert not command.home.exists() or list(command.home.iterdir()) == []
 
 
-def _until_it_serves(process: "subprocess.Popen[str]") -> str:
-    """The start has deadlines of its own."""
+def until_it_serves(process: "subprocess.Popen[str]") -> str:
+    """Return what `serve` prints until it serves. The start has deadlines of its own."""
     assert process.stdout is not None
     told = ""
     for line in process.stdout:

@@ -123,6 +123,41 @@ def test_size_counts_two_mebibytes_a_block_for_a_large_model(large_model: Path) 
     assert sized["max_concurrency"] == round(sized["blocks"] / 512, 2)
 
 
+def test_size_adds_up_what_a_worker_on_a_cpu_takes_and_says_what_this_machine_has_left() -> None:
+    asked = ("size", "demo", "--memory", "18MiB", "--device", "cpu")
+    sized = json.loads(run(*asked, "--output", "json").stdout)
+    parts = sized["weights_bytes"], sized["kv_bytes"], sized["process_bytes"]
+    assert (sum(parts), min(parts) > 0) == (sized["total_bytes"], True)
+    assert sized["memory_bytes"] == 1024 * meminfo_kib("MemTotal")
+    assert sized["left_bytes"] == sized["memory_bytes"] - sized["total_bytes"]
+    told = run(*asked, "--total-memory", "1GiB", "--dtype", "float32").stdout
+    assert re.search(r"^total +392\.2 MiB *$", told, re.MULTILINE)
+    assert re.search(r"^left +631\.8 MiB of 1\.0 GiB *$", told, re.MULTILINE)
+
+
+def meminfo_kib(name: str) -> int:
+    (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])
+
+
+def test_size_says_by_how_much_a_worker_is_too_large_for_the_memory() -> None:
+    asked = ("size", "demo", "--memory", "2GiB", "--device", "cpu", "--total-memory", "1GiB")
+    assert re.search(
+        r"^left +none: 1\.\d GiB more than the 1\.0 GiB that there are *$", run(*asked).stdout, re.MULTILINE
+    )
+    assert json.loads(run(*asked, "--output", "json").stdout)["left_bytes"] < -(2**30)
+
+
+def test_size_of_a_gpu_worker_counts_no_process_and_knows_what_is_left_where_it_is_told(
+    large_model: Path,
+) -> None:
+    sized = json.loads(run("size", str(large_model), "--output", "json").stdout)
+    assert (sized["process_bytes"], sized["memory_bytes"], sized["left_bytes"]) == (None, None, None)
+    given = json.loads(run("size", str(large_model), "--total-memory", "80GB", "--output", "json").stdout)
+    assert given["left_bytes"] == 80 * 10**9 - sized["weights_bytes"] - sized["kv_bytes"]
+    assert "left" not in run("size", str(large_model)).stdout
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_size_counts_the_scales_of_a_cache_in_8_bits(large_model: Path, kv_dtype: str) -> None:
     options = ("--memory", "60GB", "--kv-cache-dtype", kv_dtype, "--output", "json")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.cli import main
+from blockyard.deploy.lifecycle import preflight
 from blockyard.deploy.lifecycle.preflight import (
     check_reachable,
     check_weights,
@@ -22,6 +23,7 @@ from blockyard.deploy.lifecycle.serving import ClusterStartError
 from blockyard.deploy.lifecycle.shape import shape_of
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import identify
+from blockyard.deploy.settings import size
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import load_config
@@ -296,6 +298,30 @@ def test_workers_that_the_machine_has_no_memory_for_are_refused() -> None:
     )
     assert refused.exit_code == 1
     assert "1 worker would need 90.0 TiB, and this machine has" in " ".join(refused.output.split())
+
+
+def test_what_a_process_takes_beside_weights_and_cache_counts_for_each_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = EngineConfig(model=str(CHECKPOINT), device="cpu", dtype="float32", kv_cache_memory=18 * 2**20)
+    wanted = UpOptions(engine=engine, num_workers=CPUS)
+    needed_bytes = (
+        CPUS
+        * size.size_model(
+            str(CHECKPOINT),
+            budget_bytes=18 * 2**20,
+            block_size=engine.block_size,
+            dtype="float32",
+            kv_cache_dtype="auto",
+            on_cpu=True,
+            max_model_len=None,
+        ).total_bytes
+    )
+    monkeypatch.setattr(preflight, "machine_memory_bytes", lambda: needed_bytes)
+    preflight.check_model(wanted)
+    monkeypatch.setattr(preflight, "machine_memory_bytes", lambda: needed_bytes - 1)
+    with pytest.raises(ValueError, match=r"18\.0 MiB of KV cache and 360\.0 MiB of its own"):
+        preflight.check_model(wanted)
 
 
 def test_who_asks_for_more_workers_than_cpus_is_told_how_many_would_have_one() -> None:

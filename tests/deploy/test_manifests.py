@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,32 @@ def test_each_kustomization_names_what_is_there_and_together_they_name_all() -> 
         named |= {path / KUSTOMIZATION if path.is_dir() else path for path in resources}
     roots = {KUBERAY / name / KUSTOMIZATION for name in ("cpu", "gpu", "ingress")}
     assert named | roots | {KUBERAY / "up-job.yaml"} == set(KUBERAY.rglob("*.yaml"))
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
+@CLUSTERS
+def test_kubectl_renders_each_overlay_as_all_of_base_and_its_own(device: str) -> None:
+    rendered = subprocess.run(
+        ("kubectl", "kustomize", str(KUBERAY / device)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert rendered.returncode == 0, rendered.stderr
+    found = list(yaml.safe_load_all(rendered.stdout))
+    written = [
+        document
+        for folder in (KUBERAY / "base", KUBERAY / device)
+        for path in folder.glob("*.yaml")
+        if path.name != KUSTOMIZATION
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    ]
+    assert sorted(found, key=identity) == sorted(written, key=identity)
+
+
+def identity(document: Any) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
 
 
 def test_budgets_and_the_ingress_choose_pods_and_services_that_there_are() -> None:

@@ -1,5 +1,5 @@
 """docs/gateway.md is true: each example of it runs as it stands, against the demo model; each error is in its table.
-README.md's calls of curl are true too.
+README.md's call of curl and its program are true too.
 """
 
 import re
@@ -69,14 +69,22 @@ def test_each_call_of_curl_is_answered(address: str) -> None:
         assert said in result.stdout
 
 
-def test_the_readmes_curl_lines_answer_whole_and_as_a_stream(address: str) -> None:
-    calls = re.findall(r"^curl .*?(?<!\\)\n", README, re.MULTILINE | re.DOTALL)
-    text = "".join(calls).replace(ADDRESS, address).replace("curl", "curl --fail-with-body --max-time 60")
+def test_the_readmes_program_prints_an_answer(address: str) -> None:
+    (program,) = re.findall(r"^```python\n(from openai .*?)```$", README, re.MULTILINE | re.DOTALL)
+    result = subprocess.run(
+        [sys.executable, "-c", program.replace(ADDRESS, address)], capture_output=True, text=True, timeout=100
+    )
+    assert (result.returncode, bool(result.stdout.strip())) == (0, True), result.stderr
+
+
+def test_the_readmes_curl_line_answers_as_a_stream(address: str) -> None:
+    (call,) = re.findall(r"^curl .*?(?<!\\)\n", README, re.MULTILINE | re.DOTALL)
+    text = call.replace(ADDRESS, address).replace("curl", "curl --fail-with-body --max-time 60")
     result = subprocess.run(
         ["bash", "-euc", text], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    for said in ('"object":"text_completion"', '"object":"chat.completion.chunk"', "data: [DONE]"):
+    for said in ('"object":"chat.completion.chunk"', "data: [DONE]"):
         assert said in result.stdout
 
 
