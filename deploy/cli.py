@@ -20,7 +20,7 @@ from blockyard.router.client.connection import TOKEN_VARIABLE
 
 COMMANDS = {
     **{name: f"commands.lifecycle.{name}" for name in ("serve", "up", "down", "restart")},
-    "scale": "commands.lifecycle.scale",
+    "scale": "commands.administer.scale",
     "status": "commands.status.status",
     **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush")},
     **{name: f"commands.look.{name}" for name in ("workers", "blocks", "index")},

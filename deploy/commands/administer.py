@@ -1,4 +1,6 @@
-"""`blockyard drain`, `resume` and `flush`: what an operator asks of a worker through any router."""
+"""`blockyard drain`, `resume`, `flush` and `scale` change which workers serve, and what they cache."""
+
+from dataclasses import asdict
 
 import click
 from blockyard.deploy.commands.shown import (
@@ -9,7 +11,10 @@ from blockyard.deploy.commands.shown import (
     show,
     which_cluster,
 )
-from blockyard.deploy.lifecycle import administration
+from blockyard.deploy.lifecycle import administration, scaling
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.lifecycle.progress import StageProgress
+from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
 from blockyard.deploy.settings.options import cluster_option, grace_option, output_option, router_option
 from blockyard.deploy.settings.security import connection_options
@@ -63,3 +68,33 @@ def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: st
     with asking(cluster, routers) as client, naming_workers(client, worker):
         flushed = client.flush_cache(worker)
     show(output, as_dict(flushed), administration.flushed_line(flushed))
+
+
+@click.command()
+@click.argument("num_workers", metavar="WORKERS", type=click.IntRange(min=1))
+@grace_option
+@click.option(
+    "--wait-for-nodes",
+    "waits_for_nodes",
+    is_flag=True,
+    help="Where there is no room yet: wait, up to ten minutes, for somebody or an autoscaler to add nodes.",
+)
+@cluster_option
+@output_option
+def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster: str, output: str) -> None:
+    """Run WORKERS workers from now on.
+
+    New ones take requests once they are warm. Of those beyond, the highest numbers leave: they drain, what outlives the
+    grace goes on elsewhere, and they end. A worker that was drained and taken out counts, and stays out until
+    `blockyard restart` has it back."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    with StageProgress() as progress:
+        scaled = scaling.scale(
+            remembered,
+            num_workers,
+            grace_seconds=grace_seconds,
+            waits_for_nodes=waits_for_nodes,
+            report=progress.report,
+        )
+    show(output, asdict(scaled), scaled.line())

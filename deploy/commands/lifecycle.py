@@ -7,12 +7,11 @@ run finds out in lifecycle/dry_run.py.
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import click
 from blockyard.deploy.commands.shown import show
-from blockyard.deploy.lifecycle import administration, dry_run, hub, scaling
+from blockyard.deploy.lifecycle import administration, dry_run, hub
 from blockyard.deploy.lifecycle import cluster as clusters
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.log_files import SupervisorLog, logs_of
@@ -179,33 +178,3 @@ def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: 
             remembered, names, grace_seconds=grace_seconds, report=progress.report
         )
     show(output, {"restarted": restarted}, f"restarted {', '.join(restarted)}")
-
-
-@click.command()
-@click.argument("num_workers", metavar="WORKERS", type=click.IntRange(min=1))
-@grace_option
-@click.option(
-    "--wait-for-nodes",
-    "waits_for_nodes",
-    is_flag=True,
-    help="Where there is no room yet: wait, up to ten minutes, for somebody or an autoscaler to add nodes.",
-)
-@cluster_option
-@output_option
-def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster: str, output: str) -> None:
-    """Run WORKERS workers from now on.
-
-    New ones take requests once they are warm. Of those beyond, the highest numbers leave: they drain, what outlives the
-    grace goes on elsewhere, and they end. A worker that was drained and taken out counts, and stays out until
-    `blockyard restart` has it back."""
-    remembered = state.load(cluster)
-    on_ray.check_answers(remembered)
-    with StageProgress() as progress:
-        scaled = scaling.scale(
-            remembered,
-            num_workers,
-            grace_seconds=grace_seconds,
-            waits_for_nodes=waits_for_nodes,
-            report=progress.report,
-        )
-    show(output, asdict(scaled), scaled.line())

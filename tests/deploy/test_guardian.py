@@ -103,7 +103,9 @@ def guarded(folder: Path, settings: str = "", *, dashboard: str = SLEEPING) -> I
     for name in ("raylet.sock", "store.sock"):
         (folder / name).touch()
     started = folder / "started"
-    program = f"import sys; from blockyard.deploy import guardian, head_probes; {settings}\nguardian.main()"
+    program = (
+        f"import sys; from blockyard.deploy.ray import guardian, head_probes; {settings}\nguardian.main()"
+    )
     head = [sys.executable, "-c", HEAD, str(folder), str(free_port())]
     command = [sys.executable, "-c", program, str(started), *head]
     with (folder / "log").open("ab") as log:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from blockyard.deploy import state
+from blockyard.deploy.machine import state
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

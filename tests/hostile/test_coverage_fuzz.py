@@ -34,7 +34,7 @@ def test_no_input_raises_anything_but_what_clients_are_told(target: str) -> None
 def test_a_defect_is_found_and_its_input_can_be_run_again(tmp_path: Path) -> None:
     planted = (
         "import sys; from tests.hostile import coverage_fuzz as fuzz\n"
-        "from blockyard.router.openai import body\n"
+        "from blockyard.router.openai.http import body\n"
         "body._refuse_constant = lambda name: 1 / 0\n"
         "sys.argv[1:] = ['body', *sys.argv[1:]]\n"
         "fuzz.main()\n"
