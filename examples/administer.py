@@ -1,6 +1,6 @@
-"""What an operator's script does: look, empty caches, drain a worker and take it back.
+"""Inspect a cluster, empty its caches, drain a worker and resume it: python examples/administer.py [HOST:PORT]
 
-python examples/administer.py [HOST:PORT]; on a cluster with tokens BLOCKYARD_TOKEN must be an admin's.
+On a cluster with tokens BLOCKYARD_TOKEN must be an admin's.
 """
 
 import sys
@@ -27,11 +27,11 @@ with Client(ADDRESS) as client:
         print(f"{pool.free_blocks} free of {pool.total_blocks} blocks")
 
     flushed = client.flush_cache()
-    print(f"forgot {flushed.flushed_blocks} cached blocks")
+    print(f"flushed {flushed.flushed_blocks} cached blocks")
 
     name = client.list_workers()[0].worker_id
-    moved = client.drain_worker(name, grace_seconds=5.0)  # returns once nothing runs there
-    print(f"drained {name}: {moved} requests went on elsewhere")
+    moved = client.drain_worker(name, grace_seconds=5.0)  # returns once nothing runs on that worker
+    print(f"drained {name}: {moved} requests moved to other workers")
     answer = client.generate("def f(x):", max_tokens=8)
     print(f"meanwhile {answer.finish.worker_id} answers")
     client.resume_worker(name)

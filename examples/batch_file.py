@@ -1,6 +1,6 @@
-"""A file of prompts to a file of answers: python examples/batch_file.py IN.jsonl OUT.jsonl [HOST:PORT]
+"""Answer a file of prompts into a file: python examples/batch_file.py IN.jsonl OUT.jsonl [HOST:PORT]
 
-IN has a JSON object a line with `prompt`; OUT gets the same objects, in the same order, with `text` or `error`.
+IN has one JSON object a line with `prompt`. OUT gets the same objects, in the same order, with `text` or `error`.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ SOURCE, TARGET = Path(sys.argv[1]), Path(sys.argv[2])
 ADDRESS = sys.argv[3] if len(sys.argv) > 3 else "127.0.0.1:50051"
 IN_FLIGHT = 16
 BACKGROUND = 10
-"""Of priority: whoever waits for an answer goes first. Waiting makes up for it, so that a batch never starves."""
+"""Priority of the batch: interactive requests go first. Priority ages, so that a batch never starves."""
 
 
-async def answered(client: AsyncClient, places: asyncio.Semaphore, row: dict[str, Any]) -> dict[str, Any]:
-    async with places:
+async def answered(client: AsyncClient, permits: asyncio.Semaphore, row: dict[str, Any]) -> dict[str, Any]:
+    async with permits:
         try:
             answer = await client.generate(
                 row["prompt"], max_tokens=32, temperature=0, priority=BACKGROUND, timeout_seconds=600
@@ -32,9 +32,9 @@ async def answered(client: AsyncClient, places: asyncio.Semaphore, row: dict[str
 
 
 async def all_answered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    places = asyncio.Semaphore(IN_FLIGHT)
+    permits = asyncio.Semaphore(IN_FLIGHT)
     async with AsyncClient(ADDRESS) as client, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(answered(client, places, row)) for row in rows]
+        asked = [tasks.create_task(answered(client, permits, row)) for row in rows]
     return [task.result() for task in asked]
 
 

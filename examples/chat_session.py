@@ -1,4 +1,4 @@
-"""A conversation of three turns that finds its own beginning cached: python examples/chat_session.py [HOST:PORT]"""
+"""Hold a conversation that reuses its own cached beginning: python examples/chat_session.py [HOST:PORT]"""
 
 import secrets
 import sys
@@ -8,7 +8,7 @@ from blockyard.router.client import Client
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 QUESTIONS = ("Write a function that adds two numbers.", "Now subtract.", "Now test both.")
 
-# Among workers that cost the same, a session's requests go where the last one went.
+# Among workers of nearly equal cost, a session's request goes to the worker of the last one.
 session_id = f"chat-{secrets.token_hex(8)}"
 messages = [{"role": "system", "content": "You write short Python functions, and you never explain them."}]
 

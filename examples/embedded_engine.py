@@ -1,6 +1,6 @@
-"""The engine without a server, Redis or Ray: python examples/embedded_engine.py [MODEL]
+"""Run the engine without a server, Redis or Ray: python examples/embedded_engine.py [MODEL]
 
-MODEL is a folder in Hugging Face format; without one the demo's small model is taken.
+MODEL is a folder in Hugging Face format. The default is the small demo model.
 """
 
 import sys
@@ -14,7 +14,7 @@ model = LLM(
 system = "# Small helpers for reading files, each with a docstring and no dependencies.\n"
 names = ("read_lines", "read_json", "count_words")
 
-# All prompts run together; their common beginning is computed once, and found by the second call.
+# All prompts run together. Their common beginning is computed once, and the second call reuses it.
 for round_number in (1, 2):
     answers = model.generate(
         [f"{system}def {name}(path):" for name in names], SamplingParams(max_tokens=32, temperature=0.0)

@@ -1,4 +1,4 @@
-"""An answer that is JSON of a schema: python examples/json_answer.py [HOST:PORT]"""
+"""Get an answer that fits a JSON schema: python examples/json_answer.py [HOST:PORT]"""
 
 import json
 import sys
@@ -20,7 +20,7 @@ SCHEMA = {
 with Client(ADDRESS) as client:
     answer = client.generate("A Python file, as JSON: ", json_schema=SCHEMA, max_tokens=200, seed=3)
 
-# Each token followed the schema; only max_tokens could have cut it short.
+# Each token follows the schema. Only max_tokens can cut the answer short.
 if answer.finish.reason != "stop":
     sys.exit(f"the answer was cut off after {answer.finish.completion_tokens} tokens")
 described = json.loads(answer.text)

@@ -1,4 +1,4 @@
-"""Many requests from one program, a few in flight: python examples/many_requests.py [HOST:PORT]"""
+"""Send many requests from one program, a few in flight: python examples/many_requests.py [HOST:PORT]"""
 
 import asyncio
 import sys
@@ -8,16 +8,16 @@ from blockyard.router.client import AsyncClient, Completion
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 NUM_REQUESTS = 24
 IN_FLIGHT = 8
-"""More would wait in the router; beyond its limits it refuses, and the client comes back when it is told to."""
+"""More would wait in the router. Beyond its limits the router refuses, and the client retries after the given delay."""
 
 
 async def main() -> None:
-    places = asyncio.Semaphore(IN_FLIGHT)
+    permits = asyncio.Semaphore(IN_FLIGHT)
 
     async with AsyncClient(ADDRESS) as client:
 
         async def ask(number: int) -> Completion:
-            async with places:
+            async with permits:
                 return await client.generate(f"def function_{number}(", max_tokens=24, temperature=0)
 
         async with asyncio.TaskGroup() as tasks:

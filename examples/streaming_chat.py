@@ -1,4 +1,4 @@
-"""A chat's answer as it is written: python examples/streaming_chat.py [HOST:PORT]"""
+"""Print the answer of a chat while it is generated: python examples/streaming_chat.py [HOST:PORT]"""
 
 import sys
 

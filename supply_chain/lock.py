@@ -1,10 +1,10 @@
-"""Makes requirements.lock, and proves that the pinned set installs from plain PyPI, with this machine's settings off.
+"""Makes requirements.lock, and proves that the pinned set installs from plain PyPI, without this machine's settings.
 
-    python -m supply_chain.lock            # resolves anew and writes requirements.lock
+    python -m supply_chain.lock            # resolves again and writes requirements.lock
     python -m supply_chain.lock --check    # proves; writes nothing
 
-The resolver is uv's. It reads metadata alone and downloads no wheel of torch or CUDA. The check says so and succeeds
-where the registry cannot be reached, since a build must not depend on it; `--must-reach` makes that an error.
+The resolver is uv. It reads only metadata and downloads no wheel of torch or CUDA. If the registry cannot be reached,
+the check says so and succeeds, since a build must not depend on it. `--must-reach` makes that an error.
 """
 
 import argparse
@@ -25,9 +25,9 @@ PROJECT, CONSTRAINTS, LOCK = ROOT / "pyproject.toml", ROOT / "constraints.txt", 
 PYTHONS = ("3.11", "3.12", "3.13")
 LOCKED_PYTHON = PYTHONS[0]
 OLDEST_RAY = "2.52.0"
-"""The first that pyproject.toml takes: it must go with all else of the lock."""
+"""Oldest version that pyproject.toml accepts. It must resolve with the rest of the lock."""
 PRODUCT = ("serve", "plots")
-"""The extras that are no development."""
+"""Extras that are not for development."""
 PLATFORM = "x86_64-manylinux_2_28"
 RESOLVE_SECONDS = 120.0
 HEAD = """\
@@ -38,7 +38,7 @@ DEVELOPMENT = "# For development alone."
 UNREACHABLE = re.compile(
     r"failed to fetch|error sending request|dns error|operation timed out", re.IGNORECASE
 )
-"""In what uv says; what it says of a conflict has names of packages, as networkx."""
+"""Errors of uv about the network. Its errors about conflicts have package names, such as networkx."""
 
 
 class UnreachableError(Exception):
@@ -46,17 +46,17 @@ class UnreachableError(Exception):
 
 
 class UnresolvableError(Exception):
-    """No set of versions satisfies all that is wanted."""
+    """No set of versions satisfies all requirements."""
 
 
 def own_settings_off() -> dict[str, str]:
-    """The environment without what a machine says about indexes, constraints or caches of pip and uv."""
+    """Return the environment without settings for indexes, constraints or caches of pip and uv."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     return kept | {"PIP_CONFIG_FILE": os.devnull}
 
 
 def resolve(options: Sequence[str], constraints: Iterable[Path], *, with_dev: bool) -> list[str]:
-    """Lines `name==version` with their markers. Raises UnreachableError or UnresolvableError."""
+    """Return lines `name==version` with their markers. Raises UnreachableError or UnresolvableError."""
     uv = Path(sysconfig.get_path("scripts")) / "uv"
     command = [str(uv), "pip", "compile", "--no-config", "--no-header", "--no-annotate", "--quiet"]
     command += [*options, str(PROJECT)]
@@ -96,7 +96,7 @@ def write() -> None:
 
 
 def check() -> None:
-    """Raises UnresolvableError where a Python or the oldest Ray finds no set, or where the lock lacks a package."""
+    """Raise UnresolvableError if a Python or the oldest Ray finds no set, or if the lock lacks a package."""
     for python in PYTHONS:
         found = resolve(_on_linux(python), [CONSTRAINTS], with_dev=True)
         print(f"Python {python}: constraints.txt resolves to {len(found)} packages")
@@ -104,12 +104,12 @@ def check() -> None:
     missing = names(locked) - names(LOCK.read_text(encoding="utf-8").splitlines())
     if missing:
         raise UnresolvableError(f"{LOCK.name} lacks {', '.join(sorted(missing))}: run `make lock`")
-    print(f"Python {LOCKED_PYTHON}: {LOCK.name} resolves and is whole")
+    print(f"Python {LOCKED_PYTHON}: {LOCK.name} resolves and is complete")
     with tempfile.TemporaryDirectory() as folder:
         older = Path(folder) / LOCK.name
         older.write_text(with_ray(LOCK.read_text(encoding="utf-8"), OLDEST_RAY), encoding="utf-8")
         resolve(_on_linux(LOCKED_PYTHON), [older], with_dev=True)
-    print(f"Ray {OLDEST_RAY}: resolves with all else of {LOCK.name}")
+    print(f"Ray {OLDEST_RAY}: resolves with the rest of {LOCK.name}")
 
 
 def with_ray(lock: str, version: str) -> str:
@@ -122,7 +122,7 @@ def _on_linux(python: str) -> tuple[str, ...]:
 
 
 def names(lines: Iterable[str]) -> set[str]:
-    """Names of the packages; comments and empty lines have none."""
+    """Return the names of the packages. Comments and empty lines have none."""
     return {canonicalize_name(Requirement(line).name) for line in lines if line and line[0] != "#"}
 
 
@@ -131,7 +131,7 @@ def main() -> None:
         prog="python -m supply_chain.lock", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--check", action="store_true", help="prove what is pinned, write nothing")
-    parser.add_argument("--must-reach", action="store_true", help="fail where the registry does not answer")
+    parser.add_argument("--must-reach", action="store_true", help="fail if the registry does not answer")
     arguments = parser.parse_args()
     try:
         check() if arguments.check else write()

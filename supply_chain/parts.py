@@ -1,5 +1,4 @@
-"""The parts that others made: packages of the lock, what their wheels bundle, and images of the manifests. Pure but for
-reading files.
+"""Third-party parts: packages of the lock, what their wheels bundle, and images of the manifests. Only reads files.
 
 Owns what a part is. Does not own how the bundled ones are found (bundled.py) or what is known of them (advisories.py).
 """
@@ -20,7 +19,7 @@ from supply_chain.lock import DEVELOPMENT, LOCK, ROOT
 BUNDLED = Path(__file__).parent / "bundled.json"
 DOCKERFILE, MANIFESTS = ROOT / "deploy" / "Dockerfile", ROOT / "deploy" / "kuberay"
 IMAGE = re.compile(r"(?:image:|PYTHON_IMAGE=)\s*(?P<name>redis|valkey/valkey|python):(?P<version>\d[\d.]*)")
-"""Images of others; ours are made of the lock."""
+"""Third-party images. Ours are built from the lock."""
 RELEASE = re.compile(r"\d+(?:\.\d+)*")
 IN_THE_IMAGE = {
     "implementation_name": "cpython",
@@ -32,7 +31,7 @@ IN_THE_IMAGE = {
     "python_version": "3.11",
     "sys_platform": "linux",
 }
-"""What markers are judged by: the platform of deploy/Dockerfile."""
+"""Environment for markers: the platform of deploy/Dockerfile."""
 
 Ecosystem = Literal["pypi", "maven", "generic"]
 
@@ -41,13 +40,13 @@ Ecosystem = Literal["pypi", "maven", "generic"]
 class Part:
     ecosystem: Ecosystem
     name: str
-    """Maven's as `group/artifact`."""
+    """Name of the package; `group/artifact` for Maven."""
     version: str = ""
-    """Empty where the binary does not tell."""
+    """Version, empty if the binary does not have it."""
     inside: str = ""
     """The wheel that bundles it, or the manifest that names it."""
     is_shipped: bool = True
-    """False for development alone."""
+    """False if only development uses it."""
 
     @property
     def purl(self) -> str:
@@ -58,7 +57,7 @@ class Part:
 
 
 def comparable(version: str) -> Version:
-    """Maven's qualifiers, as `32.0.1-jre`, count for nothing."""
+    """Parse a version, without Maven's qualifiers such as in `32.0.1-jre`. Raises ValueError."""
     try:
         return Version(version)
     except InvalidVersion:
@@ -69,7 +68,7 @@ def comparable(version: str) -> Version:
 
 
 def locked(text: str) -> list[Part]:
-    """Packages of a lock that its markers let onto the platform of the image."""
+    """Return the packages of a lock whose markers match the platform of the image."""
     product, _, development = text.partition(DEVELOPMENT)
     return [
         Part(ecosystem="pypi", name=name, version=version, is_shipped=is_shipped)
@@ -102,7 +101,7 @@ def bundled(text: str) -> list[Part]:
 
 
 def in_images(texts: Iterable[tuple[str, str]]) -> list[Part]:
-    """From files as pairs of name and text."""
+    """Return the third-party images in files, given as pairs of name and text."""
     found = {
         Part(
             ecosystem="generic", name=match["name"].rpartition("/")[2], version=match["version"], inside=file
@@ -114,7 +113,7 @@ def in_images(texts: Iterable[tuple[str, str]]) -> list[Part]:
 
 
 def all_parts() -> list[Part]:
-    """Everything, sorted."""
+    """Return all parts, sorted."""
     files = [DOCKERFILE, *sorted(MANIFESTS.rglob("*.yaml"))]
     texts = [(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in files]
     return sorted(
@@ -127,7 +126,7 @@ def all_parts() -> list[Part]:
 
 
 def wrong_wheels(lock: Iterable[Part], known: Iterable[Part]) -> list[str]:
-    """Wheels whose bundled parts are listed for another version than the lock's."""
+    """Return wheels whose bundled parts are listed for another version than that of the lock."""
     pinned = {part.name: part.version for part in lock}
     listed = {tuple(part.inside.split(" ")) for part in known}
     return sorted(f"{name} {version}" for name, version in listed if pinned.get(name) != version)

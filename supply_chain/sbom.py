@@ -1,7 +1,7 @@
-"""The list of all parts in CycloneDX, supply_chain/sbom.cdx.json: deterministic, without time or serial number.
+"""List of all parts in CycloneDX, supply_chain/sbom.cdx.json: deterministic, without time or serial number.
 
     python -m supply_chain.sbom            # writes it
-    python -m supply_chain.sbom --check    # fails where it is not what lock, bundled parts and manifests say
+    python -m supply_chain.sbom --check    # fails if it differs from lock, bundled parts and manifests
 
 Needs no network and no installed package of the product.
 """
@@ -65,7 +65,7 @@ def document(parts: Iterable[Part], project: dict[str, Any]) -> str:
 
 
 def stale(project: dict[str, Any], lock: Iterable[Part], constraints: str) -> list[str]:
-    """Requirements and constraints that the lock does not meet."""
+    """Return the requirements and constraints that the lock does not meet."""
     pinned = {part.name: part.version for part in lock}
     wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
     wanted += [line for line in constraints.splitlines() if line and line[0] != "#"]
@@ -79,7 +79,7 @@ def stale(project: dict[str, Any], lock: Iterable[Part], constraints: str) -> li
 
 
 def faults(project: dict[str, Any]) -> list[str]:
-    """Why the lock and the document are out of date; empty where they are not."""
+    """Return the reasons why the lock or the document is out of date."""
     lock = locked(LOCK.read_text(encoding="utf-8"))
     found = [
         f"requirements.lock does not meet {wanted}: run `make lock`"

@@ -28,7 +28,7 @@ _WORD = re.compile(r"[A-Za-z][\w'-]*")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]*_`]*\s+(?=[A-Z\"'(`*_\d-])")
 _CODE = re.compile(r"``.+?``|`[^`]+`")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-_LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
+_LIST_ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ BLOCK = re.compile(
 )
 IMPORT = re.compile(r"^(?:from|import) .*\n", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(
+    r"`((?:bench|deploy|examples|kernels|proto|router|simulation|supply_chain|tests|tools|worker)/[\w./*-]+)[`:]"
+)
 RUN_DOCUMENTS = {Path("README.md"), Path("docs/client.md"), Path("docs/tuning.md")}
 SHELL = {">", ">>", "|", "&&", "||", ";", "&"}
 """What ends a command's own words."""
@@ -137,6 +140,13 @@ def test_relative_links_of_a_document_lead_to_files_and_headings(document: Path)
         if not found.exists() or (heading and heading not in _headings(found)):
             broken.append(target)
     assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_each_file_that_a_document_names_exists(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    missing = [name for name in FILE.findall(text) if not any(ROOT.glob(name))]
+    assert missing == []
 
 
 def _headings(path: Path) -> set[str]:

@@ -22,7 +22,7 @@ SAYS = {
         r".*no router answers at 127.0.0.1:1: connection refused\n"
     ),
     "administer.py": (
-        r"drained worker-0: 0 requests went on elsewhere\nmeanwhile worker-1 answers\nworker-0 takes requests"
+        r"drained worker-0: 0 requests moved to other workers\nmeanwhile worker-1 answers\nworker-0 takes requests"
     ),
 }
 

@@ -33,13 +33,16 @@ QUIET_EVERY_SECONDS = 60.0
 NUM_QUIETS = 5
 """In a run too short for one a minute."""
 ABOUT = (
-    "Random faults, one after another, on four workers, two routers and a Redis under a steady load. After",
-    "each the cluster has to become whole, and every stream to end once, by its deadline, with the tokens of",
-    "an undisturbed run, as far as it came; every tenth must be JSON of its schema. Once a minute everything",
-    "falls quiet: no block is used, the index equals the workers' truth, no log holds a prompt, and samples are",
-    "taken. Workers `w0` to `w2` and router `r0` live through it all, so that a slope can be seen.",
+    "Random faults, one after another, hit four workers, two routers and a Redis under a steady load.",
     "`make soak REPORT=docs/soak.md` writes this file.",
-    "*Lost with its router*: its client hears UNAVAILABLE, since only that router held the stream.",
+    "",
+    "- After each fault the cluster must become whole again.",
+    "- Every stream must end once, by its deadline, with the tokens of an undisturbed run as far as it came.",
+    "- Every tenth answer must be JSON of its schema.",
+    "- Once a minute the load pauses. Then no block may be used, the index must equal the workers' true caches,",
+    "  and no log may hold a prompt. Samples are taken at these moments.",
+    "- Workers `w0` to `w2` and router `r0` run from start to end, so that a slope can be seen.",
+    "- *Lost with its router*: the client gets UNAVAILABLE, since only that router held the stream.",
 )
 
 

@@ -133,7 +133,8 @@ def redis_growth(samples: Sequence[RedisSample]) -> list[str]:
 def table(samples: Samples) -> list[str]:
     """Of each name its longest life; of Redis all of its lives as one."""
     lines = [
-        "| process | lives | seconds | memory, MiB | MiB/min after the warm-up | descriptors | threads | tasks |",
+        "| process | incarnations | seconds | memory, MiB | MiB/min after the warm-up "
+        "| descriptors | threads | tasks |",
         "|---|---|---|---|---|---|---|---|",
     ]
     by_name = attrgetter("name")

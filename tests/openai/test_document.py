@@ -1,5 +1,6 @@
 """docs/gateway.md is true: each example of it runs as it stands, against the demo model; each error is in its table.
-README.md's call of curl and its program are true too.
+
+The programs and calls of curl in README.md and docs/get-started.md are true too.
 """
 
 import re
@@ -16,7 +17,6 @@ from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "gateway.md").read_text()
-README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: (\w+))?\n(.*?)```", TEXT, re.DOTALL)
 PYTHON = [block for kind, _, block in BLOCKS if kind == "python"]
 CURL = next(block for _, name, block in BLOCKS if name == "curl")
@@ -70,22 +70,31 @@ def test_each_call_of_curl_is_answered(address: str) -> None:
 
 
 def test_the_readmes_program_prints_an_answer(address: str) -> None:
-    (program,) = re.findall(r"^```python\n(from openai .*?)```$", README, re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(
+        r"^```python\n(from openai .*?)```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     result = subprocess.run(
         [sys.executable, "-c", program.replace(ADDRESS, address)], capture_output=True, text=True, timeout=100
     )
     assert (result.returncode, bool(result.stdout.strip())) == (0, True), result.stderr
 
 
-def test_the_readmes_curl_line_answers_as_a_stream(address: str) -> None:
-    (call,) = re.findall(r"^curl .*?(?<!\\)\n", README, re.MULTILINE | re.DOTALL)
-    text = call.replace(ADDRESS, address).replace("curl", "curl --fail-with-body --max-time 60")
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("README.md", ('"object":"chat.completion.chunk"', "data: [DONE]")),
+        ("docs/get-started.md", ('"object":"text_completion"', '"cached_tokens":')),
+    ],
+)
+def test_a_documents_curl_lines_are_answered(address: str, document: str, said: tuple[str, ...]) -> None:
+    calls = re.findall(r"^curl .*?(?<!\\)\n", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    text = "".join(calls).replace(ADDRESS, address).replace("curl", "curl --fail-with-body --max-time 60")
     result = subprocess.run(
         ["bash", "-euc", text], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    for said in ('"object":"chat.completion.chunk"', "data: [DONE]"):
-        assert said in result.stdout
+    for text_said in said:
+        assert text_said in result.stdout
 
 
 def test_every_error_is_in_the_table_under_its_status() -> None:

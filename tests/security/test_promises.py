@@ -25,7 +25,7 @@ PROMISING = (
     "The session port",
     "Redis",
     "Audit",
-    "What others made",
+    "Dependencies",
 )
 """Sections that promise something, beside the table of threats; "What is not protected" takes promises back."""
 
