@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 import pytest
-from blockyard.deploy.demo import NUM_WORKERS
+from blockyard.deploy.demo.__main__ import NUM_WORKERS
 from blockyard.deploy.demo.prompts import DEMO_GROUPS
 from blockyard.deploy.demo.traffic import chats_of
 from blockyard.deploy.machine.state import HOME_VARIABLE
