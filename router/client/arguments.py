@@ -1,7 +1,7 @@
-"""What the clients' calls take: keyword arguments in Python's forms, as the fields of a request.
+"""Keyword arguments of the clients' calls, and their translation into the fields of a request.
 
-Owns the names of arguments and what each may be in Python. Ranges are the server's to check, but for those that
-protobuf itself cannot hold.
+Owns the names of arguments and their Python types. The server checks ranges, except for values that protobuf itself
+cannot hold.
 """
 
 import json
@@ -12,10 +12,10 @@ from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from google.protobuf.message import Message
 
 Messages = Sequence[Mapping[str, str]]
-"""A chat: [{"role": "user", "content": "..."}, ...]; a message may have a "name" too."""
+"""A chat: [{"role": "user", "content": "..."}, ...]. A message may have a "name" too."""
 EarlyStopping = bool | Literal["never"]
-"""When a search with enough finished beams ends: at once (True), once the running ones are unlikely to get better
-(False), or only when they cannot ("never"). As in transformers."""
+"""When a beam search ends that has enough finished beams, as in transformers. True: at once. False: once better beams
+are unlikely. "never": only once better beams are impossible."""
 
 Request = TypeVar("Request", bound=Message)
 
@@ -31,11 +31,11 @@ _CHAT_FIELDS = {
     "add_generation_prompt": "add_generation_prompt",
     "continue_final_message": "continue_final_message",
 }
-"""Fields of Chat, by argument."""
+"""Argument names and the fields of Chat that they fill."""
 
 
 class ChatArguments(TypedDict, total=False):
-    """The keyword arguments that say how a chat becomes a prompt."""
+    """Keyword arguments that control how a chat becomes a prompt."""
 
     chat_template_kwargs: Mapping[str, Any] | str | None
     """Variables for the chat template, as a value or as JSON text."""
@@ -44,7 +44,7 @@ class ChatArguments(TypedDict, total=False):
 
 
 class GenerateArguments(ChatArguments, total=False):
-    """The keyword arguments of generate() and stream(). None or absent leaves the server's default."""
+    """Keyword arguments of generate() and stream(). None or absent means the server's default."""
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
@@ -75,7 +75,7 @@ class GenerateArguments(ChatArguments, total=False):
     length_penalty: float | None
     early_stopping: EarlyStopping | None
     json_schema: Mapping[str, Any] | bool | str | None
-    """As a value or as JSON text. At most one of this, regex and json_object."""
+    """A schema as a value or as JSON text. At most one of json_schema, regex and json_object."""
     regex: str | None
     json_object: bool | None
     request_id: str | None
@@ -85,14 +85,14 @@ class GenerateArguments(ChatArguments, total=False):
     priority: int | None
     session_id: str | None
     policy: str | None
-    """Of placement, for this request alone; for admins."""
+    """Placement policy of this request alone. For admins."""
     truncate_prompt_tokens: int | None
-    """Keep the last so many tokens of the prompt; -1: as many as leave room."""
+    """Keep only this many tokens at the end of the prompt. -1 keeps as many as leave room for the output."""
     return_prompt_token_ids: bool | None
 
 
 class PromptArguments(ChatArguments, total=False):
-    """The keyword arguments that name a prompt, of lookup_prefix()."""
+    """Keyword arguments of lookup_prefix(): those that give a prompt."""
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
@@ -101,13 +101,13 @@ class PromptArguments(ChatArguments, total=False):
 
 
 class PlacementArguments(PromptArguments, total=False):
-    """The keyword arguments of explain_placement()."""
+    """Keyword arguments of explain_placement()."""
 
     session_id: str | None
 
 
 def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
-    """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
+    """Build a request. Raises ValueError or TypeError, which name the argument, for values that no server accepts."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     sampling = _sampling(given)
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
@@ -116,7 +116,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
 
 
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
-    """Raises as generate_request does."""
+    """Build a request. Raises as generate_request does."""
     return _prompt_request(
         cluster_pb2.LookupPrefixRequest, prompt, arguments, ("cache_salt", "public_prefix")
     )
@@ -125,7 +125,7 @@ def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb
 def placement_request(
     prompt: str | None, arguments: PlacementArguments
 ) -> cluster_pb2.ExplainPlacementRequest:
-    """Raises as generate_request does."""
+    """Build a request. Raises as generate_request does."""
     return _prompt_request(
         cluster_pb2.ExplainPlacementRequest, prompt, arguments, ("cache_salt", "public_prefix", "session_id")
     )
@@ -134,7 +134,7 @@ def placement_request(
 def _prompt_request(
     kind: type[Request], prompt: str | None, arguments: Mapping[str, Any], beside: Iterable[str]
 ) -> Request:
-    """With the prompt and the fields that this kind has beside it; any other argument is unknown."""
+    """Build a request from the prompt and the fields `beside` it. Raises TypeError for any other argument."""
     given = {name: value for name, value in arguments.items() if value is not None}
     messages, token_ids = given.pop("messages", None), given.pop("prompt_token_ids", None)
     chat = {name: given.pop(name) for name in _CHAT_FIELDS if name in given}
@@ -153,7 +153,7 @@ def prompt_fields(
     prompt_token_ids: Sequence[int] | None,
     chat_arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The request's `input`. Raises ValueError unless exactly one is given."""
+    """Return the request's `input` fields. Raises ValueError unless exactly one kind of prompt is given."""
     if [prompt, messages, prompt_token_ids].count(None) != 2:
         raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
     if chat_arguments and messages is None:
@@ -179,7 +179,7 @@ def prompt_fields(
 
 
 def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
-    """Takes the sampling arguments out of `given`."""
+    """Take the sampling arguments out of `given`."""
     for name in ("stop", "bad_words"):
         if isinstance(given.get(name), str):
             given[name] = [given[name]]
@@ -201,7 +201,7 @@ def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
 
 
 def json_text(name: str, value: object) -> str:
-    """The value of an argument as JSON. Raises ValueError, naming it."""
+    """Return an argument's value as JSON. Raises ValueError, which names the argument."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -220,7 +220,7 @@ def _early_stopping(value: EarlyStopping) -> inference_pb2.EarlyStopping:
 
 
 def message_of(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
-    """A message with one field. Its errors name the argument: protobuf's own do not say which it was."""
+    """Build a message with one field. Errors name the argument, since protobuf's own errors do not."""
     name = called or field
     try:
         return kind(**{field: value})
@@ -229,7 +229,7 @@ def message_of(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     except TypeError as error:
-        # Of a text protobuf says no more than "bad argument type for built-in operation".
+        # For a text, protobuf says only "bad argument type for built-in operation".
         is_text = isinstance(getattr(kind(), field), str)
         told = f"must be text, not {type(value).__name__}" if is_text else error
         raise TypeError(f"{name}: {told}") from None
