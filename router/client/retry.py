@@ -178,7 +178,7 @@ class Attempts:
         self._deadline = self._now() + self._timeout_seconds
         self._failures = 0
         self._silence: UnavailableError | None = None
-        """Failure of the last attempt, if its connection brought no greeting. The next attempt waits for one that does."""
+        """Failure of the last attempt, if its connection brought no greeting. The next one waits for a greeting."""
 
     def remaining_seconds(self) -> float:
         """Return the time left for the next attempt. Raises TimedOutError if there is none."""
@@ -212,7 +212,7 @@ class Attempts:
         return self._silence is not None
 
     def _silence_of(self, error: BlockyardError) -> UnavailableError | None:
-        """Return the failure if it is a silent connection. None if there are other addresses, which are tried instead."""
+        """Return the failure if it is a silent connection. None if there are other addresses to try instead."""
         if isinstance(error, UnavailableError) and error.never_began and len(self._config.addresses) == 1:
             return error if self._config.retries else None
         return None
