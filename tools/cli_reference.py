@@ -125,13 +125,25 @@ def _settings() -> Iterator[str]:
     for section, members in groupby(settings, key=lambda setting: setting.section):
         yield from (f"### [{section}]", "", SECTIONS[section], "")
         yield from ("| key | variable | is | default |", "|---|---|---|---|")
-        yield from (_setting_row(setting) for setting in members)
+        listed = list(members)
+        yield from (_setting_row(setting) for setting in listed)
         yield ""
+        for setting in listed:
+            yield from _pair_rows(setting)
 
 
 def _setting_row(setting: Setting) -> str:
     variables = ", ".join(map(_code, setting.variables))
     return f"| {_code(setting.key)} | {variables} | {_escaped(setting.kind)} | {_default(setting)} |"
+
+
+def _pair_rows(setting: Setting) -> Iterator[str]:
+    """Yield a table of the names that NAME=VALUE may have, if they are known."""
+    if setting.pairs:
+        yield from (f"Names in the table `{setting.key}`:", "", "| name | default | what |", "|---|---|---|")
+        for pair in setting.pairs:
+            yield f"| {_code(pair.name)} | {_code(str(pair.default))} | {_one_line(pair.description.help)} |"
+        yield ""
 
 
 def _default(option: click.Option) -> str:

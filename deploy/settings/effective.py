@@ -122,8 +122,8 @@ def example(settings: Iterable[Setting]) -> str:
 
 def _told(setting: Setting) -> Iterator[str]:
     yield " ".join((setting.help or "").split())
-    if setting.takes_pairs and setting.pair_names is not None:
-        yield f"Names: {', '.join(setting.pair_names)}."
+    for pair in setting.pairs or ():
+        yield f"- {pair.name} = {pair.default}: {pair.description.help}"
 
 
 def _example_line(setting: Setting) -> str:

@@ -1,7 +1,5 @@
-"""`blockyard size`: what a memory budget holds of a model's KV cache. Owns the arithmetic's words, not the
-sizes."""
+"""Size of a model's KV cache in a memory budget, for `blockyard size`. The sizes themselves are in kv_size.py."""
 
-import re
 from dataclasses import dataclass
 
 from blockyard.worker.memory.kv_size import (
@@ -21,19 +19,6 @@ from blockyard.worker.model.data_type import (
 )
 from blockyard.worker.model.shards import num_parameters
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
@@ -44,7 +29,7 @@ class ModelSize:
     kv_dtype: str
     max_model_len: int
     weights_bytes: int
-    """In `dtype`; a worker holds them beside the KV cache."""
+    """Size of the weights in `dtype`. A worker holds them beside the KV cache."""
     kv: KVSize
 
     def as_dict(self) -> dict[str, object]:
@@ -63,14 +48,6 @@ class ModelSize:
         }
 
 
-def parse_bytes(text: str) -> int:
-    """`60GB` is decimal, `60GiB` binary, `60` bytes. Raises ValueError."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"a size is a number with B, KB, MB, GB, KiB, MiB or GiB, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
 def size_model(
     model: str,
     *,
@@ -81,9 +58,11 @@ def size_model(
     on_cpu: bool,
     max_model_len: int | None,
 ) -> ModelSize:
-    """`on_cpu`: of this machine's kind, for dtype "auto" asks what that multiplies.
+    """Return the size of a model's KV cache.
 
-    Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
+    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raises ValueError for a model
+    that the engine cannot run, or a context longer than the model's.
+    """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
     chosen = choose_dtype(dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16())
     context = max_model_len or config.max_position_embeddings
