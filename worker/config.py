@@ -27,7 +27,7 @@ FAILURES: Group = "Failures"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine runs and how much of the machine it may take. Raises ValueError for bad values."""
+    """The engine's model, and its share of the machine. Raises ValueError for bad values."""
 
     model: str = field(
         metadata=described(

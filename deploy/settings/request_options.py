@@ -1,7 +1,7 @@
-"""What `generate` and `chat` may ask of a request, as options: the names are the client's arguments.
+"""Options of a request, for `generate` and `chat`. Their names are the client's arguments.
 
-Owns how an option's text becomes an argument of the client. What is left out is the server's default; ranges are the
-server's to check.
+Owns how an option's text becomes an argument of the client. An omitted option means the server's default. The server
+checks ranges.
 """
 
 from collections.abc import Callable
@@ -15,57 +15,73 @@ _EARLY_STOPPING: dict[str, EarlyStopping] = {"heuristic": False, "first": True, 
 
 
 def sampling_options(command: Command) -> Command:
-    """The sampling settings of one output, and how long to wait for it."""
+    """Add the sampling options of one output, and the time limit."""
     return _with_options(
         command,
         click.option(
-            "--max-tokens", type=int, default=256, show_default=True, help="Tokens to generate at most."
+            "--max-tokens", type=int, default=256, show_default=True, help="Maximum tokens to generate."
         ),
         click.option(
-            "--min-tokens", type=int, help="No end of the sequence and no stop token before so many."
+            "--min-tokens",
+            type=int,
+            help="Tokens before which no end of sequence and no stop token is sampled.",
         ),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the sequence."),
+        click.option(
+            "--ignore-eos", is_flag=True, default=None, help="Continue past the end of the sequence."
+        ),
         click.option(
             "--temperature",
             type=float,
-            help="0 takes the likeliest token each time. Default: the model's own, else 1.",
+            help="Randomness of sampling. 0 always takes the most likely token. Default: the model's own, else 1.",
         ),
-        click.option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: among all."),
+        click.option("--top-k", type=int, help="Sample among this many most likely tokens. 0: all."),
         click.option(
-            "--top-p", type=float, help="Choose among the fewest tokens that are so likely together."
-        ),
-        click.option(
-            "--min-p", type=float, help="Leave out what is less likely than this share of the likeliest."
+            "--top-p", type=float, help="Sample among the fewest tokens whose probabilities reach this sum."
         ),
         click.option(
-            "--presence-penalty", type=float, help="Off the logit of each token in the output, once."
+            "--min-p",
+            type=float,
+            help="Exclude tokens below this share of the most likely token's probability.",
         ),
-        click.option("--frequency-penalty", type=float, help="The same, for each time that it is there."),
         click.option(
-            "--repetition-penalty", type=float, help="Above 1: what prompt or output have is less likely."
+            "--presence-penalty",
+            type=float,
+            help="Subtracted once from the logit of each token in the output.",
+        ),
+        click.option(
+            "--frequency-penalty",
+            type=float,
+            help="Subtracted from a token's logit for each time in the output.",
+        ),
+        click.option(
+            "--repetition-penalty",
+            type=float,
+            help="Above 1: tokens of prompt and output become less likely.",
         ),
         click.option(
             "--logit-bias",
             multiple=True,
             callback=_logit_bias,
             metavar="ID=VALUE",
-            help="Added to the logit of token ID, -100 to 100; may be given more than once.",
+            help="Added to the logit of token ID, from -100 to 100. May be given more than once.",
         ),
         _token_ids(
-            "--allowed-token-id", "allowed_token_ids", "A token that may be sampled, and no other may"
+            "--allowed-token-id", "allowed_token_ids", "A token that may be sampled; all others are excluded"
         ),
         _token_ids("--bad-token-id", "bad_token_ids", "A token that is never sampled"),
         click.option(
             "--bad-word",
             "bad_words",
             multiple=True,
-            help="A word of one token that is never sampled; may be given more than once.",
+            help="A word of one token that is never sampled. May be given more than once.",
         ),
         click.option(
-            "--seed", type=int, help="The same seed samples the same way again. Default: a random one."
+            "--seed",
+            type=int,
+            help="Seed of sampling. The same seed repeats the output. Default: a random one.",
         ),
         click.option(
-            "--stop", multiple=True, help="A text that ends the output; may be given more than once."
+            "--stop", multiple=True, help="A text that ends the output. May be given more than once."
         ),
         _token_ids("--stop-token-id", "stop_token_ids", "A token that ends the output"),
         click.option(
@@ -73,18 +89,18 @@ def sampling_options(command: Command) -> Command:
             "include_stop_in_output",
             is_flag=True,
             default=None,
-            help="Keep the text of what ended the output at its end.",
+            help="Keep the stop string or stop token at the end of the output.",
         ),
         click.option(
             "--skip-special-tokens/--keep-special-tokens",
             default=None,
-            help="Whether special tokens are left out of the text.  [default: skip]",
+            help="Leave special tokens out of the text, or keep them.  [default: skip]",
         ),
-        click.option("--priority", type=int, help="Lower is served earlier, -100 to 100."),
-        click.option("--tenant", help="Whose request it is: tenants get their turns and shares by name."),
+        click.option("--priority", type=int, help="Priority from -100 to 100. Lower is served earlier."),
+        click.option("--tenant", help="Tenant of the request. Each tenant has a fair share."),
         click.option(
             "--session-id",
-            help="The conversation's name: its requests tend to the worker that has served it before.",
+            help="Name of a conversation. Its requests prefer the worker that served it before.",
         ),
         click.option(
             "--timeout",
@@ -92,65 +108,66 @@ def sampling_options(command: Command) -> Command:
             type=float,
             default=120.0,
             show_default=True,
-            help="Seconds for the whole answer.",
+            help="Time limit in seconds for the whole answer.",
         ),
     )
 
 
 def answer_options(command: Command) -> Command:
-    """What a single request may ask for beyond one plain output."""
+    """Add the options of a single request beyond one plain output."""
     return _with_options(
         command,
-        click.option("--n", type=int, help="Outputs."),
-        click.option("--beam-width", type=int, help="Search with so many beams instead of sampling."),
-        click.option("--length-penalty", type=float, help="Of beams; above 0 favours longer ones."),
+        click.option("--n", type=int, help="Number of outputs."),
+        click.option("--beam-width", type=int, help="Search with this many beams instead of sampling."),
+        click.option("--length-penalty", type=float, help="Beam search: above 0 favours longer beams."),
         click.option(
             "--early-stopping",
             type=click.Choice(list(_EARLY_STOPPING)),
             callback=_early_stopping,
-            help="When a search with enough finished beams ends: once the running ones are unlikely to get better "
-            "(heuristic, the default), at once (first), or only when they cannot (never).",
+            help="When a search with enough finished beams ends. `first`: at once. `heuristic` (default): once better "
+            "beams are unlikely. `never`: only once they are impossible.",
         ),
         click.option(
-            "--logprobs", type=int, help="Likeliest tokens to name beside each; shown with --output json."
+            "--logprobs",
+            type=int,
+            help="Most likely tokens to report with each token. Shown with --output json.",
         ),
         click.option(
             "--prompt-logprobs",
             type=int,
-            help="The same beside each token of the prompt, which then reuses no cache; shown with --output json.",
+            help="The same for each token of the prompt, which then reuses no cache. Shown with --output json.",
         ),
         click.option(
             "--json-schema",
             callback=text_or_file,
             metavar="TEXT|@FILE",
-            help="The output is JSON of this schema.",
+            help="Force the output to be JSON of this schema.",
         ),
         click.option(
-            "--json-object", is_flag=True, default=None, help="The output is a JSON object of any kind."
+            "--json-object",
+            is_flag=True,
+            default=None,
+            help="Force the output to be a JSON object of any kind.",
         ),
-        click.option("--regex", help="The output matches this expression."),
+        click.option("--regex", help="Force the output to match this regular expression."),
         click.option(
             "--truncate-prompt-tokens",
             type=int,
-            help="Keep the last so many tokens of a longer prompt; -1: as many as leave room for --max-tokens.",
+            help="Keep only this many tokens at the end of the prompt. -1: as many as leave room for --max-tokens.",
         ),
-        click.option(
-            "--cache-salt", help="Share cached prefixes only with requests that give the same salt."
-        ),
+        click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt."),
         click.option(
             "--public-prefix",
             is_flag=True,
             default=None,
-            help="Share the prompt's prefixes beyond this token's tenant, whose alone they are otherwise.",
+            help="Share the prompt's prefixes with all tenants. Without it they stay within this token's tenant.",
         ),
-        click.option(
-            "--request-id", help="The request's name, by which it can be aborted. Default: a random one."
-        ),
+        click.option("--request-id", help="Name of the request, for an abort. Default: a random one."),
     )
 
 
 def text_or_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """The callback of an option that is a text, or the file of one after an `@`."""
+    """Return an option's text, or the text of the file named after an `@`. For click's callback."""
     if value is None or not value.startswith("@"):
         return value
     try:
@@ -180,7 +197,7 @@ def _logit_bias(context: click.Context, option: click.Parameter, pairs: tuple[st
 
 
 def _token_ids(flag: str, argument: str, told: str) -> Callable[[Command], Command]:
-    return click.option(flag, argument, type=int, multiple=True, help=f"{told}; may be given more than once.")
+    return click.option(flag, argument, type=int, multiple=True, help=f"{told}. May be given more than once.")
 
 
 def _with_options(command: Command, *adds: Callable[[Command], Command]) -> Command:

@@ -56,7 +56,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a setting has beside its name, type and default."""
+    """Help text, bounds and options of a setting; its field has name, type and default."""
 
     help: str
     flag: str | None = None
