@@ -1,107 +1,44 @@
-"""Options of a request, for `generate` and `chat`. Their names are the client's arguments.
+"""Options of a request, for `generate` and `chat`. They follow from the client's arguments.
 
-Owns how an option's text becomes an argument of the client. An omitted option means the server's default. The server
-checks ranges.
+Owns how an option's text becomes an argument of the client. Names, types and help are GenerateArguments' own. An
+omitted option means the server's default. The server checks ranges.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import click
 from blockyard.deploy.settings.options import Command
-from blockyard.router.client.arguments import EarlyStopping
+from blockyard.router.client.arguments import EarlyStopping, GenerateArguments
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"heuristic": False, "first": True, "never": "never"}
+_OF_ONE_ANSWER = frozenset(
+    (
+        *("n", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs"),
+        *("json_schema", "json_object", "regex", "truncate_prompt_tokens"),
+        *("cache_salt", "public_prefix", "request_id"),
+    )
+)
+"""Arguments that `chat` does not take."""
+_FLAGS = {
+    "allowed_token_ids": "--allowed-token-id",
+    "bad_token_ids": "--bad-token-id",
+    "bad_words": "--bad-word",
+    "stop_token_ids": "--stop-token-id",
+    "include_stop_in_output": "--include-stop",
+    "skip_special_tokens": "--skip-special-tokens/--keep-special-tokens",
+}
+"""Flags that are not the argument's name."""
 
 
 def sampling_options(command: Command) -> Command:
     """Add the sampling options of one output, and the time limit."""
     return _with_options(
         command,
-        click.option(
-            "--max-tokens", type=int, default=256, show_default=True, help="Maximum tokens to generate."
-        ),
-        click.option(
-            "--min-tokens",
-            type=int,
-            help="Tokens before which no end of sequence and no stop token is sampled.",
-        ),
-        click.option(
-            "--ignore-eos", is_flag=True, default=None, help="Continue past the end of the sequence."
-        ),
-        click.option(
-            "--temperature",
-            type=float,
-            help="Randomness of sampling. 0 always takes the most likely token. Default: the model's own, else 1.",
-        ),
-        click.option("--top-k", type=int, help="Sample among this many most likely tokens. 0: all."),
-        click.option(
-            "--top-p", type=float, help="Sample among the fewest tokens whose probabilities reach this sum."
-        ),
-        click.option(
-            "--min-p",
-            type=float,
-            help="Exclude tokens below this share of the most likely token's probability.",
-        ),
-        click.option(
-            "--presence-penalty",
-            type=float,
-            help="Subtracted once from the logit of each token in the output.",
-        ),
-        click.option(
-            "--frequency-penalty",
-            type=float,
-            help="Subtracted from a token's logit for each time in the output.",
-        ),
-        click.option(
-            "--repetition-penalty",
-            type=float,
-            help="Above 1: tokens of prompt and output become less likely.",
-        ),
-        click.option(
-            "--logit-bias",
-            multiple=True,
-            callback=_logit_bias,
-            metavar="ID=VALUE",
-            help="Added to the logit of token ID, from -100 to 100. May be given more than once.",
-        ),
-        _token_ids(
-            "--allowed-token-id", "allowed_token_ids", "A token that may be sampled; all others are excluded"
-        ),
-        _token_ids("--bad-token-id", "bad_token_ids", "A token that is never sampled"),
-        click.option(
-            "--bad-word",
-            "bad_words",
-            multiple=True,
-            help="A word of one token that is never sampled. May be given more than once.",
-        ),
-        click.option(
-            "--seed",
-            type=int,
-            help="Seed of sampling. The same seed repeats the output. Default: a random one.",
-        ),
-        click.option(
-            "--stop", multiple=True, help="A text that ends the output. May be given more than once."
-        ),
-        _token_ids("--stop-token-id", "stop_token_ids", "A token that ends the output"),
-        click.option(
-            "--include-stop",
-            "include_stop_in_output",
-            is_flag=True,
-            default=None,
-            help="Keep the stop string or stop token at the end of the output.",
-        ),
-        click.option(
-            "--skip-special-tokens/--keep-special-tokens",
-            default=None,
-            help="Leave special tokens out of the text, or keep them.  [default: skip]",
-        ),
-        click.option("--priority", type=int, help="Priority from -100 to 100. Lower is served earlier."),
+        *_argument_options(_described() - _OF_ONE_ANSWER),
         click.option("--tenant", help="Tenant of the request. Each tenant has a fair share."),
-        click.option(
-            "--session-id",
-            help="Name of a conversation. Its requests prefer the worker that served it before.",
-        ),
         click.option(
             "--timeout",
             "timeout_seconds",
@@ -115,55 +52,7 @@ def sampling_options(command: Command) -> Command:
 
 def answer_options(command: Command) -> Command:
     """Add the options of a single request beyond one plain output."""
-    return _with_options(
-        command,
-        click.option("--n", type=int, help="Number of outputs."),
-        click.option("--beam-width", type=int, help="Search with this many beams instead of sampling."),
-        click.option("--length-penalty", type=float, help="Beam search: above 0 favours longer beams."),
-        click.option(
-            "--early-stopping",
-            type=click.Choice(list(_EARLY_STOPPING)),
-            callback=_early_stopping,
-            help="When a search with enough finished beams ends. `first`: at once. `heuristic` (default): once better "
-            "beams are unlikely. `never`: only once they are impossible.",
-        ),
-        click.option(
-            "--logprobs",
-            type=int,
-            help="Most likely tokens to report with each token. Shown with --output json.",
-        ),
-        click.option(
-            "--prompt-logprobs",
-            type=int,
-            help="The same for each token of the prompt, which then reuses no cache. Shown with --output json.",
-        ),
-        click.option(
-            "--json-schema",
-            callback=text_or_file,
-            metavar="TEXT|@FILE",
-            help="Force the output to be JSON of this schema.",
-        ),
-        click.option(
-            "--json-object",
-            is_flag=True,
-            default=None,
-            help="Force the output to be a JSON object of any kind.",
-        ),
-        click.option("--regex", help="Force the output to match this regular expression."),
-        click.option(
-            "--truncate-prompt-tokens",
-            type=int,
-            help="Keep only this many tokens at the end of the prompt. -1: as many as leave room for --max-tokens.",
-        ),
-        click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt."),
-        click.option(
-            "--public-prefix",
-            is_flag=True,
-            default=None,
-            help="Share the prompt's prefixes with all tenants. Without it they stay within this token's tenant.",
-        ),
-        click.option("--request-id", help="Name of the request, for an abort. Default: a random one."),
-    )
+    return _with_options(command, *_argument_options(_OF_ONE_ANSWER))
 
 
 def text_or_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -196,8 +85,42 @@ def _logit_bias(context: click.Context, option: click.Parameter, pairs: tuple[st
     return biases
 
 
-def _token_ids(flag: str, argument: str, told: str) -> Callable[[Command], Command]:
-    return click.option(flag, argument, type=int, multiple=True, help=f"{told}. May be given more than once.")
+def _described() -> frozenset[str]:
+    """Return the client's arguments that have a text."""
+    hints = get_type_hints(GenerateArguments, include_extras=True)
+    return frozenset(name for name, hint in hints.items() if get_origin(hint) is Annotated)
+
+
+def _argument_options(names: Iterable[str]) -> list[Callable[[Command], Command]]:
+    hints = get_type_hints(GenerateArguments, include_extras=True)
+    return [_argument_option(name, *get_args(hint)) for name, hint in hints.items() if name in names]
+
+
+def _argument_option(name: str, hint: Any, help: str) -> Callable[[Command], Command]:
+    """Return the option of an argument. Its value is None, or empty, where the option is not given."""
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    attributes: dict[str, Any] = {"default": None}
+    if bool in kinds:
+        attributes |= {"is_flag": True}
+    elif Sequence[int] in kinds or Sequence[str] in kinds:
+        attributes = {"multiple": True, "type": int if Sequence[int] in kinds else str}
+    else:
+        attributes |= {"type": kinds[0]}
+    flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+    return click.option(flag, name, help=help, **{**attributes, **_SPECIAL.get(name, {})})
+
+
+_SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "max_tokens": {"default": 256, "show_default": True},
+    "logit_bias": {"type": str, "multiple": True, "callback": _logit_bias, "metavar": "ID=VALUE"},
+    "early_stopping": {
+        "is_flag": False,
+        "type": click.Choice(list(_EARLY_STOPPING)),
+        "callback": _early_stopping,
+    },
+    "json_schema": {"is_flag": False, "type": str, "callback": text_or_file, "metavar": "TEXT|@FILE"},
+}
+"""Attributes of options whose text is not the argument itself."""
 
 
 def _with_options(command: Command, *adds: Callable[[Command], Command]) -> Command:

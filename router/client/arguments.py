@@ -6,7 +6,7 @@ cannot hold.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from google.protobuf.message import Message
@@ -44,50 +44,88 @@ class ChatArguments(TypedDict, total=False):
 
 
 class GenerateArguments(ChatArguments, total=False):
-    """Keyword arguments of generate() and stream(). None or absent means the server's default."""
+    """Keyword arguments of generate() and stream(). None or absent means the server's default.
+
+    An argument with a text is an option of `blockyard generate` too, and the text is its help.
+    """
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
     model: str | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_token_ids: Sequence[int] | None
-    max_tokens: int | None
-    min_tokens: int | None
-    ignore_eos: bool | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    skip_special_tokens: bool | None
-    bad_words: str | Sequence[str] | None
-    include_stop_in_output: bool | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    n: int | None
-    beam_width: int | None
-    length_penalty: float | None
-    early_stopping: EarlyStopping | None
-    json_schema: Mapping[str, Any] | bool | str | None
+    max_tokens: Annotated[int | None, "Maximum tokens to generate."]
+    min_tokens: Annotated[int | None, "Tokens before which no end of sequence and no stop token is sampled."]
+    ignore_eos: Annotated[bool | None, "Continue past the end of the sequence."]
+    temperature: Annotated[
+        float | None,
+        "Randomness of sampling. 0 always takes the most likely token. Default: the model's own, else 1.",
+    ]
+    top_k: Annotated[int | None, "Sample among this many most likely tokens. 0: all."]
+    top_p: Annotated[float | None, "Sample among the fewest tokens whose probabilities reach this sum."]
+    min_p: Annotated[float | None, "Exclude tokens below this share of the most likely token's probability."]
+    presence_penalty: Annotated[float | None, "Subtracted once from the logit of each token in the output."]
+    frequency_penalty: Annotated[float | None, "Subtracted from a token's logit for each time in the output."]
+    repetition_penalty: Annotated[float | None, "Above 1: tokens of prompt and output become less likely."]
+    logit_bias: Annotated[
+        Mapping[int, float] | None,
+        "Added to the logit of token ID, from -100 to 100. May be given more than once.",
+    ]
+    allowed_token_ids: Annotated[
+        Sequence[int] | None,
+        "A token that may be sampled; all others are excluded. May be given more than once.",
+    ]
+    bad_token_ids: Annotated[
+        Sequence[int] | None, "A token that is never sampled. May be given more than once."
+    ]
+    bad_words: Annotated[
+        str | Sequence[str] | None,
+        "A word of one token that is never sampled. May be given more than once.",
+    ]
+    seed: Annotated[int | None, "Seed of sampling. The same seed repeats the output. Default: a random one."]
+    stop: Annotated[str | Sequence[str] | None, "A text that ends the output. May be given more than once."]
+    stop_token_ids: Annotated[
+        Sequence[int] | None, "A token that ends the output. May be given more than once."
+    ]
+    include_stop_in_output: Annotated[
+        bool | None, "Keep the stop string or stop token at the end of the output."
+    ]
+    skip_special_tokens: Annotated[
+        bool | None, "Leave special tokens out of the text, or keep them.  [default: skip]"
+    ]
+    priority: Annotated[int | None, "Priority from -100 to 100. Lower is served earlier."]
+    session_id: Annotated[
+        str | None, "Name of a conversation. Its requests prefer the worker that served it before."
+    ]
+    n: Annotated[int | None, "Number of outputs."]
+    beam_width: Annotated[int | None, "Search with this many beams instead of sampling."]
+    length_penalty: Annotated[float | None, "Beam search: above 0 favours longer beams."]
+    early_stopping: Annotated[
+        EarlyStopping | None,
+        "When a search with enough finished beams ends. `first`: at once. `heuristic` (default): once better beams are "
+        "unlikely. `never`: only once they are impossible.",
+    ]
+    logprobs: Annotated[int | None, "Most likely tokens to report with each token. Shown with --output json."]
+    prompt_logprobs: Annotated[
+        int | None,
+        "The same for each token of the prompt, which then reuses no cache. Shown with --output json.",
+    ]
+    json_schema: Annotated[
+        Mapping[str, Any] | bool | str | None, "Force the output to be JSON of this schema."
+    ]
     """A schema as a value or as JSON text. At most one of json_schema, regex and json_object."""
-    regex: str | None
-    json_object: bool | None
-    request_id: str | None
-    cache_salt: str | None
-    public_prefix: bool | None
-    """Share cached prefixes beyond the caller's tenant."""
-    priority: int | None
-    session_id: str | None
+    json_object: Annotated[bool | None, "Force the output to be a JSON object of any kind."]
+    regex: Annotated[str | None, "Force the output to match this regular expression."]
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        "Keep only this many tokens at the end of the prompt. -1: as many as leave room for --max-tokens.",
+    ]
+    cache_salt: Annotated[str | None, "Share cached prefixes only with requests of the same salt."]
+    public_prefix: Annotated[
+        bool | None,
+        "Share the prompt's prefixes with all tenants. Without it they stay within this token's tenant.",
+    ]
+    request_id: Annotated[str | None, "Name of the request, for an abort. Default: a random one."]
     policy: str | None
     """Placement policy of this request alone. For admins."""
-    truncate_prompt_tokens: int | None
-    """Keep only this many tokens at the end of the prompt. -1 keeps as many as leave room for the output."""
     return_prompt_token_ids: bool | None
 
 
