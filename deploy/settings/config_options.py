@@ -38,8 +38,7 @@ def engine_config(values: dict[str, Any]) -> EngineConfig:
         "tokenizer": None if tokenizer is None else model_path(tokenizer),
     }
     values |= found
-    config: EngineConfig = taken(EngineConfig, values)
-    return config
+    return taken(EngineConfig, values)
 
 
 def placement_options(command: Command) -> Command:

@@ -32,6 +32,7 @@ _GROUP_OF_SECTION = {
     "logs": "Logs",
 }
 Command = TypeVar("Command", bound=Callable[..., Any])
+Owner = TypeVar("Owner")
 HIDDEN = "***"
 OPEN_OPTIONS = frozenset(
     (
@@ -181,12 +182,13 @@ def masked(url: str | None) -> str | None:
 def field_settings(owner: Any, section: str, **special: Mapping[str, Any]) -> Callable[[Command], Command]:
     """Return what adds an option for each described field of a settings class; `taken` reads them back.
 
-    `special` has further attributes of single options, by field.
+    `special` has further attributes of single options, by field; `section` among them replaces the common one.
     """
 
     def add_all(command: Command) -> Command:
         for member in reversed(setting_fields(owner)):
-            command = field_setting(owner, member.name, section, **special.get(member.name, {}))(command)
+            attributes = {"section": section, **special.get(member.name, {})}
+            command = field_setting(owner, member.name, **attributes)(command)
         return command
 
     return add_all
@@ -195,12 +197,15 @@ def field_settings(owner: Any, section: str, **special: Mapping[str, Any]) -> Ca
 def field_setting(owner: Any, name: str, section: str, **special: Any) -> Callable[[Command], Command]:
     """Return what adds the option of one field, with the flag, type, default and help of its description."""
     member = setting_field(owner, name)
-    return setting(section, member.flag, name, **(_attributes(member) | special))
+    return click.option(
+        member.flag, name, cls=Setting, **{"section": section, **_attributes(member), **special}
+    )
 
 
-def taken(owner: Any, values: dict[str, Any]) -> Any:
+def taken(owner: type[Owner], values: dict[str, Any]) -> Owner:
     """Take a settings class out of a command's arguments. Raises what the class raises."""
-    return owner(**{member.name: values.pop(member.name) for member in setting_fields(owner)})
+    settings_class: Any = owner
+    return owner(**{member.name: values.pop(member.name) for member in setting_fields(settings_class)})
 
 
 def _attributes(member: SettingField) -> dict[str, Any]:

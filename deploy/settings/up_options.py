@@ -1,7 +1,7 @@
 """Settings of `up` and `config show`, and the UpOptions that they make.
 
-Gathers the settings of config_options.py, options.py and security.py, and owns those of the cluster as a whole. Does
-not own their use (lifecycle/cluster.py).
+Gathers the settings of config_options.py, options.py and security.py, and those of the cluster as a whole, which follow
+from the fields of UpOptions. Does not own their use (lifecycle/cluster.py).
 """
 
 from collections.abc import Mapping
@@ -26,20 +26,20 @@ from blockyard.deploy.settings.setting import (
     Command,
     checked_by,
     field_setting,
+    field_settings,
     setting,
     taken,
     wrong_values_are_usage,
 )
+from blockyard.deploy.settings.wanted_cluster import SERVE_PORTS as SERVE_PORTS
 from blockyard.deploy.settings.wanted_cluster import UpOptions
-from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.proto.runtime.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
-from blockyard.proto.security.loopback import LOOPBACK, with_brackets, without_brackets
+from blockyard.proto.security.loopback import with_brackets, without_brackets
 from blockyard.router.config import RouterConfig, RouterLimits
 from blockyard.worker.config import WorkerLimits
 
 ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
 UP_PORTS: Mapping[str, int | None] = {"router_port": 0, "http_port": None}
-SERVE_PORTS: Mapping[str, int | None] = {"router_port": 50051, "http_port": 8000}
 MAX_TEMPLATE_BYTES = 2**20
 _PORT = click.IntRange(0, MAX_PORT)
 
@@ -65,143 +65,41 @@ def _text_of(file: str) -> str:
         raise ValueError(f"cannot be read ({type(error).__name__}): {file}") from None
 
 
-_OF_THE_CLUSTER = (
+_OF_THE_CLUSTER = field_settings(
+    UpOptions,
+    "cluster",
+    chat_template={"type": click.Path(dir_okay=False), "callback": checked_by(_text_of)},
+    download_dir={"type": click.Path(file_okay=False, resolve_path=True)},
+    host={"callback": checked_by(_checked_host)},
+    router_port={"type": _PORT, "default": None, "show_default": False},
+    http_port={"type": _PORT},
+    hung_seconds={"section": "limits"},
+    redis_url={
+        "section": "redis",
+        "envvar": REDIS_URL_VARIABLE,
+        "is_secret": True,
+        "callback": checked_redis_url(REDIS_URL_VARIABLE),
+    },
+    router_redis_url={
+        "section": "redis",
+        "envvar": ROUTER_REDIS_URL_VARIABLE,
+        "is_secret": True,
+        "callback": checked_redis_url(ROUTER_REDIS_URL_VARIABLE),
+    },
+)
+"""Adds the described fields of UpOptions. Here is what their descriptions cannot say: files, ports, variables."""
+_REVISION = setting(
+    "cluster",
+    "--revision",
+    group="Model",
+    metavar="REVISION",
+    help="A branch, tag or commit of a hub model. Default: its main branch.",
+)
+_OF_ROUTERS = (
     field_setting(RouterConfig, "model_names", "cluster", group="Model", metavar=None),
-    setting(
-        "cluster",
-        "--revision",
-        group="Model",
-        metavar="REVISION",
-        help="A branch, tag or commit of a hub model. Default: its main branch.",
-    ),
-    setting(
-        "cluster",
-        "--chat-template",
-        group="Model",
-        type=click.Path(dir_okay=False),
-        callback=checked_by(_text_of),
-        help="File of a Jinja template for chats. Default: the tokenizer's own.",
-    ),
-    setting(
-        "cluster",
-        "--download-dir",
-        group="Model",
-        type=click.Path(file_okay=False, resolve_path=True),
-        help="Folder for files from the hub. Default: HF_HUB_CACHE or HF_HOME.",
-    ),
     field_setting(RouterConfig, "generation_config", "cluster", group="Model"),
-    setting(
-        "cluster",
-        "--workers",
-        "num_workers",
-        type=int,
-        help="Number of workers. Default: one for each GPU, or one on a machine without GPUs.",
-    ),
-    setting(
-        "cluster",
-        "--routers",
-        "num_routers",
-        type=int,
-        default=1,
-        show_default=True,
-        help="Number of routers. Each serves any client.",
-    ),
-    setting(
-        "cluster",
-        "--host",
-        group="Addresses",
-        default=LOOPBACK,
-        show_default=True,
-        callback=checked_by(_checked_host),
-        help="Address that routers bind, also with --address. By default only their own machine reaches them; 0.0.0.0 "
-        "is every interface.",
-    ),
-    setting(
-        "cluster",
-        "--router-port",
-        group="Addresses",
-        type=_PORT,
-        help="Port of gRPC. 0 takes a free one. Default: a free one; for `serve` "
-        f"{SERVE_PORTS['router_port']}, or the next free one.",
-    ),
-    setting(
-        "cluster",
-        "--http-port",
-        group="Addresses",
-        type=_PORT,
-        help="Port of OpenAI's API (docs/gateway.md). 0 takes a free one. Default: not served; for `serve` "
-        f"{SERVE_PORTS['http_port']}, or the next free one.",
-    ),
     field_setting(RouterConfig, "cors_origins", "cluster", group="Addresses"),
-    setting(
-        "cluster",
-        "--separate-ports",
-        group="Addresses",
-        is_flag=True,
-        help="Give each router a port of its own, from --router-port on, instead of one shared port.",
-    ),
-    setting(
-        "cluster",
-        "--cpus-per-worker",
-        type=float,
-        help="CPUs of each worker. Default: the cluster's CPUs in equal shares.",
-    ),
-    setting(
-        "cluster",
-        "--address",
-        group="Existing Ray cluster",
-        help="Address host:port of an existing Ray cluster. Default: a local one is started.",
-    ),
-    setting(
-        "cluster",
-        "--ship-code",
-        "ships_code",
-        group="Existing Ray cluster",
-        is_flag=True,
-        help="With --address: send this command's own code to the nodes, in place of what they have installed.",
-    ),
-    setting(
-        "cluster",
-        "--router-resource",
-        group="Existing Ray cluster",
-        metavar="NAME",
-        help="With --address: routers run only on nodes with this Ray resource, one router for each unit.",
-    ),
-    setting(
-        "cluster",
-        "--live-page-in-metrics-tab",
-        is_flag=True,
-        help="Without Grafana: show the live page in the Metrics tab of Ray's dashboard, in place of Ray's charts.",
-    ),
     field_setting(RouterConfig, "metrics_names", "cluster"),
-)
-_HUNG_SECONDS = setting(
-    "limits",
-    "--hung-seconds",
-    group="Failures",
-    type=float,
-    default=DEFAULT_HUNG_SECONDS,
-    show_default=True,
-    help="A worker or router that does not answer its supervisor for this time is killed and restarted.",
-)
-_OF_THE_INDEX = (
-    setting(
-        "redis",
-        "--redis-url",
-        envvar=REDIS_URL_VARIABLE,
-        is_secret=True,
-        callback=checked_redis_url(REDIS_URL_VARIABLE),
-        help="Redis of the prefix index. Default: a private one is started. A URL with a password comes only by the "
-        "variable.",
-    ),
-    setting(
-        "redis",
-        "--router-redis-url",
-        envvar=ROUTER_REDIS_URL_VARIABLE,
-        is_secret=True,
-        callback=checked_redis_url(ROUTER_REDIS_URL_VARIABLE),
-        help="URL of the same Redis for routers, with a user that only reads (SECURITY.md). Default: --redis-url.",
-    ),
 )
 _OF_LOGS = (
     setting(
@@ -227,12 +125,12 @@ _GROUPS = (
     config_option,
     cluster_option,
     engine_options,
-    *_OF_THE_CLUSTER,
+    _REVISION,
+    _OF_THE_CLUSTER,
+    *_OF_ROUTERS,
     placement_options,
-    _HUNG_SECONDS,
     limit_options,
     security_options,
-    *_OF_THE_INDEX,
     *_OF_LOGS,
 )
 

@@ -4,6 +4,7 @@ Owns its defaults, and refuses values that are wrong on any machine. Does not ow
 (up_options.py), nor the checks that need the machine or Ray (lifecycle/preflight.py, lifecycle/shape.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blockyard.deploy.machine import state
@@ -16,29 +17,44 @@ from blockyard.proto.index.redis import check_url
 from blockyard.proto.metrics.readings import MetricNames
 from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.runtime.logs import LogConfig
+from blockyard.proto.runtime.settings import Group, check_settings, setting
 from blockyard.proto.security.loopback import LOOPBACK, is_loopback
 from blockyard.router.config import RouterLimits
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.tokenizing.model_facts import GenerationConfig
 from blockyard.worker.config import EngineConfig, WorkerLimits
 
+SERVE_PORTS: Mapping[str, int | None] = {"router_port": 50051, "http_port": 8000}
+"""Default ports of `serve`. If one is taken, the next free one is used."""
+ADDRESSES: Group = "Addresses"
+JOINED: Group = "Existing Ray cluster"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """The cluster to start. RouterConfig describes the fields of routers. Raises ValueError for bad values."""
+    """The cluster to start. Fields without help are described in RouterConfig. Raises ValueError for bad values.
+
+    A field with a help text is a setting of `up` (proto/runtime/settings.py).
+    """
 
     engine: EngineConfig
     model_names: tuple[str, ...] = ()
     """If empty, model_facts.py names the model."""
     generation_config: GenerationConfig = "auto"
-    chat_template: str | None = None
-    """Text of the template, not its file."""
-    download_dir: str | None = None
-    """Folder of this machine for files of the hub. None: HF_HUB_CACHE or HF_HOME."""
+    chat_template: str | None = setting(
+        None, help="File of a Jinja template for chats. Default: the tokenizer's own.", group="Model"
+    )
+    """Text of the template: the option reads the file."""
+    download_dir: str | None = setting(
+        None, help="Folder for files from the hub. Default: HF_HUB_CACHE or HF_HOME.", group="Model"
+    )
     cluster: str = "default"
-    num_workers: int | None = None
-    """None: one for each GPU of the Ray cluster, or one on a machine without any."""
-    num_routers: int = 1
+    num_workers: int | None = setting(
+        None,
+        help="Number of workers. Default: one for each GPU, or one on a machine without GPUs.",
+        flag="--workers",
+    )
+    num_routers: int = setting(1, help="Number of routers. Each serves any client.", flag="--routers")
     policy: PolicyName = "prefix"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: RouterLimits = field(default_factory=RouterLimits)
@@ -46,37 +62,77 @@ class UpOptions:
     metrics_names: MetricNames = "blockyard"
     log: LogConfig = field(default_factory=LogConfig)
     security: SecurityOptions = field(default_factory=SecurityOptions)
-    cpus_per_worker: float | None = None
-    """None: the cluster's CPUs in equal shares."""
-    host: str = LOOPBACK
-    """Interface that routers bind on the node where each runs; an IPv6 address in brackets."""
-    router_port: int = 0
-    """0 takes a free one."""
-    http_port: int | None = None
-    """Port of OpenAI's API. 0 takes a free one, None opens none."""
+    cpus_per_worker: float | None = setting(
+        None, help="CPUs of each worker. Default: the cluster's CPUs in equal shares."
+    )
+    host: str = setting(
+        LOOPBACK,
+        help="Address that routers bind, also with --address. By default only their own machine reaches them; 0.0.0.0 "
+        "is every interface.",
+        group=ADDRESSES,
+    )
+    """An IPv6 address is in brackets."""
+    router_port: int = setting(
+        0,
+        help="Port of gRPC. 0 takes a free one. Default: a free one; for `serve` "
+        f"{SERVE_PORTS['router_port']}, or the next free one.",
+        group=ADDRESSES,
+    )
+    http_port: int | None = setting(
+        None,
+        help="Port of OpenAI's API (docs/gateway.md). 0 takes a free one. Default: not served; for `serve` "
+        f"{SERVE_PORTS['http_port']}, or the next free one.",
+        group=ADDRESSES,
+    )
     movable_ports: frozenset[str] = frozenset()
     """Names of the ports that the user did not ask for (router_port, http_port). The next free port replaces a taken
     one."""
     cors_origins: tuple[str, ...] = ()
-    separate_ports: bool = False
-    """Each router has a port of its own, counted from the first one's. Otherwise all share one port, and the kernel
-    distributes connections."""
-    address: str | None = None
-    """An existing Ray cluster to join; None starts a local one."""
-    redis_url: str | None = None
-    """Redis for workers, which write. None starts a private Redis."""
-    router_redis_url: str | None = None
-    """Redis for routers, which only read. None: the workers' URL."""
-    ships_code: bool = False
-    """Send this machine's package to the nodes, in place of the installed one."""
-    router_resource: str | None = None
-    """A Ray resource. Routers run only on nodes that have it."""
-    hung_seconds: float = DEFAULT_HUNG_SECONDS
-    """A worker or router that does not answer its supervisor for this time is killed and restarted."""
-    live_page_in_metrics_tab: bool = False
-    """Show the live page in place of Ray's own charts, in the Ray that is started here."""
+    separate_ports: bool = setting(
+        False,
+        help="Give each router a port of its own, from --router-port on, instead of one shared port.",
+        group=ADDRESSES,
+    )
+    address: str | None = setting(
+        None,
+        help="Address host:port of an existing Ray cluster. Default: a local one is started.",
+        group=JOINED,
+    )
+    ships_code: bool = setting(
+        False,
+        help="With --address: send this command's own code to the nodes, in place of what they have installed.",
+        flag="--ship-code",
+        group=JOINED,
+    )
+    router_resource: str | None = setting(
+        None,
+        help="With --address: routers run only on nodes with this Ray resource, one router for each unit.",
+        metavar="NAME",
+        group=JOINED,
+    )
+    live_page_in_metrics_tab: bool = setting(
+        False,
+        help="Without Grafana: show the live page in the Metrics tab of Ray's dashboard, in place of Ray's charts.",
+    )
+    hung_seconds: float = setting(
+        DEFAULT_HUNG_SECONDS,
+        help="A worker or router that does not answer its supervisor for this time is killed and restarted.",
+        above=0,
+        group="Failures",
+    )
+    redis_url: str | None = setting(
+        None,
+        help="Redis of the prefix index. Default: a private one is started. A URL with a password comes only by the "
+        "variable.",
+    )
+    """Redis for workers, which write."""
+    router_redis_url: str | None = setting(
+        None,
+        help="URL of the same Redis for routers, with a user that only reads (SECURITY.md). Default: --redis-url.",
+    )
 
     def __post_init__(self) -> None:
+        check_settings(self)
         state.checked_name(self.cluster)
         if self.num_workers is not None and self.num_workers < 1:
             raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
@@ -84,8 +140,6 @@ class UpOptions:
             raise ValueError("a model's name must not be empty")
         if self.num_routers < 1:
             raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
-        if not self.hung_seconds > 0:
-            raise ValueError(f"hung_seconds must be above 0, not {self.hung_seconds:g}")
         if self.address is not None:
             host_and_port(self.address)
             if self.download_dir is not None:

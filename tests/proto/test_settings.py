@@ -9,6 +9,7 @@ import click
 import pytest
 from blockyard.deploy.settings import setting as options
 from blockyard.deploy.settings.config_file import ConfigError, read_config
+from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.proto.runtime.settings import (
     add_arguments,
     check_settings,
@@ -23,7 +24,7 @@ from blockyard.router.placement.config import PlacementConfig
 from blockyard.worker.config import EngineConfig, WorkerConfig, WorkerLimits
 from click.testing import CliRunner
 
-OWNERS = (EngineConfig, WorkerConfig, WorkerLimits, RouterConfig, RouterLimits, PlacementConfig)
+OWNERS = (EngineConfig, WorkerConfig, WorkerLimits, RouterConfig, RouterLimits, PlacementConfig, UpOptions)
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, float]:
