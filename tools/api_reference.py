@@ -52,8 +52,8 @@ def _roles() -> dict[str, str]:
 
 def _error_rows() -> Iterator[str]:
     for kind in _kinds(RouterError):
-        told = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
-        yield f"| `{kind.reason}` | {code_of(kind('')).name} | {told} |"
+        meaning = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
+        yield f"| `{kind.reason}` | {code_of(kind('')).name} | {meaning} |"
 
 
 def _kinds(parent: type[RouterError]) -> Iterator[type[RouterError]]:

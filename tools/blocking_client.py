@@ -33,7 +33,7 @@ PHRASES = {
     ),
     "Belongs to the event loop that first uses it.": "Safe to share among threads.",
 }
-"""Phrases of its docstrings, in the same way. Each stands in the source once."""
+"""Phrases of its docstrings, in the same way. The source has each of them once."""
 
 
 def blocking(source: str) -> str:

@@ -58,7 +58,7 @@ def _commands() -> Iterator[str]:
         yield from _shared_options(options)
     yield from ("## Reaching a router", "")
     yield from _option_table(_all_shared())
-    yield from ("`-c`, `--config FILE`: a file of settings, whose `[client]` is read.", "")
+    yield from ("`-c`, `--config FILE`: a file of settings. These commands read its `[client]`.", "")
 
 
 def _own_options(command: click.Command, options: list[click.Option]) -> Iterator[str]:

@@ -85,24 +85,24 @@ def _services(source: Source, roles: Mapping[str, str]) -> Iterator[str]:
         yield from (f"## {service.name}", "", source.comment(_FILE_SERVICE, number), "")
         yield from ("| method | takes | gives | who may call it | |", "|---|---|---|---|---|")
         for place, method in enumerate(service.method):
-            told = source.comment(_FILE_SERVICE, number, _INNER, place)
+            comment = source.comment(_FILE_SERVICE, number, _INNER, place)
             role = roles[f"/{full}/{method.name}"]
-            yield f"| `{method.name}` | {_taken(method)} | {_given(method)} | {role} | {_cell(told)} |"
+            yield f"| `{method.name}` | {_taken(method)} | {_given(method)} | {role} | {_cell(comment)} |"
         yield ""
 
 
 def _messages(source: Source) -> Iterator[str]:
     for number, message in enumerate(source.file.message_type):
         yield from (f"### {message.name}", "")
-        if told := source.comment(_FILE_MESSAGE, number):
-            yield from (told, "")
+        if comment := source.comment(_FILE_MESSAGE, number):
+            yield from (comment, "")
         if not message.field:
             yield from ("No fields.", "")
             continue
         yield from ("| field | type | |", "|---|---|---|")
         for place, field in enumerate(message.field):
-            told = source.comment(_FILE_MESSAGE, number, _INNER, place)
-            yield f"| `{field.name}` | {_type(message, field)} | {_cell(told)} |"
+            comment = source.comment(_FILE_MESSAGE, number, _INNER, place)
+            yield f"| `{field.name}` | {_type(message, field)} | {_cell(comment)} |"
         yield ""
 
 
@@ -110,12 +110,12 @@ def _enums(source: Source) -> Iterator[str]:
     for number, enum in enumerate(source.file.enum_type):
         yield from (f"### {enum.name}", "", "| value | number | |", "|---|---|---|")
         for place, value in enumerate(enum.value):
-            told = source.comment(_FILE_ENUM, number, _INNER, place)
-            yield f"| `{value.name}` | {value.number} | {_cell(told) or _default_told(enum, place)} |"
+            comment = source.comment(_FILE_ENUM, number, _INNER, place)
+            yield f"| `{value.name}` | {value.number} | {_cell(comment) or _default_comment(enum, place)} |"
         yield ""
 
 
-def _default_told(enum: EnumDescriptorProto, place: int) -> str:
+def _default_comment(enum: EnumDescriptorProto, place: int) -> str:
     return "Not said." if enum.value[place].number == 0 else ""
 
 

@@ -61,13 +61,13 @@ def num_installed(command: list[str], since: float) -> int:
 def what_it_does(log_path: Path, num_done: int = 0) -> str:
     """Return the command's last line, shortened for a terminal. `num_done` packages are installed so far."""
     said = [line.strip() for line in lines_of(log_path)]
-    told = [line for line in said if line and not line.startswith(PIPS_ASIDES)]
-    if not told:
+    shown = [line for line in said if line and not line.startswith(PIPS_ASIDES)]
+    if not shown:
         return "..."
-    if told[-1].startswith(PIPS_LIST):
-        names = told[-1].removeprefix(PIPS_LIST)
+    if shown[-1].startswith(PIPS_LIST):
+        names = shown[-1].removeprefix(PIPS_LIST)
         return _shortened(f"Installing packages, {num_done} of {len(names.split(', '))} are there: {names}")
-    return _shortened(told[-1])
+    return _shortened(shown[-1])
 
 
 def _shortened(line: str) -> str:

@@ -55,8 +55,8 @@ class EngineConfig:
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
-        help="Data type of keys and values. `auto`: as --dtype. `int8` and `fp8` (e4m3) keep a scale for each token "
-        "and KV head, and hold nearly twice the tokens of 16 bits.",
+        help="Data type of keys and values; `auto` means --dtype. With `int8` or `fp8` (e4m3) the cache holds nearly "
+        "twice the tokens of 16 bits, and a scale for each token and KV head.",
         group=MEMORY,
     )
     load_format: Literal["auto", "random"] = setting(

@@ -24,7 +24,7 @@ _EXAMPLES = {
     "a size, such as 2GiB": '"2GiB"',
 }
 SECTIONS = {
-    "cluster": "What runs, and where.",
+    "cluster": "The cluster as a whole: its model, workers, routers and addresses.",
     "engine": "Every worker's engine: the model, its memory, its steps.",
     "worker": "Every worker, except its engine.",
     "placement": "How routers choose a worker.",
@@ -115,12 +115,12 @@ def example(settings: Iterable[Setting]) -> str:
     for section, members in groupby(sorted(settings, key=_order), key=lambda setting: setting.section):
         lines += ["", f"# {SECTIONS[section]}", f"[{section}]"]
         for setting in members:
-            lines += [f"# {line}" for line in _told(setting)]
+            lines += [f"# {line}" for line in _description(setting)]
             lines.append(_example_line(setting))
     return "\n".join(lines) + "\n"
 
 
-def _told(setting: Setting) -> Iterator[str]:
+def _description(setting: Setting) -> Iterator[str]:
     yield " ".join((setting.help or "").split())
     for pair in setting.pairs or ():
         yield f"- {pair.name} = {pair.default}: {pair.description.help}"

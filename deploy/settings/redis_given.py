@@ -64,17 +64,17 @@ def check(options: "UpOptions") -> list[str]:
     if url is None:
         return []
     warnings: dict[str, None] = {}
-    for whose, own_url in (("workers", url), ("routers", options.router_redis_url or url)):
+    for users, own_url in (("workers", url), ("routers", options.router_redis_url or url)):
         looked = look(own_url)
         if looked.is_refusal:
-            raise ValueError(f"the {whose}' Redis, {masked(own_url)}: {looked.problem}")
+            raise ValueError(f"the {users}' Redis, {masked(own_url)}: {looked.problem}")
         if looked.problem:
-            text = f"the {whose}' Redis, {masked(own_url)}: {looked.problem}"
+            text = f"the {users}' Redis, {masked(own_url)}: {looked.problem}"
             warnings[f"{text}. Until it answers, the cluster serves without a prefix index"] = None
         elif (version := looked.version) is not None:
             if version.version < OLDEST:
                 raise ValueError(
-                    f"the {whose}' Redis, {masked(own_url)}, is {version}: at least 6.2 is needed"
+                    f"the {users}' Redis, {masked(own_url)}, is {version}: at least 6.2 is needed"
                 )
             warnings |= {version.told: None} if version.told else {}
     _refuse_name_in_use(url, options.cluster)

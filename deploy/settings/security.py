@@ -42,7 +42,7 @@ class SecurityOptions:
 
 def security_options(command: Command) -> Command:
     """Add the options of `up`; `security` takes them back."""
-    for flag, told in reversed(
+    for flag, help in reversed(
         (
             (
                 "--auth-file",
@@ -60,7 +60,7 @@ def security_options(command: Command) -> Command:
             ("--session-tls-ca", "CA of --session-tls-cert. It must sign nothing else."),
         )
     ):
-        add = setting("security", flag, type=click.Path(dir_okay=False, resolve_path=True), help=told)
+        add = setting("security", flag, type=click.Path(dir_okay=False, resolve_path=True), help=help)
         command = add(command)
     return command
 
@@ -81,7 +81,7 @@ def connection_options(command: Command) -> Command:
 
     Each has a variable too: BLOCKYARD_ and the option's name.
     """
-    for flag, is_flag, told in reversed(
+    for flag, is_flag, help in reversed(
         (
             ("--tls", True, "Reach routers over TLS."),
             ("--tls-ca", False, "Reach routers over TLS, and trust only this CA."),
@@ -103,7 +103,7 @@ def connection_options(command: Command) -> Command:
             envvar="BLOCKYARD_" + flag.removeprefix("--").replace("-", "_").upper(),
             expose_value=False,
             callback=_keep,
-            help=told,
+            help=help,
         )(command)
     return config_option(command)
 

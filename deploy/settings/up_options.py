@@ -87,7 +87,7 @@ _OF_THE_CLUSTER = field_settings(
         "callback": checked_redis_url(ROUTER_REDIS_URL_VARIABLE),
     },
 )
-"""Adds the described fields of UpOptions. Here is what their descriptions cannot say: files, ports, variables."""
+"""Adds the described fields of UpOptions, with click's types for files and ports, and with variables of their own."""
 _REVISION = setting(
     "cluster",
     "--revision",

@@ -269,5 +269,5 @@ def message_of(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
     except TypeError as error:
         # For a text, protobuf says only "bad argument type for built-in operation".
         is_text = isinstance(getattr(kind(), field), str)
-        told = f"must be text, not {type(value).__name__}" if is_text else error
-        raise TypeError(f"{name}: {told}") from None
+        reason = f"must be text, not {type(value).__name__}" if is_text else error
+        raise TypeError(f"{name}: {reason}") from None

@@ -131,8 +131,8 @@ def from_rpc(
     failure = from_status(error.code(), error.details() or "", packed if isinstance(packed, bytes) else b"")
     if isinstance(failure, UnavailableError) and not failure.reason:
         # No router sent this status. gRPC's text lists sockets and addresses, not the fate of the call.
-        told = _connection_failure(address, error.details() or "", has_begun=has_begun, is_tls=is_tls)
-        failure = UnavailableError(told, code=failure.code)
+        message = _connection_failure(address, error.details() or "", has_begun=has_begun, is_tls=is_tls)
+        failure = UnavailableError(message, code=failure.code)
         failure.never_began = not has_begun and _is_silent(error.details() or "")
     if failure.retry_delay_seconds is None:
         failure.retry_delay_seconds = _pushback_seconds(trailing.get(PUSHBACK_KEY))
@@ -166,7 +166,7 @@ def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> Bl
 def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: bool) -> str:
     """Return the cause of a failed connection. `details` is gRPC's text, which quotes its TLS library."""
     if has_begun:
-        return f"lost the connection to the router at {address} in mid-stream: what was received is all that came"
+        return f"lost the connection to the router at {address} in mid-stream: the output is incomplete"
     if "certificate has expired" in details:
         return f"the TLS certificate of the router at {address} has expired"
     if "CERTIFICATE_VERIFY_FAILED" in details:

@@ -22,8 +22,8 @@ class PlacementConfig:
 
     assumed_prefill_tokens_per_second: float = setting(
         2_000.0,
-        help="Prefill rate of every worker until one has measured its own. After that, the median of the measured "
-        "rates stands in.",
+        help="Prefill rate of every worker until one has measured its own. After that, the others count with the "
+        "median of the measured rates.",
         above=0,
         below=inf,
     )

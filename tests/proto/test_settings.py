@@ -24,6 +24,8 @@ from blockyard.router.placement.config import PlacementConfig
 from blockyard.worker.config import EngineConfig, WorkerConfig, WorkerLimits
 from click.testing import CliRunner
 
+from tools.prose import long_sentences
+
 OWNERS = (EngineConfig, WorkerConfig, WorkerLimits, RouterConfig, RouterLimits, PlacementConfig, UpOptions)
 
 
@@ -173,5 +175,6 @@ def test_every_setting_is_described_in_sentences_and_its_default_is_in_bounds(ow
         help = member.description.help
         assert help[0] == help[0].upper(), member.name
         assert help.endswith("."), member.name
+        assert not list(long_sentences(help)), member.name
         if member.default is not MISSING:
             member.check(member.default, member.name)
