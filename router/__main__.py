@@ -1,6 +1,8 @@
-"""`python -m blockyard.router`: one router without Ray. SIGTERM lets running streams finish, then exits 0; a router
-that cannot start or fails exits 1. SIGUSR1 logs how late the event loop was since the last one, and
-how many tasks it has."""
+"""`python -m blockyard.router`: one router without Ray.
+
+SIGTERM lets running streams finish, then exits 0. A router that cannot start, or that fails, exits 1. SIGUSR1 logs how
+late the event loop was since the last SIGUSR1, and how many tasks it has.
+"""
 
 import argparse
 import asyncio
@@ -11,49 +13,27 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 from blockyard.proto.index.redis import check_url
-from blockyard.proto.metrics.prometheus import MAX_PORT, metrics_endpoint
-from blockyard.proto.metrics.readings import MetricNames
+from blockyard.proto.metrics.prometheus import metrics_endpoint
 from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configure_logging
+from blockyard.proto.runtime.settings import add_arguments, given
 from blockyard.proto.security.tls_files import server_tls, session_tls
-from blockyard.router.admission.fair_queue import parse_weights
-from blockyard.router.config import (
-    DEFAULT_MAX_BEAM_WIDTH,
-    DEFAULT_MAX_OUTPUTS,
-    DEFAULT_MAX_QUEUE_SECONDS,
-    DEFAULT_MAX_REQUESTS,
-    DEFAULT_MAX_TOKENS_ADMITTED,
-    RouterConfig,
-    checked_origins,
-)
-from blockyard.router.placement.config import PolicyName, parse_placement
+from blockyard.router.config import RouterConfig
 from blockyard.router.server import RouterServer
-from blockyard.router.tokenizing.model_facts import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
-"""The secret comes by environment: arguments can be read by anybody on the machine."""
+"""Variable of the cluster secret, which is never an argument: every user of the machine can read arguments."""
 REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
 GRACE_SECONDS = 600.0
-FAULT_SETTINGS = (
-    "default_timeout_seconds",
-    "no_worker_seconds",
-    "slow_reader_seconds",
-    "suspect_seconds",
-    "lost_seconds",
-    "stall_seconds",
-    "max_migrations",
-)
-"""Of RouterConfig: what is borne, and for how long. Each is an option."""
 
 
 def main() -> int:
-    # transformers imports torch where it can; it takes seconds and 200 MB, and no tokenizer needs it.
+    # transformers imports torch if it can. That takes seconds and 200 MB, and no tokenizer needs it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     arguments = _parser().parse_args()
     try:
@@ -66,102 +46,41 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m blockyard.router", description=__doc__)
-    parser.add_argument("--model", required=True, help="local folder or hub name; weights are not read")
+    add_arguments(parser, RouterConfig)
     parser.add_argument(
-        "--model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="what clients call the model: its id, then aliases (default: the hub's name and its last part, or the "
-        "folder's name)",
+        "--chat-template", metavar="FILE", help="Jinja template that replaces the tokenizer's own."
     )
-    parser.add_argument(
-        "--tokenizer", metavar="MODEL", help="take the tokenizer and chat template of this one"
-    )
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja template, in place of the tokenizer's own"
-    )
-    parser.add_argument(
-        "--generation-config",
-        choices=get_args(GenerationConfig),
-        default="auto",
-        help="auto takes sampling defaults from the model's generation_config.json; none ignores them",
-    )
-    parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="may be repeated")
     parser.add_argument(
         "--redis-url",
-        help="the prefix index (default: BLOCKYARD_REDIS_URL, for one with a password); without it placement goes by "
-        "load and hashing",
+        help="Redis of the prefix index. Default: BLOCKYARD_REDIS_URL, for a URL with a password. Without Redis "
+        "placement follows load and hashing.",
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one and logs it")
+    parser.add_argument("--tls-cert", metavar="PEM", help="Serve clients over TLS with this certificate.")
+    parser.add_argument("--tls-key", metavar="PEM", help="Key of --tls-cert.")
+    parser.add_argument("--tls-client-ca", metavar="PEM", help="Clients must show a certificate of this CA.")
     parser.add_argument(
-        "--http-port",
-        type=int,
-        help="serve OpenAI's API here too; 0 takes a free one and logs it (default: do not)",
+        "--session-tls-cert", metavar="PEM", help="Certificate for workers. All routers have the same one."
     )
+    parser.add_argument("--session-tls-key", metavar="PEM", help="Key of --session-tls-cert.")
+    parser.add_argument("--session-tls-ca", metavar="PEM", help="CA of the workers' certificates.")
     parser.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="web pages from here, such as https://chat.example, may call --http-port; may be repeated",
+        "--router-id", default="router-0", help="Name of the router in metrics and JSON logs."
     )
-    parser.add_argument("--reuse-port", action="store_true", help="share the port with other routers")
-    parser.add_argument(
-        "--policy", choices=get_args(PolicyName), default="prefix", help="how a worker is chosen"
-    )
-    parser.add_argument(
-        "--placement",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of placement (PlacementConfig), such as near_equal_ms=2; may be repeated",
-    )
-    parser.add_argument("--tokenizer-processes", type=int, default=1, help="prompts tokenised at once")
-    parser.add_argument("--max-outputs", type=int, default=DEFAULT_MAX_OUTPUTS, help="of one request")
-    parser.add_argument("--max-beam-width", type=int, default=DEFAULT_MAX_BEAM_WIDTH)
-    parser.add_argument("--max-requests", type=int, default=DEFAULT_MAX_REQUESTS, help="held at once")
-    parser.add_argument("--max-tokens-admitted", type=int, default=DEFAULT_MAX_TOKENS_ADMITTED)
-    parser.add_argument("--max-queue-seconds", type=float, default=DEFAULT_MAX_QUEUE_SECONDS)
-    parser.add_argument("--tenant-weight", action="append", default=[], metavar="NAME=WEIGHT")
-    parser.add_argument("--loop-tick-seconds", type=float, default=0.005, help="of the event loop's watch")
-    defaults = {setting.name: setting.default for setting in fields(RouterConfig)}
-    for name in FAULT_SETTINGS:
-        default = defaults[name]
-        parser.add_argument(
-            "--" + name.replace("_", "-"), type=type(default), default=default, help="default: %(default)s"
-        )
-    parser.add_argument(
-        "--auth-file", metavar="FILE", help="tokens that clients must show (blockyard token new)"
-    )
-    parser.add_argument("--tls-cert", metavar="PEM", help="serve clients over TLS, with this certificate")
-    parser.add_argument("--tls-key", metavar="PEM")
-    parser.add_argument("--tls-client-ca", metavar="PEM", help="clients must show a certificate of this CA")
-    parser.add_argument("--session-tls-cert", metavar="PEM", help="shown to workers, which all have the same")
-    parser.add_argument("--session-tls-key", metavar="PEM")
-    parser.add_argument("--session-tls-ca", metavar="PEM", help="of the workers' certificates")
-    parser.add_argument("--router-id", default="router-0", help="what its metrics and JSON logs name it")
     parser.add_argument(
         "--metrics-port",
         type=int,
         default=-1,
-        help="Prometheus endpoint, for whoever reaches it; 0 takes a free port, -1 (the default) has none",
+        help="Prometheus endpoint, open to everyone who reaches it. 0 takes a free port, -1 (the default) opens none.",
     )
     parser.add_argument(
-        "--metrics-names",
-        choices=get_args(MetricNames),
-        default="blockyard",
-        help="`vllm` adds vLLM's names there and at the gateway's /metrics; default: %(default)s",
-    )
-    parser.add_argument("--cluster", default="default")
-    parser.add_argument(
-        "--log-level", choices=get_args(LogLevel), help="default: BLOCKYARD_LOG_LEVEL, or info"
+        "--log-level", choices=get_args(LogLevel), help="Default: BLOCKYARD_LOG_LEVEL, or info."
     )
     parser.add_argument(
-        "--log-format", choices=get_args(LogFormat), help="default: BLOCKYARD_LOG_FORMAT, or text"
+        "--log-format", choices=get_args(LogFormat), help="Default: BLOCKYARD_LOG_FORMAT, or text."
     )
-    parser.add_argument("--grace-seconds", type=float, default=GRACE_SECONDS, help="for streams at SIGTERM")
+    parser.add_argument(
+        "--grace-seconds", type=float, default=GRACE_SECONDS, help="Time at SIGTERM for streams to finish."
+    )
     return parser
 
 
@@ -181,7 +100,7 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
 
 
 def _redis_url(given: str | None) -> str | None:
-    """Refuses a password in an argument, which every user of the machine can read."""
+    """Return the URL of Redis. Raises ValueError for a password in an argument, which every user can read."""
     if given is not None and ("@" in given or "password" in given.lower()):
         raise ValueError(
             f"--redis-url names a user or a password: set {REDIS_URL_VARIABLE} instead of an argument"
@@ -193,46 +112,17 @@ def _redis_url(given: str | None) -> str | None:
 
 
 def _checked_config(arguments: argparse.Namespace) -> RouterConfig:
-    # The kernel would take the port's last 16 bits, and of the others no one would ever be told.
-    for option, port in (("--port", arguments.port), ("--http-port", arguments.http_port or 0)):
-        if not 0 <= port <= MAX_PORT:
-            raise ValueError(f"{option} must be from 0 to {MAX_PORT}, not {port}")
-    for address in arguments.worker:
-        _check_address(address)
     if not 0 <= arguments.grace_seconds < math.inf:
         raise ValueError(f"--grace-seconds must be finite and not negative, not {arguments.grace_seconds:g}")
     return RouterConfig(
-        model=arguments.model,
-        model_names=tuple(arguments.model_name),
-        tokenizer=arguments.tokenizer,
         chat_template=_chat_template(arguments.chat_template),
-        generation_config=arguments.generation_config,
-        cluster=arguments.cluster,
         cluster_secret=os.environ.get(SECRET_VARIABLE, ""),
-        host=arguments.host,
-        port=arguments.port,
-        http_port=arguments.http_port,
-        cors_origins=checked_origins(arguments.cors_origin),
-        auth_file=arguments.auth_file,
         tls=server_tls(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca),
         session_tls=session_tls(
             arguments.session_tls_cert, arguments.session_tls_key, arguments.session_tls_ca
         ),
-        reuse_port=arguments.reuse_port,
         redis_url=_redis_url(arguments.redis_url),
-        workers=tuple(arguments.worker),
-        policy=arguments.policy,
-        placement=parse_placement(arguments.placement),
-        tokenizer_processes=arguments.tokenizer_processes,
-        max_outputs=arguments.max_outputs,
-        max_beam_width=arguments.max_beam_width,
-        max_requests=arguments.max_requests,
-        max_tokens_admitted=arguments.max_tokens_admitted,
-        max_queue_seconds=arguments.max_queue_seconds,
-        tenant_weights=parse_weights(arguments.tenant_weight),
-        loop_tick_seconds=arguments.loop_tick_seconds,
-        metrics_names=arguments.metrics_names,
-        **{name: getattr(arguments, name) for name in FAULT_SETTINGS},
+        **given(RouterConfig, arguments),
     )
 
 
@@ -243,15 +133,8 @@ def _chat_template(file: str | None) -> str | None:
         raise ValueError(f"--chat-template {file!r} cannot be read: {type(error).__name__}") from None
 
 
-def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT
-    if not host or not is_port:
-        raise ValueError(f"--worker must be HOST:PORT, such as 127.0.0.1:50061, not {address!r}")
-
-
 class StartError(Exception):
-    """Why the router does not come up, for its operator."""
+    """The router cannot start; the message is for its operator."""
 
 
 async def _serve(config: RouterConfig, arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Writes docs/api.md: `python -m tools.api_reference [--check]` from the project root.
 
-Joins the protos' comments (tools/proto_reference.py) with what the router knows: who may call a method, and the
-reasons of its errors. `--check` writes nothing and fails where the committed file differs.
+Joins the protos' comments (tools/proto_reference.py) with roles and error reasons of the router. `--check` writes
+nothing and fails where the committed file differs.
 """
 
 import inspect
@@ -52,12 +52,12 @@ def _roles() -> dict[str, str]:
 
 def _error_rows() -> Iterator[str]:
     for kind in _kinds(RouterError):
-        told = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
-        yield f"| `{kind.reason}` | {code_of(kind('')).name} | {told} |"
+        meaning = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
+        yield f"| `{kind.reason}` | {code_of(kind('')).name} | {meaning} |"
 
 
 def _kinds(parent: type[RouterError]) -> Iterator[type[RouterError]]:
-    """Those that are answered, in the order of the tree; what only groups others is left out."""
+    """Yield the errors that clients see, in the order of the tree. Classes that only group others are left out."""
     for kind in parent.__subclasses__():
         if kind.__module__ == errors.__name__:
             if "reason" in kind.__dict__ and kind not in (errors.NotFound, errors.Unavailable):

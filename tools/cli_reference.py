@@ -1,8 +1,8 @@
-"""The reference part of docs/cli.md, out of the commands themselves.
+"""Writes the reference part of docs/cli.md, from the commands themselves.
 
     python -m tools.cli_reference docs/cli.md
 
-Owns how it is written down. What stands above MARKER in that file is written by hand and kept.
+Owns the form of the reference. The text above MARKER in that file is written by hand and kept.
 """
 
 import inspect
@@ -23,12 +23,12 @@ Named = tuple[str, click.Command]
 
 
 def reference() -> str:
-    """Every command with its options, then every setting."""
+    """Return the reference: every command with its options, then every setting."""
     return "\n".join([MARKER, "", *_commands(), *_settings()]) + "\n"
 
 
 def rewritten(document: str) -> str:
-    """With its reference as it should be. Raises ValueError where the marker is missing."""
+    """Return a document with its reference up to date. Raises ValueError if the marker is missing."""
     by_hand, marker, _ = document.partition(MARKER)
     if not marker:
         raise ValueError(f"the document has no line {MARKER}")
@@ -36,7 +36,7 @@ def rewritten(document: str) -> str:
 
 
 def all_commands(group: click.Group = root, prefix: str = "blockyard") -> Iterator[Named]:
-    """Those that do something, with the names by which they are called."""
+    """Yield every command that is not a group, with its full name."""
     for name, command in sorted(group.commands.items()):
         if isinstance(command, click.Group):
             yield from all_commands(command, f"{prefix} {name}")
@@ -58,11 +58,11 @@ def _commands() -> Iterator[str]:
         yield from _shared_options(options)
     yield from ("## Reaching a router", "")
     yield from _option_table(_all_shared())
-    yield from ("`-c`, `--config FILE`: a file of settings, whose `[client]` is read.", "")
+    yield from ("`-c`, `--config FILE`: a file of settings. These commands read its `[client]`.", "")
 
 
 def _own_options(command: click.Command, options: list[click.Option]) -> Iterator[str]:
-    """One table, or as many as the command's help has groups."""
+    """Yield one table, or one for each group in the command's help."""
     groups = list(grouped(options))
     if len(groups) < 2 or not isinstance(command, GroupedCommand):
         yield from _option_table(options)
@@ -73,7 +73,7 @@ def _own_options(command: click.Command, options: list[click.Option]) -> Iterato
 
 
 def _shared_options(options: list[click.Option]) -> Iterator[str]:
-    """A link to their table, with those of it that this command has not."""
+    """Yield a link to the table of shared options, with the names of those that this command lacks."""
     taken = {option.name for option in options if _is_shared(option)}
     if taken:
         missing = [_code(option.opts[0]) for option in _all_shared() if option.name not in taken]
@@ -82,13 +82,13 @@ def _shared_options(options: list[click.Option]) -> Iterator[str]:
 
 
 def _all_shared() -> list[click.Option]:
-    """Of every command that calls a router: told once."""
+    """Return the options of all commands that call a router, each once."""
     parameters = (parameter for _, command in all_commands() for parameter in command.params)
     return list({option.name: option for option in parameters if _is_shared(option)}.values())
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """What click is told by a backspace to leave as it is stays so here."""
+    """Yield the paragraphs of a help text. A paragraph with click's backspace mark keeps its lines."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b"):
             yield from ("```text", *paragraph.replace("\b\n", "").splitlines(), "```", "")
@@ -117,7 +117,7 @@ def _option_row(option: click.Option) -> str:
 
 def _settings() -> Iterator[str]:
     yield from ("## Settings", "")
-    yield "`BLOCKYARD_UP_...` and the other variables are heard before the file, flags before both."
+    yield "Flags take precedence, then `BLOCKYARD_UP_...` and the other variables, then the file."
     yield ""
     settings = sorted(
         known_settings(root).values(), key=lambda setting: list(SECTIONS).index(setting.section)
@@ -125,13 +125,25 @@ def _settings() -> Iterator[str]:
     for section, members in groupby(settings, key=lambda setting: setting.section):
         yield from (f"### [{section}]", "", SECTIONS[section], "")
         yield from ("| key | variable | is | default |", "|---|---|---|---|")
-        yield from (_setting_row(setting) for setting in members)
+        listed = list(members)
+        yield from (_setting_row(setting) for setting in listed)
         yield ""
+        for setting in listed:
+            yield from _pair_rows(setting)
 
 
 def _setting_row(setting: Setting) -> str:
     variables = ", ".join(map(_code, setting.variables))
     return f"| {_code(setting.key)} | {variables} | {_escaped(setting.kind)} | {_default(setting)} |"
+
+
+def _pair_rows(setting: Setting) -> Iterator[str]:
+    """Yield a table of the names that NAME=VALUE may have, if they are known."""
+    if setting.pairs:
+        yield from (f"Names in the table `{setting.key}`:", "", "| name | default | what |", "|---|---|---|")
+        for pair in setting.pairs:
+            yield f"| {_code(pair.name)} | {_code(str(pair.default))} | {_one_line(pair.description.help)} |"
+        yield ""
 
 
 def _default(option: click.Option) -> str:
@@ -148,7 +160,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A table's cells end at a bar."""
+    """Escape bars, which end a table's cell."""
     return text.replace("|", "\\|")
 
 

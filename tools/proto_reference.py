@@ -1,7 +1,7 @@
-"""The API reference as Markdown, from the comments in v1/*.proto. Pure but for protoc.
+"""API reference as Markdown, from the comments in v1/*.proto. Pure, except for protoc.
 
-Owns how services, messages and enums look on paper. Does not own which roles may call what nor the reasons of errors:
-those are the router's, and tools/api_reference.py joins them.
+Owns the form of services, messages and enums. Roles and error reasons are the router's, and tools/api_reference.py
+joins them.
 """
 
 import re
@@ -21,9 +21,9 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 INTERNAL = "session.proto"
-"""Spoken between routers and workers: no API."""
+"""Protocol between routers and workers, which is not part of the API."""
 _FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE, _INNER = 4, 5, 6, 2
-"""Numbers of fields in descriptor.proto, of which a comment's path is made."""
+"""Numbers of fields in descriptor.proto. A comment's path consists of them."""
 Path_ = tuple[int, ...]
 
 
@@ -39,7 +39,7 @@ class Source:
 
 
 def sources() -> list[Source]:
-    """Those of the public API. Raises RuntimeError where protoc fails."""
+    """Return the files of the public API. Raises RuntimeError if protoc fails."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "descriptors"
         run_protoc(f"--descriptor_set_out={target}", "--include_source_info")
@@ -50,7 +50,7 @@ def sources() -> list[Source]:
 
 
 def uncommented(source: Source) -> list[str]:
-    """Services, methods and fields of which nothing is said."""
+    """List the services, methods and fields without a comment."""
     file, missing = source.file, []
     for number, service in enumerate(file.service):
         if not source.comment(_FILE_SERVICE, number):
@@ -70,7 +70,7 @@ def uncommented(source: Source) -> list[str]:
 
 
 def reference(found: Sequence[Source], roles: Mapping[str, str]) -> str:
-    """Services, then all messages and enums of each file. `roles` says in words who may call a method, by full path."""
+    """Return services, messages and enums of each file. `roles` maps a method's full path to its callers, in words."""
     parts: list[str] = []
     for source in found:
         parts += _services(source, roles)
@@ -85,24 +85,24 @@ def _services(source: Source, roles: Mapping[str, str]) -> Iterator[str]:
         yield from (f"## {service.name}", "", source.comment(_FILE_SERVICE, number), "")
         yield from ("| method | takes | gives | who may call it | |", "|---|---|---|---|---|")
         for place, method in enumerate(service.method):
-            told = source.comment(_FILE_SERVICE, number, _INNER, place)
+            comment = source.comment(_FILE_SERVICE, number, _INNER, place)
             role = roles[f"/{full}/{method.name}"]
-            yield f"| `{method.name}` | {_taken(method)} | {_given(method)} | {role} | {_cell(told)} |"
+            yield f"| `{method.name}` | {_taken(method)} | {_given(method)} | {role} | {_cell(comment)} |"
         yield ""
 
 
 def _messages(source: Source) -> Iterator[str]:
     for number, message in enumerate(source.file.message_type):
         yield from (f"### {message.name}", "")
-        if told := source.comment(_FILE_MESSAGE, number):
-            yield from (told, "")
+        if comment := source.comment(_FILE_MESSAGE, number):
+            yield from (comment, "")
         if not message.field:
             yield from ("No fields.", "")
             continue
         yield from ("| field | type | |", "|---|---|---|")
         for place, field in enumerate(message.field):
-            told = source.comment(_FILE_MESSAGE, number, _INNER, place)
-            yield f"| `{field.name}` | {_type(message, field)} | {_cell(told)} |"
+            comment = source.comment(_FILE_MESSAGE, number, _INNER, place)
+            yield f"| `{field.name}` | {_type(message, field)} | {_cell(comment)} |"
         yield ""
 
 
@@ -110,12 +110,12 @@ def _enums(source: Source) -> Iterator[str]:
     for number, enum in enumerate(source.file.enum_type):
         yield from (f"### {enum.name}", "", "| value | number | |", "|---|---|---|")
         for place, value in enumerate(enum.value):
-            told = source.comment(_FILE_ENUM, number, _INNER, place)
-            yield f"| `{value.name}` | {value.number} | {_cell(told) or _default_told(enum, place)} |"
+            comment = source.comment(_FILE_ENUM, number, _INNER, place)
+            yield f"| `{value.name}` | {value.number} | {_cell(comment) or _default_comment(enum, place)} |"
         yield ""
 
 
-def _default_told(enum: EnumDescriptorProto, place: int) -> str:
+def _default_comment(enum: EnumDescriptorProto, place: int) -> str:
     return "Not said." if enum.value[place].number == 0 else ""
 
 

@@ -1,8 +1,8 @@
-"""`python -P tools/quietly.py LOG COMMAND ...`: runs a long, talkative command in few lines.
+"""`python -P tools/quietly.py LOG COMMAND ...`: runs a long command with few lines of output.
 
-Its output goes to LOG. While it runs, a line each TELL_SECONDS says how long it has and what it does by its own last
-words, without those of pip that say what is over while all the rest is being installed; where it fails, the end of its
-output is shown, and its exit code is ours. Needs nothing but Python, for it runs before anything is installed.
+Its output goes to LOG. Every TELL_SECONDS a line shows the time and the last line of LOG, without PIPS_ASIDES.
+If it fails, the end of its output is shown. The exit code is the command's. Needs only Python, since it runs
+before anything is installed.
 """
 
 import subprocess
@@ -19,12 +19,12 @@ PIPS_ASIDES = (
     "Uninstalling",
     "Successfully uninstalled",
 )
-"""Said of one package after "Installing collected packages", and then nothing more for minutes."""
+"""Lines of pip about one package, after which it is silent for minutes while it installs the others."""
 PIPS_LIST = "Installing collected packages: "
 
 
 def run(log_path: Path, command: list[str], *, tell_seconds: float = TELL_SECONDS) -> int:
-    """Its exit code; 130 where Ctrl-C ended it."""
+    """Run a command, and return its exit code, or 130 if Ctrl-C ended it."""
     began, since = time.monotonic(), time.time()
     with (
         log_path.open("wb") as log,
@@ -39,37 +39,39 @@ def run(log_path: Path, command: list[str], *, tell_seconds: float = TELL_SECOND
                     words = what_it_does(log_path, num_installed(command, since))
                     print(f"[{time.monotonic() - began:4.0f} s] {words}", flush=True)
         except KeyboardInterrupt:
-            # It was sent to the whole group: pip ends by itself.
+            # Ctrl-C goes to the whole process group, so pip ends by itself.
             process.wait()
             return 130
     if code:
         print("\n".join(lines_of(log_path)[-SHOWN_LINES:]))
-        print(f"{command[0]} failed with {code}; all that it said is in {log_path}", flush=True)
+        print(f"{command[0]} failed with {code}; its whole output is in {log_path}", flush=True)
     return code
 
 
 def num_installed(command: list[str], since: float) -> int:
-    """Counts the packages that came since then, by the clock of files, to such a pip's environment. It says nothing of
-    them itself until all are there."""
+    """Count the packages that a pip has installed since a time, by the times of their folders.
+
+    pip itself reports nothing until all are installed.
+    """
     environment = Path(command[0]).parent.parent
     found = environment.glob("lib/python*/site-packages/*.dist-info")
     return sum(folder.stat().st_mtime >= since for folder in found if folder.exists())
 
 
 def what_it_does(log_path: Path, num_done: int = 0) -> str:
-    """Short enough for a line of a terminal. Of what is being installed `num_done` are there."""
+    """Return the command's last line, shortened for a terminal. `num_done` packages are installed so far."""
     said = [line.strip() for line in lines_of(log_path)]
-    told = [line for line in said if line and not line.startswith(PIPS_ASIDES)]
-    if not told:
+    shown = [line for line in said if line and not line.startswith(PIPS_ASIDES)]
+    if not shown:
         return "..."
-    if told[-1].startswith(PIPS_LIST):
-        names = told[-1].removeprefix(PIPS_LIST)
+    if shown[-1].startswith(PIPS_LIST):
+        names = shown[-1].removeprefix(PIPS_LIST)
         return _shortened(f"Installing packages, {num_done} of {len(names.split(', '))} are there: {names}")
-    return _shortened(told[-1])
+    return _shortened(shown[-1])
 
 
 def _shortened(line: str) -> str:
-    """Whole words only: half of a name is another name. One that is longer than the line stays."""
+    """Shorten a line at a word, since half of a name is another name. A single longer word stays whole."""
     if len(line) <= SHOWN_CHARS:
         return line
     end = line.rfind(" ", 0, SHOWN_CHARS - len(" ..."))
@@ -78,7 +80,7 @@ def _shortened(line: str) -> str:
 
 
 def lines_of(log_path: Path) -> list[str]:
-    """A progress bar writes over its own line."""
+    """Return the lines of the log. A progress bar overwrites its line, so each of its states is one."""
     return log_path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()
 
 

@@ -15,10 +15,12 @@ from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.machine import findings
 from blockyard.deploy.machine.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.settings import size
-from blockyard.deploy.settings.options import ENGINE_HELP, model_path, output_option, ray_address
+from blockyard.deploy.settings.options import model_path, output_option, ray_address
 from blockyard.deploy.settings.redis_given import checked_redis_url
 from blockyard.deploy.settings.setting import checked_by
 from blockyard.deploy.views import views
+from blockyard.proto.runtime.settings import parse_bytes, setting_field
+from blockyard.worker.config import EngineConfig
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.model.data_type import RequestedDataType
 
@@ -27,7 +29,7 @@ from blockyard.worker.model.data_type import RequestedDataType
 @click.argument("model", callback=checked_by(model_path))
 @click.option(
     "--memory",
-    callback=checked_by(size.parse_bytes),
+    callback=checked_by(parse_bytes),
     default="60GB",
     metavar="SIZE",
     show_default=True,
@@ -39,7 +41,7 @@ from blockyard.worker.model.data_type import RequestedDataType
     type=click.Choice(get_args(RequestedDataType)),
     default="auto",
     show_default=True,
-    help=ENGINE_HELP["dtype"],
+    help=setting_field(EngineConfig, "dtype").description.help,
 )
 @click.option(
     "--kv-cache-dtype",
@@ -58,7 +60,7 @@ from blockyard.worker.model.data_type import RequestedDataType
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
 @click.option(
     "--total-memory",
-    callback=checked_by(size.parse_bytes),
+    callback=checked_by(parse_bytes),
     metavar="SIZE",
     help="What the machine or GPU has, to say what is left of it. Default on a CPU: what this machine has.",
 )

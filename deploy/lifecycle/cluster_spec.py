@@ -63,8 +63,6 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         session_tls=options.security.session_tls,
         policy=options.policy,
         placement=options.placement,
-        max_outputs=options.max_outputs,
-        max_beam_width=options.max_beam_width,
         metrics_names=options.metrics_names,
         priority_ageing_seconds=options.engine.priority_ageing_seconds,
         log=options.log,

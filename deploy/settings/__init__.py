@@ -1,4 +1,4 @@
 """Settings of the command line, the environment and the configuration file, and the cluster that they describe.
 
-Does not own what happens with them (../lifecycle/).
+Does not own their use (../lifecycle/).
 """

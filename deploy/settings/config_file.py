@@ -1,8 +1,8 @@
-"""The configuration file: TOML with a table for each section of settings, behind `--config` and BLOCKYARD_CONFIG.
+"""Configuration file: TOML with a table for each section of settings, named by `--config` or BLOCKYARD_CONFIG.
 
-Owns reading it, and what is refused by file, section and key: what no setting is called, a value of the wrong type, a
-secret in clear. Does not own what settings there are (setting.py), nor who is heard before whom (click). Relative
-paths are relative to the file.
+Owns reading it. Refuses unknown keys, values of a wrong type and secrets, and names file, section and key. Does not own
+the settings (setting.py) nor the order in which flag, variable and file apply (click). Relative paths are relative to
+the file.
 """
 
 import difflib
@@ -17,17 +17,17 @@ from blockyard.deploy.settings.setting import VARIABLE_PREFIX, Command, Setting,
 
 CONFIG_VARIABLE = "BLOCKYARD_CONFIG"
 FILE_KEY = "blockyard.config_file"
-"""Where click's context keeps the path of what was read."""
+"""Key in click's context for the path of the file."""
 Places = dict[tuple[str, str], Any]
 """Values by section and key."""
 
 
 class ConfigError(click.UsageError):
-    """What is wrong with a configuration, and where."""
+    """A mistake in a configuration, with its place."""
 
 
 def config_option(command: Command) -> Command:
-    """Read before any other option is, so that they find their defaults in it."""
+    """Add `--config`. It is read before the other options, which take their defaults from it."""
     add = click.option(
         "-c",
         "--config",
@@ -36,13 +36,13 @@ def config_option(command: Command) -> Command:
         is_eager=True,
         expose_value=False,
         callback=_read_for,
-        help="A file of settings (`blockyard config example`). Flags and environment are heard before it.",
+        help="File of settings (`blockyard config example`). Flags and variables take precedence over it.",
     )
     return add(command)
 
 
 def known_settings(root: click.Command) -> dict[tuple[str, str], Setting]:
-    """Of every command below `root`, by section and key."""
+    """Return the settings of every command below `root`, by section and key."""
     below = root.commands.values() if isinstance(root, click.Group) else ()
     found = {setting.place: setting for setting in settings_of(root)}
     for command in below:
@@ -51,7 +51,7 @@ def known_settings(root: click.Command) -> dict[tuple[str, str], Setting]:
 
 
 def read_config(path: Path, known: Mapping[tuple[str, str], Setting], context: click.Context) -> Places:
-    """Raises ConfigError."""
+    """Read and check a file. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
@@ -60,21 +60,19 @@ def read_config(path: Path, known: Mapping[tuple[str, str], Setting], context: c
     values: Places = {}
     for section, table in document.items():
         if section not in sections or not isinstance(table, dict):
-            raise ConfigError(
-                f"{path} has [{section}], which is none of the sections{_nearest(section, sections)}"
-            )
+            raise ConfigError(f"{path} has [{section}], which is not a section{_nearest(section, sections)}")
         keys = {key for of, key in known if of == section}
         for key, value in table.items():
             if key not in keys:
                 raise ConfigError(
-                    f"{path} has {key} in [{section}], where nothing is called so{_nearest(key, keys)}"
+                    f"{path} has {key} in [{section}], which is no setting there{_nearest(key, keys)}"
                 )
             values[section, key] = _value(path, known[section, key], value, context)
     return values
 
 
 def check_environment(known: Iterable[Setting], environment: Mapping[str, str]) -> None:
-    """A misspelt variable would do nothing, without a word. Raises ConfigError."""
+    """Raise ConfigError for a variable that sets nothing: a misspelt one would be ignored silently."""
     variables = {variable for setting in known for variable in setting.variables}
     for variable in environment:
         if variable.startswith(VARIABLE_PREFIX) and variable not in variables:
@@ -100,14 +98,17 @@ def _read_for(context: click.Context, option: click.Parameter, path: Path | None
 
 
 def _others_settings(command: click.Command, environment: Mapping[str, str]) -> set[str]:
-    """Variables that set another command's options, or none: to tell which of them, all commands are imported."""
+    """Return the variables that are not this command's. They belong to another command or to none.
+
+    Telling these two cases apart needs the import of all commands.
+    """
     own = {variable for setting in settings_of(command) for variable in setting.variables}
     return {variable for variable in environment if variable.startswith(VARIABLE_PREFIX)} - own
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name.replace("-", "_"), sorted(names), n=1)
-    return f": did you mean {found[0]}?" if found else f": there is {', '.join(sorted(names))}"
+    return f": did you mean {found[0]}?" if found else f": choose from {', '.join(sorted(names))}"
 
 
 def _value(path: Path, setting: Setting, value: Any, context: click.Context) -> Any:
@@ -119,7 +120,7 @@ def _value(path: Path, setting: Setting, value: Any, context: click.Context) -> 
     if setting.is_secret and masked(value) != value:
         variable = setting.variables[0]
         raise ConfigError(
-            f"{where} holds a password, or what may be one, which does not belong in this file: set {variable} instead"
+            f"{where} holds a password, or a text that may be one. Passwords do not belong in this file: set {variable}"
         )
     value = _absolute(path, setting, value)
     try:
@@ -155,11 +156,11 @@ def _fits(setting: Setting, value: Any) -> bool:
 
 
 def _shown(setting: Setting, value: Any) -> str:
-    return "what it is" if setting.is_secret else repr(value)
+    return "this value" if setting.is_secret else repr(value)
 
 
 def _absolute(path: Path, setting: Setting, value: Any) -> Any:
-    """What names a file does so from the configuration's own folder."""
+    """Return a path as an absolute one, relative to the configuration's folder. Other values stay as they are."""
     if not isinstance(value, str):
         return str(value) if setting.metavar == "SIZE" else value
     beside = path.resolve().parent / Path(value).expanduser()

@@ -1,6 +1,6 @@
-"""The configuration that holds: each setting's value and where it comes from; and an example to begin with.
+"""Effective configuration: each setting's value and its source; and an example file.
 
-Owns what is shown of secrets: nothing. Asks click, which has decided; reads no file (config_file.py).
+Shows no secrets. Takes the values that click has chosen, and reads no file (config_file.py).
 """
 
 import json
@@ -24,35 +24,35 @@ _EXAMPLES = {
     "a size, such as 2GiB": '"2GiB"',
 }
 SECTIONS = {
-    "cluster": "What runs, and where.",
+    "cluster": "The cluster as a whole: its model, workers, routers and addresses.",
     "engine": "Every worker's engine: the model, its memory, its steps.",
-    "worker": "Every worker beside its engine.",
+    "worker": "Every worker, except its engine.",
     "placement": "How routers choose a worker.",
-    "limits": "What routers admit, and for how long they bear what goes wrong.",
-    "security": "Tokens and TLS of the cluster's ports: files, which lie at the same path on every node.",
-    "redis": "The prefix index. A URL with a password does not belong in this file: set the variable.",
-    "logs": "Of routers and workers.",
-    "client": "How the other commands reach routers. A token comes by its file, or by BLOCKYARD_TOKEN.",
+    "limits": "Limits and timeouts of routers.",
+    "security": "Tokens and TLS of the cluster's ports. The files have the same path on every node.",
+    "redis": "The prefix index. Set the variable for a URL with a password, which does not belong in this file.",
+    "logs": "Logs of routers and workers.",
+    "client": "How the other commands reach routers. A token comes from its file or from BLOCKYARD_TOKEN.",
 }
-"""In the order in which they are shown."""
+"""Sections with their descriptions, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effective:
-    """One setting as it holds."""
+    """One setting with its effective value."""
 
     section: str
     key: str
     value: Any
-    """Nothing of a secret."""
+    """The value; secrets are masked."""
     source: str
-    """flag, a variable's name, file, or default."""
+    """Source of the value: flag, a variable's name, file, or default."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of a table: what its names are by default."""
+    """Default values of the names in a table."""
 
 
 def effective(context: click.Context) -> list[Effective]:
-    """Of the command that runs."""
+    """Return the settings of the command that runs."""
     found = []
     for setting in sorted(settings_of(context.command), key=_order):
         assert setting.name is not None
@@ -78,7 +78,7 @@ def as_document(settings: Iterable[Effective], context: click.Context) -> dict[s
 
 
 def effective_table(settings: Iterable[Effective], *, changed_only: bool = False) -> Table:
-    """A line for each setting, and for each name of a table; `changed_only` leaves out what is by default."""
+    """Return a table with a line for each setting and each name in a table. `changed_only` leaves out defaults."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("setting", "value", "from"):
         table.add_column(heading, overflow="fold")
@@ -107,23 +107,23 @@ def _table_defaults(context: click.Context, setting: Setting) -> Mapping[str, An
 
 
 def example(settings: Iterable[Setting]) -> str:
-    """A file in which every setting stands as a comment, with its default."""
+    """Return a file in which every setting is a comment with its default."""
     lines = [
-        "# Settings of Blockyard, all by their defaults. Take the # off what you change.",
-        f"# Used by --config FILE or {CONFIG_VARIABLE}. Flags are heard first, then the environment, then this file.",
+        "# Settings of Blockyard with their defaults. Remove the # of a line to change it.",
+        f"# Used by --config FILE or {CONFIG_VARIABLE}. Flags take precedence, then the environment, then this file.",
     ]
     for section, members in groupby(sorted(settings, key=_order), key=lambda setting: setting.section):
         lines += ["", f"# {SECTIONS[section]}", f"[{section}]"]
         for setting in members:
-            lines += [f"# {line}" for line in _told(setting)]
+            lines += [f"# {line}" for line in _description(setting)]
             lines.append(_example_line(setting))
     return "\n".join(lines) + "\n"
 
 
-def _told(setting: Setting) -> Iterator[str]:
+def _description(setting: Setting) -> Iterator[str]:
     yield " ".join((setting.help or "").split())
-    if setting.takes_pairs and setting.pair_names is not None:
-        yield f"Names: {', '.join(setting.pair_names)}."
+    for pair in setting.pairs or ():
+        yield f"- {pair.name} = {pair.default}: {pair.description.help}"
 
 
 def _example_line(setting: Setting) -> str:

@@ -1,7 +1,7 @@
 """vLLM's names of our settings, so that the options of a `vllm serve` line do the same here.
 
-Owns the names whose meaning is the same, those that ask for what always holds here, and the reasons why others are
-refused. Pure, but for the command that reads them. docs/cli.md has the same as a table.
+Owns the names with the same meaning, the names of things that are always on here, and the reasons why others are
+refused. Pure, except for the command that reads them. docs/cli.md has the same table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ ALIASES: Mapping[str, str] = {
     "--ssl-certfile": "--tls-cert",
     "--ssl-keyfile": "--tls-key",
 }
-"""Ours by vLLM's."""
+"""Our options, by vLLM's names."""
 VALUES: Mapping[tuple[str, str], str] = {
     ("--dtype", "half"): "float16",
     ("--dtype", "float"): "float32",
     ("--kv-cache-dtype", "fp8_e4m3"): "fp8",
     ("--generation-config", "vllm"): "none",
 }
-"""Ours by an option and vLLM's value of it."""
+"""Our values, by an option and vLLM's value of it."""
 HOLD_ALWAYS = frozenset(
     (
         "--enable-prefix-caching",
@@ -36,9 +36,9 @@ HOLD_ALWAYS = frozenset(
         "--disable-uvicorn-access-log",
     )
 )
-"""Switches that ask for nothing."""
+"""Switches for things that are always on here; they are ignored."""
 _ONE_GPU = (
-    "a worker has one GPU, which must hold the whole model; --workers serves copies of it, one on each GPU"
+    "a worker has one GPU, which must hold the whole model; --workers runs copies of it, one on each GPU"
 )
 ONLY_ONE = {
     "--tensor-parallel-size": _ONE_GPU,
@@ -46,9 +46,9 @@ ONLY_ONE = {
     "--pipeline-parallel-size": _ONE_GPU,
     "-pp": _ONE_GPU,
 }
-"""Refused above 1, with the reason."""
+"""Options that are refused above 1, with the reason."""
 REFUSED = {
-    "--api-key": "everybody on a machine can read its arguments: `blockyard token new --auth-file FILE`, then "
+    "--api-key": "every user of a machine can read arguments: use `blockyard token new --auth-file FILE`, then "
     "--auth-file FILE",
     "--trust-remote-code": "no code of a model's folder is ever run",
     "--quantization": "quantised checkpoints are not served; --cpu-linears int8 and --kv-cache-dtype quantise here",
@@ -56,12 +56,12 @@ REFUSED = {
     "--enable-lora": "LoRA adapters are not served",
     "--no-enable-prefix-caching": "the prefix cache is always on; `cache_salt` keeps a request's prefixes apart",
 }
-"""With the reason."""
+"""Options that are refused, with the reason."""
 _TRANSLATED = frozenset((*ALIASES, *ONLY_ONE, *(option for option, _ in VALUES)))
 
 
 class VllmCommand(GroupedCommand):
-    """A command that takes vLLM's names as well. Its help shows ours alone."""
+    """A command that accepts vLLM's names as well. Its help shows only ours."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
         with wrong_values_are_usage():
@@ -70,7 +70,7 @@ class VllmCommand(GroupedCommand):
 
 
 def ours(arguments: Sequence[str]) -> list[str]:
-    """The same in our words. Raises ValueError for what means something that is not here."""
+    """Return the same arguments with our names. Raises ValueError for an option whose meaning does not exist here."""
     return list(_ours(list(arguments)))
 
 
@@ -102,7 +102,7 @@ def _ours(left: list[str]) -> Iterator[str]:
 
 
 def _values_of(option: str, left: list[str]) -> list[str]:
-    """Takes them out of what follows the option: vLLM's option of names has several."""
+    """Take an option's values out of the arguments after it. --served-model-name has several."""
     most = len(left) if option == "--served-model-name" else 1
     values: list[str] = []
     while left and len(values) < most and not left[0].startswith("-"):

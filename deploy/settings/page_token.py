@@ -1,7 +1,7 @@
-"""The live page's own token, on a cluster that `up` starts with an auth file: drawn by `up`, known to nobody else.
+"""Token of the live page, on a cluster that `up` starts with an auth file. `up` draws it and tells it to no one.
 
-Owns the file, which only its owner reads, and lies in the cluster's folder until `down`. Routers get its sha256 alone,
-beside their auth file; the dashboard finds it by the environment of its head.
+Owns its file, which only its owner can read, in the cluster's folder until `down`. Routers get only its sha256, in
+addition to their auth file. The dashboard finds the file through the environment of its Ray head.
 """
 
 import os
@@ -15,7 +15,7 @@ FILE_NAME = "page-token"
 
 
 def draw_page_token(directory: Path) -> Path:
-    """The file that has it."""
+    """Draw a token, and return the file that holds it."""
     token, _ = new_token(LIVE_PAGE.name, LIVE_PAGE.role)
     path = directory / FILE_NAME
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -25,7 +25,7 @@ def draw_page_token(directory: Path) -> Path:
 
 
 def page_token_sha256(directory: str | None) -> str | None:
-    """What routers know it by; None where none was drawn."""
+    """Return the token's hash, for routers. None if no token was drawn."""
     path = Path(directory or "") / FILE_NAME
     if directory is None or not path.exists():
         return None

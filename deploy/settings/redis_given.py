@@ -1,7 +1,7 @@
-"""A Redis that the operator names: what is wrong with its URL, with it, and with what is in it, before anything starts.
+"""Checks of a Redis that the operator names, before anything starts: its URL, its version and its content.
 
-Owns these checks, for `up`, its dry run and `doctor`. Does not own a private Redis (machine/redis_server.py). A URL
-holds a password: no message here has more of it than `masked` leaves.
+Owns these checks, for `up`, its dry run and `doctor`. Does not own a private Redis (machine/redis_server.py). A URL may
+hold a password, so messages show it through `masked`.
 """
 
 import asyncio
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 3.0
 CLAIM_SECONDS = 120.0
-"""For so long the name of an `up` that was killed is refused; and so long an `up` may pause between two renewals."""
+"""Lease of a cluster's name. The name stays refused for this time after an `up` is killed."""
 RENEW_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What a server said to whoever this URL logs in."""
+    """Answer of a server to the user of a URL."""
 
     version: ServerVersion | None = None
     problem: str = ""
-    """Why it did not say PONG; empty if it did."""
+    """Reason why it did not answer PONG; empty if it did."""
     is_refusal: bool = False
-    """It is there, and does not let this user in: waiting helps nothing."""
+    """The server runs and refuses this user, so that waiting does not help."""
 
 
 def look(url: str) -> Look:
-    """Pings it, once. HELLO says the version to users who may not ask for it otherwise."""
+    """Ping a server once. The version comes from HELLO, which every user may call."""
     try:
         return asyncio.run(_look(url))
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
         return Look(problem="it refuses the user or the password", is_refusal=True)
     except (redis.RedisError, OSError, ValueError) as error:
-        # Never the error's own text: it may quote the URL.
+        # The error's own text may quote the URL.
         return Look(problem=f"it does not answer ({type(error).__name__})")
 
 
@@ -59,22 +59,22 @@ async def _look(url: str) -> Look:
 
 
 def check(options: "UpOptions") -> list[str]:
-    """What to warn of. Raises ValueError for a Redis that no waiting makes fit, and for a name that is in use there."""
+    """Return warnings. Raises ValueError for a Redis that waiting cannot fix, and for a cluster name in use there."""
     url = options.given_redis_url
     if url is None:
         return []
     warnings: dict[str, None] = {}
-    for whose, own_url in (("workers", url), ("routers", options.router_redis_url or url)):
+    for users, own_url in (("workers", url), ("routers", options.router_redis_url or url)):
         looked = look(own_url)
         if looked.is_refusal:
-            raise ValueError(f"the {whose}' Redis, {masked(own_url)}: {looked.problem}")
+            raise ValueError(f"the {users}' Redis, {masked(own_url)}: {looked.problem}")
         if looked.problem:
-            text = f"the {whose}' Redis, {masked(own_url)}: {looked.problem}"
-            warnings[f"{text}. Until it does the cluster serves without a prefix index"] = None
+            text = f"the {users}' Redis, {masked(own_url)}: {looked.problem}"
+            warnings[f"{text}. Until it answers, the cluster serves without a prefix index"] = None
         elif (version := looked.version) is not None:
             if version.version < OLDEST:
                 raise ValueError(
-                    f"the {whose}' Redis, {masked(own_url)}, is {version}: at least 6.2 is needed"
+                    f"the {users}' Redis, {masked(own_url)}, is {version}: at least 6.2 is needed"
                 )
             warnings |= {version.told: None} if version.told else {}
     _refuse_name_in_use(url, options.cluster)
@@ -82,26 +82,29 @@ def check(options: "UpOptions") -> list[str]:
 
 
 def _refuse_name_in_use(url: str, cluster: str) -> None:
-    """A cluster that comes up has no worker yet: whoever stands under its name is of another, with another secret."""
+    """Raise ValueError if a worker is registered under this name: it belongs to another cluster with another secret."""
     try:
         others = asyncio.run(_directory(url, cluster))
     except PrefixIndexError as error:
         if error.kind is ErrorKind.DENIED:
-            text = f"the workers' Redis, {masked(url)}, refuses what workers do: SECURITY.md has the rights"
+            text = f"the workers' Redis, {masked(url)}, refuses the commands of workers: SECURITY.md lists the rights"
             raise ValueError(text) from None
         return
     if others:
         raise ValueError(
             f"{masked(url)} has a cluster called {cluster!r} already: its worker {others[0].worker_id} at "
-            f"{others[0].address} was heard of within seconds. Name this one otherwise (--cluster), or take that one "
-            "down; if it has just ended, try again in some seconds"
+            f"{others[0].address} renewed its lease seconds ago. Choose another name (--cluster), or take that cluster "
+            "down. If it has just ended, try again in some seconds"
         )
 
 
 @contextlib.contextmanager
 def claimed(options: "UpOptions") -> Iterator[Callable[[], None]]:
-    """Inside, no other `up` of this name begins on the workers' Redis, as long as what this yields is called now and
-    then. Raises ValueError where another is under way. On a Redis that does not answer nothing is claimed."""
+    """Hold the cluster's name on the workers' Redis, so that no other `up` of this name begins.
+
+    Yields a function that renews the claim and must be called regularly. Raises ValueError if another `up` is under
+    way. Claims nothing on a Redis that does not answer.
+    """
     url, holder, renewed_at = options.given_redis_url, secrets.token_hex(8), -RENEW_SECONDS
     if url is None:
         yield lambda: None
@@ -115,8 +118,8 @@ def claimed(options: "UpOptions") -> Iterator[Callable[[], None]]:
         with contextlib.suppress(PrefixIndexError):
             if not asyncio.run(_claim(url, options.cluster, holder)):
                 raise ValueError(
-                    f"another `up` of cluster {options.cluster!r} is under way on {masked(url)}: name this one "
-                    f"otherwise (--cluster). If that one was killed, try again in {CLAIM_SECONDS / 60:.0f} minutes"
+                    f"another `up` of cluster {options.cluster!r} is under way on {masked(url)}: choose another name "
+                    f"(--cluster). If that one was killed, try again in {CLAIM_SECONDS / 60:.0f} minutes"
                 )
 
     keep()
@@ -143,8 +146,10 @@ async def _directory(url: str, cluster: str) -> list[WorkerRecord]:
 
 
 def checked_redis_url(variable: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback for an option that `variable` gives too: a bad parameter for what is no Redis URL, and for a password
-    on the command line."""
+    """Return a callback for an option of a Redis URL that `variable` sets too.
+
+    It raises BadParameter for a text that is no Redis URL, and for a password on the command line.
+    """
 
     def callback(context: click.Context, parameter: click.Parameter, url: Any) -> Any:
         if url is None:
@@ -156,7 +161,7 @@ def checked_redis_url(variable: str) -> Callable[[click.Context, click.Parameter
         source = context.get_parameter_source(parameter.name or "")
         if source is ParameterSource.COMMANDLINE and masked(url) != url:
             raise click.BadParameter(
-                "a password does not belong on the command line, where everybody on this machine can read it: set "
+                "a password does not belong on the command line, which every user of this machine can read: set "
                 f"{variable} instead"
             )
         return url

@@ -1,156 +1,62 @@
-"""What `generate` and `chat` may ask of a request, as options: the names are the client's arguments.
+"""Options of a request, for `generate` and `chat`. They follow from the client's arguments.
 
-Owns how an option's text becomes an argument of the client. What is left out is the server's default; ranges are the
-server's to check.
+Owns how an option's text becomes an argument of the client. Names, types and help are GenerateArguments' own. An
+omitted option means the server's default. The server checks ranges.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import click
 from blockyard.deploy.settings.options import Command
-from blockyard.router.client.arguments import EarlyStopping
+from blockyard.router.client.arguments import EarlyStopping, GenerateArguments
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"heuristic": False, "first": True, "never": "never"}
+_OF_ONE_ANSWER = frozenset(
+    (
+        *("n", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs"),
+        *("json_schema", "json_object", "regex", "truncate_prompt_tokens"),
+        *("cache_salt", "public_prefix", "request_id"),
+    )
+)
+"""Arguments that `chat` does not take."""
+_FLAGS = {
+    "allowed_token_ids": "--allowed-token-id",
+    "bad_token_ids": "--bad-token-id",
+    "bad_words": "--bad-word",
+    "stop_token_ids": "--stop-token-id",
+    "include_stop_in_output": "--include-stop",
+    "skip_special_tokens": "--skip-special-tokens/--keep-special-tokens",
+}
+"""Flags that are not the argument's name."""
 
 
 def sampling_options(command: Command) -> Command:
-    """The sampling settings of one output, and how long to wait for it."""
+    """Add the sampling options of one output, and the time limit."""
     return _with_options(
         command,
-        click.option(
-            "--max-tokens", type=int, default=256, show_default=True, help="Tokens to generate at most."
-        ),
-        click.option(
-            "--min-tokens", type=int, help="No end of the sequence and no stop token before so many."
-        ),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the sequence."),
-        click.option(
-            "--temperature",
-            type=float,
-            help="0 takes the likeliest token each time. Default: the model's own, else 1.",
-        ),
-        click.option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: among all."),
-        click.option(
-            "--top-p", type=float, help="Choose among the fewest tokens that are so likely together."
-        ),
-        click.option(
-            "--min-p", type=float, help="Leave out what is less likely than this share of the likeliest."
-        ),
-        click.option(
-            "--presence-penalty", type=float, help="Off the logit of each token in the output, once."
-        ),
-        click.option("--frequency-penalty", type=float, help="The same, for each time that it is there."),
-        click.option(
-            "--repetition-penalty", type=float, help="Above 1: what prompt or output have is less likely."
-        ),
-        click.option(
-            "--logit-bias",
-            multiple=True,
-            callback=_logit_bias,
-            metavar="ID=VALUE",
-            help="Added to the logit of token ID, -100 to 100; may be given more than once.",
-        ),
-        _token_ids(
-            "--allowed-token-id", "allowed_token_ids", "A token that may be sampled, and no other may"
-        ),
-        _token_ids("--bad-token-id", "bad_token_ids", "A token that is never sampled"),
-        click.option(
-            "--bad-word",
-            "bad_words",
-            multiple=True,
-            help="A word of one token that is never sampled; may be given more than once.",
-        ),
-        click.option(
-            "--seed", type=int, help="The same seed samples the same way again. Default: a random one."
-        ),
-        click.option(
-            "--stop", multiple=True, help="A text that ends the output; may be given more than once."
-        ),
-        _token_ids("--stop-token-id", "stop_token_ids", "A token that ends the output"),
-        click.option(
-            "--include-stop",
-            "include_stop_in_output",
-            is_flag=True,
-            default=None,
-            help="Keep the text of what ended the output at its end.",
-        ),
-        click.option(
-            "--skip-special-tokens/--keep-special-tokens",
-            default=None,
-            help="Whether special tokens are left out of the text.  [default: skip]",
-        ),
-        click.option("--priority", type=int, help="Lower is served earlier, -100 to 100."),
-        click.option("--tenant", help="Whose request it is: tenants get their turns and shares by name."),
-        click.option(
-            "--session-id",
-            help="The conversation's name: its requests tend to the worker that has served it before.",
-        ),
+        *_argument_options(_described() - _OF_ONE_ANSWER),
+        click.option("--tenant", help="Tenant of the request. Each tenant has a fair share."),
         click.option(
             "--timeout",
             "timeout_seconds",
             type=float,
             default=120.0,
             show_default=True,
-            help="Seconds for the whole answer.",
+            help="Time limit in seconds for the whole answer.",
         ),
     )
 
 
 def answer_options(command: Command) -> Command:
-    """What a single request may ask for beyond one plain output."""
-    return _with_options(
-        command,
-        click.option("--n", type=int, help="Outputs."),
-        click.option("--beam-width", type=int, help="Search with so many beams instead of sampling."),
-        click.option("--length-penalty", type=float, help="Of beams; above 0 favours longer ones."),
-        click.option(
-            "--early-stopping",
-            type=click.Choice(list(_EARLY_STOPPING)),
-            callback=_early_stopping,
-            help="When a search with enough finished beams ends: once the running ones are unlikely to get better "
-            "(heuristic, the default), at once (first), or only when they cannot (never).",
-        ),
-        click.option(
-            "--logprobs", type=int, help="Likeliest tokens to name beside each; shown with --output json."
-        ),
-        click.option(
-            "--prompt-logprobs",
-            type=int,
-            help="The same beside each token of the prompt, which then reuses no cache; shown with --output json.",
-        ),
-        click.option(
-            "--json-schema",
-            callback=text_or_file,
-            metavar="TEXT|@FILE",
-            help="The output is JSON of this schema.",
-        ),
-        click.option(
-            "--json-object", is_flag=True, default=None, help="The output is a JSON object of any kind."
-        ),
-        click.option("--regex", help="The output matches this expression."),
-        click.option(
-            "--truncate-prompt-tokens",
-            type=int,
-            help="Keep the last so many tokens of a longer prompt; -1: as many as leave room for --max-tokens.",
-        ),
-        click.option(
-            "--cache-salt", help="Share cached prefixes only with requests that give the same salt."
-        ),
-        click.option(
-            "--public-prefix",
-            is_flag=True,
-            default=None,
-            help="Share the prompt's prefixes beyond this token's tenant, whose alone they are otherwise.",
-        ),
-        click.option(
-            "--request-id", help="The request's name, by which it can be aborted. Default: a random one."
-        ),
-    )
+    """Add the options of a single request beyond one plain output."""
+    return _with_options(command, *_argument_options(_OF_ONE_ANSWER))
 
 
 def text_or_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """The callback of an option that is a text, or the file of one after an `@`."""
+    """Return an option's text, or the text of the file named after an `@`. For click's callback."""
     if value is None or not value.startswith("@"):
         return value
     try:
@@ -179,8 +85,42 @@ def _logit_bias(context: click.Context, option: click.Parameter, pairs: tuple[st
     return biases
 
 
-def _token_ids(flag: str, argument: str, told: str) -> Callable[[Command], Command]:
-    return click.option(flag, argument, type=int, multiple=True, help=f"{told}; may be given more than once.")
+def _described() -> frozenset[str]:
+    """Return the client's arguments that have a text."""
+    hints = get_type_hints(GenerateArguments, include_extras=True)
+    return frozenset(name for name, hint in hints.items() if get_origin(hint) is Annotated)
+
+
+def _argument_options(names: Iterable[str]) -> list[Callable[[Command], Command]]:
+    hints = get_type_hints(GenerateArguments, include_extras=True)
+    return [_argument_option(name, *get_args(hint)) for name, hint in hints.items() if name in names]
+
+
+def _argument_option(name: str, hint: Any, help: str) -> Callable[[Command], Command]:
+    """Return the option of an argument. Its value is None, or empty, where the option is not given."""
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    attributes: dict[str, Any] = {"default": None}
+    if bool in kinds:
+        attributes |= {"is_flag": True}
+    elif Sequence[int] in kinds or Sequence[str] in kinds:
+        attributes = {"multiple": True, "type": int if Sequence[int] in kinds else str}
+    else:
+        attributes |= {"type": kinds[0]}
+    flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+    return click.option(flag, name, help=help, **{**attributes, **_SPECIAL.get(name, {})})
+
+
+_SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "max_tokens": {"default": 256, "show_default": True},
+    "logit_bias": {"type": str, "multiple": True, "callback": _logit_bias, "metavar": "ID=VALUE"},
+    "early_stopping": {
+        "is_flag": False,
+        "type": click.Choice(list(_EARLY_STOPPING)),
+        "callback": _early_stopping,
+    },
+    "json_schema": {"is_flag": False, "type": str, "callback": text_or_file, "metavar": "TEXT|@FILE"},
+}
+"""Attributes of options whose text is not the argument itself."""
 
 
 def _with_options(command: Command, *adds: Callable[[Command], Command]) -> Command:

@@ -1,7 +1,7 @@
-"""Tokens and TLS on the command line: what `up` gives the routers, and what a command shows to them.
+"""Options of tokens and TLS: for the routers that `up` starts, and for the commands that call routers.
 
-Owns options. Does not own what tokens mean (router/admission/auth.py), how they are made (tokens.py), nor how a client
-connects (router/client/connection.py). A token is never an argument: those can be read by everybody on the machine.
+Does not own what tokens mean (router/admission/auth.py), how they are made (commands/tokens.py), nor how a client
+connects (router/client/connection.py). A token is never an argument: every user of the machine can read arguments.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from blockyard.router.admission.token_file import TokenFile
 from blockyard.router.client import TlsOptions
 
 _CONNECTION = "blockyard.connection"
-"""Where click's context keeps what `connection_options` were given."""
+"""Key in click's context for the values of `connection_options`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityOptions:
-    """Of a cluster's ports. Files lie at the same path on every node that has a router or a worker."""
+    """Tokens and TLS of a cluster's ports. Files have the same path on every node with a router or a worker."""
 
     auth_file: str | None = None
     tls: ServerTls | None = None
     session_tls: SessionTls | None = None
 
     def check(self) -> None:
-        """Before anything starts. Raises ValueError for what routers or workers could not use."""
+        """Check the files before anything starts. Raises ValueError if routers or workers could not use them."""
         if self.auth_file is not None and not TokenFile(self.auth_file).tokens:
             raise ValueError(
-                f"auth file {self.auth_file} has no token, so that nobody could call the cluster: "
+                f"auth file {self.auth_file} has no token, so that no client could call the cluster: "
                 f"`blockyard token new --auth-file {self.auth_file}` adds one"
             )
         server_credentials(self.tls)
@@ -41,31 +41,32 @@ class SecurityOptions:
 
 
 def security_options(command: Command) -> Command:
-    """Of `up`; `security` takes them back."""
-    for flag, told in reversed(
+    """Add the options of `up`; `security` takes them back."""
+    for flag, help in reversed(
         (
             (
                 "--auth-file",
-                "Tokens that clients must show (`blockyard token new`). Default: none, all may call all.",
+                "File of the tokens that clients must show (`blockyard token new`). Default: every client may call "
+                "everything.",
             ),
-            ("--tls-cert", "Serve clients over TLS, with this certificate."),
-            ("--tls-key", "The key of --tls-cert."),
+            ("--tls-cert", "Serve clients over TLS with this certificate."),
+            ("--tls-key", "Key of --tls-cert."),
             ("--tls-client-ca", "Clients must show a certificate of this CA."),
             (
                 "--session-tls-cert",
-                "Between routers and workers, instead of the cluster secret: a certificate for blockyard-session.",
+                "Certificate for blockyard-session, between routers and workers, in place of the cluster secret.",
             ),
-            ("--session-tls-key", "The key of --session-tls-cert."),
-            ("--session-tls-ca", "The CA of --session-tls-cert, that signs for nothing else."),
+            ("--session-tls-key", "Key of --session-tls-cert."),
+            ("--session-tls-ca", "CA of --session-tls-cert. It must sign nothing else."),
         )
     ):
-        add = setting("security", flag, type=click.Path(dir_okay=False, resolve_path=True), help=told)
+        add = setting("security", flag, type=click.Path(dir_okay=False, resolve_path=True), help=help)
         command = add(command)
     return command
 
 
 def security(values: dict[str, Any]) -> SecurityOptions:
-    """Takes the options out of a command's arguments. Raises ValueError."""
+    """Take the options out of a command's arguments. Raises ValueError."""
     return SecurityOptions(
         auth_file=values.pop("auth_file"),
         tls=server_tls(values.pop("tls_cert"), values.pop("tls_key"), values.pop("tls_client_ca")),
@@ -76,20 +77,22 @@ def security(values: dict[str, Any]) -> SecurityOptions:
 
 
 def connection_options(command: Command) -> Command:
-    """How to reach routers, for any command that calls one; `client_connection` has them. Each may come by the
-    environment too: BLOCKYARD_ and the option's name."""
-    for flag, is_flag, told in reversed(
+    """Add the options to reach routers; `client_connection` reads them.
+
+    Each has a variable too: BLOCKYARD_ and the option's name.
+    """
+    for flag, is_flag, help in reversed(
         (
             ("--tls", True, "Reach routers over TLS."),
-            ("--tls-ca", False, "Over TLS, trusting this CA alone."),
-            ("--tls-cert", False, "A certificate to show, with --tls-key."),
-            ("--tls-key", False, "The key of --tls-cert."),
+            ("--tls-ca", False, "Reach routers over TLS, and trust only this CA."),
+            ("--tls-cert", False, "Certificate of this client. Needs --tls-key."),
+            ("--tls-key", False, "Key of --tls-cert."),
             (
                 "--token-file",
                 False,
-                "A file with the token to show. Default: that of BLOCKYARD_TOKEN, if set.",
+                "File with this client's token. Default: BLOCKYARD_TOKEN, if set.",
             ),
-            ("--plaintext-token", True, "Show the token without TLS too, where others may read it."),
+            ("--plaintext-token", True, "Send the token without TLS too, so that others may read it."),
         )
     ):
         command = setting(
@@ -100,13 +103,13 @@ def connection_options(command: Command) -> Command:
             envvar="BLOCKYARD_" + flag.removeprefix("--").replace("-", "_").upper(),
             expose_value=False,
             callback=_keep,
-            help=told,
+            help=help,
         )(command)
     return config_option(command)
 
 
 def client_connection() -> dict[str, Any]:
-    """The arguments of Client that the current command was given. Raises ValueError."""
+    """Return the arguments of Client from the current command's options. Raises ValueError."""
     given = click.get_current_context().meta.get(_CONNECTION, {})
     files = {name: given.get(f"tls_{name}") for name in ("ca", "cert", "key")}
     uses_tls = bool(given.get("tls")) or any(files.values())

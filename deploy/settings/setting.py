@@ -1,37 +1,27 @@
-"""What a setting is: an option of the command line that the environment and the configuration file may give too.
+"""Setting: an option of the command line that the environment and the configuration file may give too.
 
-Owns names, and the groups in which help and docs/cli.md list options. `setting("limits", "--max-requests")` is
-`max_requests` under `[limits]` of the file, and in the environment BLOCKYARD_UP_MAX_REQUESTS unless it has a variable
-of its own. What is not made by `setting` can be given on the command line alone. Click decides who is heard: flag, then
-environment, then file, then default. Reads no file (config_file.py).
+Owns the names of settings. `setting("limits", "--max-requests")` is `max_requests` under `[limits]` of the file, and
+BLOCKYARD_UP_MAX_REQUESTS in the environment unless it has a variable of its own. Most settings follow from the fields
+of a settings class (`field_settings`, proto/runtime/settings.py). Options that `setting` does not make are of the
+command line alone. Click takes the flag first, then the environment, the file, the default. Reads no file
+(config_file.py).
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 import click
+from blockyard.proto.runtime.settings import Group, SettingField, setting_field, setting_fields
 
 VARIABLE_PREFIX = "BLOCKYARD_UP_"
 OTHERS = "Options"
-"""The group of options that name none."""
+"""Group of the options that have no other."""
 TESTS = "For tests"
-"""The group of options that help hides."""
-GROUPS = (
-    *(
-        "Model",
-        "Cluster",
-        "Addresses",
-        "Existing Ray cluster",
-        "Memory of each worker",
-        "Steps of each worker",
-    ),
-    *("Placement", "Limits", "Failures", "Security", "Prefix index", "Logs", OTHERS, TESTS),
-)
-"""The groups of options, in the order of help and docs/cli.md."""
+"""Group of the options that help hides."""
+GROUPS: tuple[str, ...] = get_args(Group)
+"""Groups of options, in the order of help and docs/cli.md."""
 _GROUP_OF_SECTION = {
     "cluster": "Cluster",
     "worker": "Limits",
@@ -42,6 +32,7 @@ _GROUP_OF_SECTION = {
     "logs": "Logs",
 }
 Command = TypeVar("Command", bound=Callable[..., Any])
+Owner = TypeVar("Owner")
 HIDDEN = "***"
 OPEN_OPTIONS = frozenset(
     (
@@ -54,14 +45,17 @@ OPEN_OPTIONS = frozenset(
         "db",
     )
 )
-"""Of a Redis URL: those that are no secret."""
+"""Options of a Redis URL that are no secret."""
 _URL = re.compile(r"(\w+://)(?:([^:@/?#]*)(:[^@]*)?@)?([^@?#]*)(\?.*)?")
 _KINDS = {"integer": "a whole number", "float": "a number", "boolean": "true or false"}
 
 
 class Setting(click.Option):
-    """`pair_names`: of one that takes NAME=VALUE, the names there are; None where any may be. `group`: one of GROUPS;
-    without it the section's."""
+    """Option of click with a section and a key in the configuration file.
+
+    `pairs_of`: settings class whose fields are the names of NAME=VALUE; None if any name is allowed. `group`: one of
+    GROUPS; None takes the section's group.
+    """
 
     def __init__(
         self,
@@ -69,8 +63,8 @@ class Setting(click.Option):
         section: str,
         key: str | None = None,
         is_secret: bool = False,
-        pair_names: Iterable[str] | None = None,
-        group: str | None = None,
+        pairs_of: Any = None,
+        group: Group | None = None,
         **attributes: Any,
     ) -> None:
         super().__init__(*arguments, **attributes)
@@ -78,9 +72,14 @@ class Setting(click.Option):
         self.group = group or _GROUP_OF_SECTION.get(section, OTHERS)
         self.key = key or max(self.opts, key=len).removeprefix("--").replace("-", "_")
         self.is_secret = is_secret
-        self.pair_names = None if pair_names is None else tuple(pair_names)
+        self.pairs: tuple[SettingField, ...] | None = None if pairs_of is None else setting_fields(pairs_of)
         if self.envvar is None:
             self.envvar = VARIABLE_PREFIX + self.key.upper()
+
+    @property
+    def pair_names(self) -> tuple[str, ...] | None:
+        """Names that NAME=VALUE may have. None: any."""
+        return None if self.pairs is None else tuple(pair.name for pair in self.pairs)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -89,19 +88,19 @@ class Setting(click.Option):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Of the environment."""
+        """Names of its environment variables."""
         if self.envvar is None:
             return ()
         return (self.envvar,) if isinstance(self.envvar, str) else tuple(self.envvar)
 
     @property
     def takes_pairs(self) -> bool:
-        """In a file a table, on the command line NAME=VALUE."""
+        """Whether it is a table in a file and NAME=VALUE on the command line."""
         return self.multiple and self.metavar is not None and "=" in self.metavar
 
     @property
     def kind(self) -> str:
-        """What its value must be, in words."""
+        """Type of its value in words."""
         if self.takes_pairs:
             return "a table of numbers"
         if isinstance(self.type, click.Choice):
@@ -124,7 +123,7 @@ class GroupedCommand(click.Command):
 
 
 def grouped(parameters: Iterable[click.Parameter]) -> Iterator[tuple[str, list[click.Option]]]:
-    """Sorts options into GROUPS. Leaves out groups without any."""
+    """Yield GROUPS with their options. Groups without options are left out."""
     options = [parameter for parameter in parameters if isinstance(parameter, click.Option)]
     for group in GROUPS:
         members = [option for option in options if getattr(option, "group", OTHERS) == group]
@@ -133,13 +132,13 @@ def grouped(parameters: Iterable[click.Parameter]) -> Iterator[tuple[str, list[c
 
 
 def setting(section: str, *flags: str, **attributes: Any) -> Callable[[Command], Command]:
-    """As click.option, for one that may stand in a configuration file."""
+    """Return a click option that a configuration file may set too."""
     return click.option(*flags, cls=Setting, section=section, **attributes)
 
 
 @contextmanager
 def wrong_values_are_usage() -> Iterator[None]:
-    """Inside, what a value is refused for is a mistake of the command line, whose exit code is 2."""
+    """Turn a ValueError inside into a mistake of the command line, with exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -147,7 +146,7 @@ def wrong_values_are_usage() -> Iterator[None]:
 
 
 def checked_by(check: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback: what is given, as `check` returns it, and a bad parameter where that raises ValueError."""
+    """Return a callback that passes a value through `check`, and turns its ValueError into a bad parameter."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         try:
@@ -163,8 +162,10 @@ def settings_of(command: click.Command) -> list[Setting]:
 
 
 def masked(url: str | None) -> str | None:
-    """A URL without its password, which may stand before the host or in the query, whose other options are known by
-    their names; nothing of what is no URL."""
+    """Return a URL without its password, which may stand before the host or in the query.
+
+    Query options are shown only if OPEN_OPTIONS has them. A text that is no URL is hidden as a whole.
+    """
     if url is None:
         return None
     parts = _URL.fullmatch(url)
@@ -178,39 +179,56 @@ def masked(url: str | None) -> str | None:
     return scheme + who + rest + (f"?{'&'.join(options)}" if query else "")
 
 
-def field_settings(
-    owner: Any, section: str, told: Mapping[str, str], **special: Mapping[str, Any]
-) -> Callable[[Command], Command]:
-    """A setting for each field of a dataclass, with its name, type, default and help; `special` has what else one
-    needs, by field. `taken` takes them back."""
-    hints = get_type_hints(owner)
+def field_settings(owner: Any, section: str, **special: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Return what adds an option for each described field of a settings class; `taken` reads them back.
+
+    `special` has further attributes of single options, by field; `section` among them replaces the common one.
+    """
 
     def add_all(command: Command) -> Command:
-        for field in reversed(fields(owner)):
-            attributes = {**_attributes(hints[field.name], field.default), **special.get(field.name, {})}
-            flag = attributes.pop("flag", "--" + field.name.replace("_", "-"))
-            add = setting(section, flag, field.name, help=told.get(field.name), **attributes)
-            command = add(command)
+        for member in reversed(setting_fields(owner)):
+            attributes = {"section": section, **special.get(member.name, {})}
+            command = field_setting(owner, member.name, **attributes)(command)
         return command
 
     return add_all
 
 
-def taken(owner: Any, values: dict[str, Any]) -> Any:
-    """Takes a dataclass's fields out of a command's arguments. Raises what the dataclass raises."""
-    return owner(**{field.name: values.pop(field.name) for field in fields(owner)})
+def field_setting(owner: Any, name: str, section: str, **special: Any) -> Callable[[Command], Command]:
+    """Return what adds the option of one field, with the flag, type, default and help of its description."""
+    member = setting_field(owner, name)
+    return click.option(
+        member.flag, name, cls=Setting, **{"section": section, **_attributes(member), **special}
+    )
 
 
-def _attributes(hint: Any, default: Any) -> dict[str, Any]:
-    """Choices for a literal of texts, the type beside None where that is the default, else the default's own type; the
-    dataclass checks the rest."""
-    if default is MISSING:  # the field's own factory, or a value that somebody must give
-        return {}
-    if default is False:
-        return {"is_flag": True, "default": False}
-    choices = get_args(hint)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return {"type": click.Choice(choices), "default": default, "show_default": True}
-    if default is None:
-        return {"type": next(choice for choice in choices if choice is not NoneType), "default": None}
-    return {"type": type(default), "default": default, "show_default": True}
+def taken(owner: type[Owner], values: dict[str, Any]) -> Owner:
+    """Take a settings class out of a command's arguments. Raises what the class raises."""
+    settings_class: Any = owner
+    return owner(**{member.name: values.pop(member.name) for member in setting_fields(settings_class)})
+
+
+def _attributes(member: SettingField) -> dict[str, Any]:
+    """Return the click attributes of a field. Choices are for texts alone; the class itself checks the rest."""
+    description = member.description
+    attributes: dict[str, Any] = {
+        "help": description.help,
+        "group": description.group,
+        "hidden": description.group == TESTS,
+        "metavar": description.metavar,
+    }
+    if description.parse is not None:
+        attributes["callback"] = checked_by(description.parse)
+    if description.is_repeated:
+        return attributes | {"multiple": True}
+    if member.is_switch:
+        return attributes | {"is_flag": True, "default": False}
+    if description.parse is not None:
+        attributes["type"] = str
+    elif member.kind is str and member.choices:
+        attributes["type"] = click.Choice(member.choices)
+    else:
+        attributes["type"] = member.kind
+    if member.is_required or member.default is None:
+        return attributes | {"default": None}
+    return attributes | {"default": member.default, "show_default": True}

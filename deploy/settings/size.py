@@ -1,8 +1,9 @@
-"""`blockyard size`: what a memory budget holds of a model's KV cache, and what a worker takes with it. Owns the
-arithmetic's words, not the sizes of weights and blocks."""
+"""Size of a model's KV cache in a memory budget, and what a worker takes with it, for `blockyard size`.
+
+The sizes themselves are in kv_size.py.
+"""
 
 import os
-import re
 from dataclasses import dataclass
 
 from blockyard.worker.memory.kv_size import (
@@ -30,19 +31,6 @@ set (VmRSS) of the demo model's only worker after three requests of 100 tokens, 
 bfloat16 with a pool of 18 MiB, 358 MiB in float32 with one of 1 GiB. About 139 MiB of it are pages of files, which
 workers of a machine share. A larger model takes more: its steps need more work space."""
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
@@ -53,9 +41,9 @@ class ModelSize:
     kv_dtype: str
     max_model_len: int
     weights_bytes: int
-    """In `dtype`; a worker holds them beside the KV cache."""
+    """Size of the weights in `dtype`. A worker holds them beside the KV cache."""
     process_bytes: int | None
-    """What else a worker takes; None on a GPU, where the worker measures it at its start."""
+    """Memory of the process beside them. None on a GPU, where the worker measures it at its start."""
     kv: KVSize
     memory_bytes: int | None
     """What the machine or the GPU has; None if unknown."""
@@ -90,14 +78,6 @@ class ModelSize:
         }
 
 
-def parse_bytes(text: str) -> int:
-    """`60GB` is decimal, `60GiB` binary, `60` bytes. Raises ValueError."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"a size is a number with B, KB, MB, GB, KiB, MiB or GiB, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
 def machine_memory_bytes() -> int:
     """Read how much memory this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -114,10 +94,11 @@ def size_model(
     max_model_len: int | None,
     memory_bytes: int | None = None,
 ) -> ModelSize:
-    """`on_cpu`: of this machine's kind, for dtype "auto" asks what that multiplies. `memory_bytes`: what the machine or
-    the GPU has; without it, of a CPU what this machine has.
+    """Return the size of a model's KV cache.
 
-    Raises ValueError for a model that the engine cannot run, or a context longer than the model's."""
+    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raises ValueError for a model
+    that the engine cannot run, or a context longer than the model's.
+    """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
     chosen = choose_dtype(dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16())
     context = max_model_len or config.max_position_embeddings

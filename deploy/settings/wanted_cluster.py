@@ -1,88 +1,138 @@
-"""What to bring up: the one value that `up`, its dry run and the demo are given.
+"""UpOptions: the cluster to start, as one value for `up`, its dry run and the demo.
 
-Owns its defaults, and the refusal of values that cannot be whatever the machine is like. Does not own the options that
-make it (up_options.py), nor what only the machine or Ray knows (lifecycle/preflight.py, lifecycle/shape.py).
+Owns its defaults, and refuses values that are wrong on any machine. Does not own the options that make it
+(up_options.py), nor the checks that need the machine or Ray (lifecycle/preflight.py, lifecycle/shape.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.redis_server import configured_redis_url
 from blockyard.deploy.machine.shared_port import MAX_PORT
 from blockyard.deploy.ray.head import host_and_port
-from blockyard.deploy.settings.limits import RouterLimits, WorkerLimits
 from blockyard.deploy.settings.security import SecurityOptions
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.proto.index.redis import check_url
 from blockyard.proto.metrics.readings import MetricNames
 from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.runtime.logs import LogConfig
+from blockyard.proto.runtime.settings import Group, check_settings, setting
 from blockyard.proto.security.loopback import LOOPBACK, is_loopback
-from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
+from blockyard.router.config import RouterLimits
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.tokenizing.model_facts import GenerationConfig
-from blockyard.worker.config import EngineConfig
+from blockyard.worker.config import EngineConfig, WorkerLimits
+
+SERVE_PORTS: Mapping[str, int | None] = {"router_port": 50051, "http_port": 8000}
+"""Default ports of `serve`. If one is taken, the next free one is used."""
+ADDRESSES: Group = "Addresses"
+JOINED: Group = "Existing Ray cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """What to bring up."""
+    """The cluster to start. Fields without help are described in RouterConfig. Raises ValueError for bad values.
+
+    A field with a help text is a setting of `up` (proto/runtime/settings.py).
+    """
 
     engine: EngineConfig
     model_names: tuple[str, ...] = ()
-    """Names of the model for clients: its id, then aliases. If empty, model_facts.py names it."""
+    """If empty, model_facts.py names the model."""
     generation_config: GenerationConfig = "auto"
-    """Whether the sampling defaults of the model's generation_config.json apply."""
-    chat_template: str | None = None
-    """The text of a Jinja template that replaces the model's own."""
-    download_dir: str | None = None
-    """Where files of the hub are kept on this machine. None: where HF_HUB_CACHE or HF_HOME says."""
+    chat_template: str | None = setting(
+        None, help="File of a Jinja template for chats. Default: the tokenizer's own.", group="Model"
+    )
+    """Text of the template: the option reads the file."""
+    download_dir: str | None = setting(
+        None, help="Folder for files from the hub. Default: HF_HUB_CACHE or HF_HOME.", group="Model"
+    )
     cluster: str = "default"
-    num_workers: int | None = None
-    """None: one for each GPU of the Ray cluster, or one on a machine without any."""
-    num_routers: int = 1
+    num_workers: int | None = setting(
+        None,
+        help="Number of workers. Default: one for each GPU, or one on a machine without GPUs.",
+        flag="--workers",
+    )
+    num_routers: int = setting(1, help="Number of routers. Each serves any client.", flag="--routers")
     policy: PolicyName = "prefix"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    max_outputs: int = DEFAULT_MAX_OUTPUTS
-    """Of one request (`n`)."""
-    max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
     limits: RouterLimits = field(default_factory=RouterLimits)
     worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
     metrics_names: MetricNames = "blockyard"
-    """`vllm` adds vLLM's names at the gateways' /metrics."""
     log: LogConfig = field(default_factory=LogConfig)
     security: SecurityOptions = field(default_factory=SecurityOptions)
-    cpus_per_worker: float | None = None
-    """None: the cluster's CPUs in equal shares."""
-    host: str = LOOPBACK
-    """The interface that routers bind, of whatever node they land on; an IPv6 address in brackets."""
-    router_port: int = 0
-    """0 takes a free one."""
-    http_port: int | None = None
-    """Of the routers' gateways (OpenAI's API); 0 takes a free one, None opens none."""
+    cpus_per_worker: float | None = setting(
+        None, help="CPUs of each worker. Default: the cluster's CPUs in equal shares."
+    )
+    host: str = setting(
+        LOOPBACK,
+        help="Address that routers bind, also with --address. By default only their own machine reaches them; 0.0.0.0 "
+        "is every interface.",
+        group=ADDRESSES,
+    )
+    """An IPv6 address is in brackets."""
+    router_port: int = setting(
+        0,
+        help="Port of gRPC. 0 takes a free one. Default: a free one; for `serve` "
+        f"{SERVE_PORTS['router_port']}, or the next free one.",
+        group=ADDRESSES,
+    )
+    http_port: int | None = setting(
+        None,
+        help="Port of OpenAI's API (docs/gateway.md). 0 takes a free one. Default: not served; for `serve` "
+        f"{SERVE_PORTS['http_port']}, or the next free one.",
+        group=ADDRESSES,
+    )
     movable_ports: frozenset[str] = frozenset()
-    """Holds router_port or http_port if nobody asked for it: the next free port then replaces a taken one."""
+    """Names of the ports that the user did not ask for (router_port, http_port). The next free port replaces a taken
+    one."""
     cors_origins: tuple[str, ...] = ()
-    """Scripts of web pages from these origins may call the gateways."""
-    separate_ports: bool = False
-    """Each router has a port of its own, from that of the first on; else they share it and the kernel deals
-    connections out."""
-    address: str | None = None
-    """An existing Ray cluster to join; None starts a local one."""
-    redis_url: str | None = None
-    """The workers', who write; None starts a private Redis."""
-    router_redis_url: str | None = None
-    """The routers', who only read; None: the workers'."""
-    ships_code: bool = False
-    """Nodes take the package from here, whatever they have."""
-    router_resource: str | None = None
-    """A Ray resource: routers run only where there is some of it."""
-    hung_seconds: float = DEFAULT_HUNG_SECONDS
-    """A worker or router that answers its supervisor nothing for so long is killed and started again."""
-    live_page_in_metrics_tab: bool = False
-    """Of the Ray that is started here; in place of Ray's own charts."""
+    separate_ports: bool = setting(
+        False,
+        help="Give each router a port of its own, from --router-port on, instead of one shared port.",
+        group=ADDRESSES,
+    )
+    address: str | None = setting(
+        None,
+        help="Address host:port of an existing Ray cluster. Default: a local one is started.",
+        group=JOINED,
+    )
+    ships_code: bool = setting(
+        False,
+        help="With --address: send this command's own code to the nodes, in place of what they have installed.",
+        flag="--ship-code",
+        group=JOINED,
+    )
+    router_resource: str | None = setting(
+        None,
+        help="With --address: routers run only on nodes with this Ray resource, one router for each unit.",
+        metavar="NAME",
+        group=JOINED,
+    )
+    live_page_in_metrics_tab: bool = setting(
+        False,
+        help="Without Grafana: show the live page in the Metrics tab of Ray's dashboard, in place of Ray's charts.",
+    )
+    hung_seconds: float = setting(
+        DEFAULT_HUNG_SECONDS,
+        help="A worker or router that does not answer its supervisor for this time is killed and restarted.",
+        above=0,
+        group="Failures",
+    )
+    redis_url: str | None = setting(
+        None,
+        help="Redis of the prefix index. Default: a private one is started. A URL with a password comes only by the "
+        "variable.",
+    )
+    """Redis for workers, which write."""
+    router_redis_url: str | None = setting(
+        None,
+        help="URL of the same Redis for routers, with a user that only reads (SECURITY.md). Default: --redis-url.",
+    )
 
     def __post_init__(self) -> None:
+        check_settings(self)
         state.checked_name(self.cluster)
         if self.num_workers is not None and self.num_workers < 1:
             raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
@@ -90,8 +140,6 @@ class UpOptions:
             raise ValueError("a model's name must not be empty")
         if self.num_routers < 1:
             raise ValueError(f"a cluster needs at least one router, not {self.num_routers}")
-        if not self.hung_seconds > 0:
-            raise ValueError(f"hung_seconds must be above 0, not {self.hung_seconds:g}")
         if self.address is not None:
             host_and_port(self.address)
             if self.download_dir is not None:
@@ -109,20 +157,16 @@ class UpOptions:
                     f"{self.num_routers} routers with a port each from {first_port} on would need ports up to "
                     f"{last_port}: {MAX_PORT} is the last"
                 )
-        for name in ("max_outputs", "max_beam_width"):
-            # The routers refuse it too, but only once Ray runs.
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Its id, then aliases."""
+        """The model's id for clients, then its aliases."""
         return model_names(self.engine.model, self.model_names)
 
     @property
     def exposure(self) -> str | None:
-        """A warning of what strangers may do; None where only users of the routers' own machines reach them, or where
-        clients need a token over TLS."""
+        """A warning of what strangers may do. None if only the routers' own machines reach them, or if clients need a
+        token over TLS."""
         if is_loopback(self.host):
             return None
         if self.security.auth_file is None:
@@ -136,10 +180,10 @@ class UpOptions:
 
     @property
     def num_ports(self) -> int:
-        """The routers take so many ports of each kind, in a row."""
+        """Number of consecutive ports of each kind that the routers take."""
         return self.num_routers if self.separate_ports else 1
 
     @property
     def given_redis_url(self) -> str | None:
-        """None: there is to be a private one."""
+        """URL of the operator's Redis. None: a private one is started."""
         return self.redis_url or configured_redis_url()

@@ -4,8 +4,8 @@
         for delta in client.stream("def fibonacci(n):", max_tokens=64):
             print(delta.text, end="", flush=True)
 
-connection.py says how routers are reached; arguments.py, requests.py, results.py, stream_check.py and retry.py are the
-pure core, sync.py and aio.py two shells round it, errors.py the one tree of exceptions.
+The pure core is arguments.py, requests.py, results.py, stream_check.py and retry.py. The shell around it is aio.py,
+from which sync.py is generated. TLS and tokens are in connection.py, the one tree of exceptions in errors.py.
 """
 
 from blockyard.router.client.aio import AsyncClient

@@ -1,22 +1,22 @@
-"""What the clients' calls take: keyword arguments in Python's forms, as the fields of a request.
+"""Keyword arguments of the clients' calls, and their translation into the fields of a request.
 
-Owns the names of arguments and what each may be in Python. Ranges are the server's to check, but for those that
-protobuf itself cannot hold.
+Owns the names of arguments and their Python types. The server checks ranges, except for values that protobuf itself
+cannot hold.
 """
 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from google.protobuf.message import Message
 
 Messages = Sequence[Mapping[str, str]]
-"""A chat: [{"role": "user", "content": "..."}, ...]; a message may have a "name" too."""
+"""A chat: [{"role": "user", "content": "..."}, ...]. A message may have a "name" too."""
 EarlyStopping = bool | Literal["never"]
-"""When a search with enough finished beams ends: at once (True), once the running ones are unlikely to get better
-(False), or only when they cannot ("never"). As in transformers."""
+"""When a beam search ends that has enough finished beams, as in transformers. True: at once. False: once better beams
+are unlikely. "never": only once better beams are impossible."""
 
 Request = TypeVar("Request", bound=Message)
 
@@ -34,11 +34,11 @@ _CHAT_FIELDS = {
     "add_generation_prompt": "add_generation_prompt",
     "continue_final_message": "continue_final_message",
 }
-"""Fields of Chat, by argument."""
+"""Argument names and the fields of Chat that they fill."""
 
 
 class ChatArguments(TypedDict, total=False):
-    """The keyword arguments that say how a chat becomes a prompt."""
+    """Keyword arguments that control how a chat becomes a prompt."""
 
     chat_template_kwargs: Mapping[str, Any] | str | None
     """Variables for the chat template, as a value or as JSON text."""
@@ -47,55 +47,93 @@ class ChatArguments(TypedDict, total=False):
 
 
 class GenerateArguments(ChatArguments, total=False):
-    """The keyword arguments of generate() and stream(). None or absent leaves the server's default."""
+    """Keyword arguments of generate() and stream(). None or absent means the server's default.
+
+    An argument with a text is an option of `blockyard generate` too, and the text is its help.
+    """
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
     model: str | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_token_ids: Sequence[int] | None
-    max_tokens: int | None
-    min_tokens: int | None
-    ignore_eos: bool | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    skip_special_tokens: bool | None
-    bad_words: str | Sequence[str] | None
-    include_stop_in_output: bool | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    n: int | None
-    beam_width: int | None
-    length_penalty: float | None
-    early_stopping: EarlyStopping | None
-    json_schema: Mapping[str, Any] | bool | str | None
-    """As a value or as JSON text. At most one of this, regex and json_object."""
-    regex: str | None
-    json_object: bool | None
-    request_id: str | None
-    cache_salt: str | None
-    public_prefix: bool | None
-    """Share cached prefixes beyond the caller's tenant."""
-    priority: int | None
-    session_id: str | None
+    max_tokens: Annotated[int | None, "Maximum tokens to generate."]
+    min_tokens: Annotated[int | None, "Tokens before which no end of sequence and no stop token is sampled."]
+    ignore_eos: Annotated[bool | None, "Continue past the end of the sequence."]
+    temperature: Annotated[
+        float | None,
+        "Randomness of sampling. 0 always takes the most likely token. Default: the model's own, else 1.",
+    ]
+    top_k: Annotated[int | None, "Sample among this many most likely tokens. 0: all."]
+    top_p: Annotated[float | None, "Sample among the fewest tokens whose probabilities reach this sum."]
+    min_p: Annotated[float | None, "Exclude tokens below this share of the most likely token's probability."]
+    presence_penalty: Annotated[float | None, "Subtracted once from the logit of each token in the output."]
+    frequency_penalty: Annotated[float | None, "Subtracted from a token's logit for each time in the output."]
+    repetition_penalty: Annotated[float | None, "Above 1: tokens of prompt and output become less likely."]
+    logit_bias: Annotated[
+        Mapping[int, float] | None,
+        "Added to the logit of token ID, from -100 to 100. May be given more than once.",
+    ]
+    allowed_token_ids: Annotated[
+        Sequence[int] | None,
+        "A token that may be sampled; all others are excluded. May be given more than once.",
+    ]
+    bad_token_ids: Annotated[
+        Sequence[int] | None, "A token that is never sampled. May be given more than once."
+    ]
+    bad_words: Annotated[
+        str | Sequence[str] | None,
+        "A word of one token that is never sampled. May be given more than once.",
+    ]
+    seed: Annotated[int | None, "Seed of sampling. The same seed repeats the output. Default: a random one."]
+    stop: Annotated[str | Sequence[str] | None, "A text that ends the output. May be given more than once."]
+    stop_token_ids: Annotated[
+        Sequence[int] | None, "A token that ends the output. May be given more than once."
+    ]
+    include_stop_in_output: Annotated[
+        bool | None, "Keep the stop string or stop token at the end of the output."
+    ]
+    skip_special_tokens: Annotated[
+        bool | None, "Leave special tokens out of the text, or keep them.  [default: skip]"
+    ]
+    priority: Annotated[int | None, "Priority from -100 to 100. Lower is served earlier."]
+    session_id: Annotated[
+        str | None, "Name of a conversation. Its requests prefer the worker that served it before."
+    ]
+    n: Annotated[int | None, "Number of outputs."]
+    beam_width: Annotated[int | None, "Search with this many beams instead of sampling."]
+    length_penalty: Annotated[float | None, "Beam search: above 0 favours longer beams."]
+    early_stopping: Annotated[
+        EarlyStopping | None,
+        "When a search with enough finished beams ends. `first`: at once. `heuristic` (default): once better beams are "
+        "unlikely. `never`: only once they are impossible.",
+    ]
+    logprobs: Annotated[int | None, "Most likely tokens to report with each token. Shown with --output json."]
+    prompt_logprobs: Annotated[
+        int | None,
+        "The same for each token of the prompt, which then reuses no cache. Shown with --output json.",
+    ]
+    json_schema: Annotated[
+        Mapping[str, Any] | bool | str | None, "Force the output to be JSON of this schema."
+    ]
+    """A schema as a value or as JSON text. At most one of json_schema, regex and json_object."""
+    json_object: Annotated[bool | None, "Force the output to be a JSON object of any kind."]
+    regex: Annotated[str | None, "Force the output to match this regular expression."]
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        "Keep only this many tokens at the end of the prompt. -1: as many as leave room for --max-tokens.",
+    ]
+    cache_salt: Annotated[str | None, "Share cached prefixes only with requests of the same salt."]
+    public_prefix: Annotated[
+        bool | None,
+        "Share the prompt's prefixes with all tenants. Without it they stay within this token's tenant.",
+    ]
+    request_id: Annotated[str | None, "Name of the request, for an abort. Default: a random one."]
     policy: str | None
-    """Of placement, for this request alone; for admins."""
-    truncate_prompt_tokens: int | None
-    """Keep the last so many tokens of the prompt; -1: as many as leave room."""
+    """Placement policy of this request alone. For admins."""
     return_prompt_token_ids: bool | None
 
 
 class PromptArguments(ChatArguments, total=False):
-    """The keyword arguments that name a prompt, of lookup_prefix()."""
+    """Keyword arguments of lookup_prefix(): those that give a prompt."""
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
@@ -104,13 +142,13 @@ class PromptArguments(ChatArguments, total=False):
 
 
 class PlacementArguments(PromptArguments, total=False):
-    """The keyword arguments of explain_placement()."""
+    """Keyword arguments of explain_placement()."""
 
     session_id: str | None
 
 
 def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
-    """Raises ValueError or TypeError, naming the argument, for what no server could accept."""
+    """Build a request. Raises ValueError or TypeError, which name the argument, for values that no server accepts."""
     given = _given(arguments, GenerateArguments.__optional_keys__, beside=("prompt", "timeout_seconds"))
     sampling = _sampling(given)
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
@@ -119,7 +157,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
 
 
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
-    """Raises as generate_request does."""
+    """Build a request. Raises as generate_request does."""
     given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, ("cache_salt", "public_prefix"))
 
@@ -127,7 +165,7 @@ def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb
 def placement_request(
     prompt: str | None, arguments: PlacementArguments
 ) -> cluster_pb2.ExplainPlacementRequest:
-    """Raises as generate_request does."""
+    """Build a request. Raises as generate_request does."""
     given = _given(arguments, PlacementArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(
         cluster_pb2.ExplainPlacementRequest, prompt, given, ("cache_salt", "public_prefix", "session_id")
@@ -137,7 +175,7 @@ def placement_request(
 def tokenize_request(
     prompt: str | None, messages: Messages | None, model: str | None, arguments: ChatArguments
 ) -> inference_pb2.TokenizeRequest:
-    """Raises as generate_request does."""
+    """Build a request. Raises as generate_request does."""
     chat = _given(arguments, ChatArguments.__optional_keys__, beside=("prompt", "messages", "model"))
     return inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None, chat))
 
@@ -145,7 +183,10 @@ def tokenize_request(
 def _given(
     arguments: Mapping[str, object], known: frozenset[str], *, beside: Iterable[str]
 ) -> dict[str, Any]:
-    """The arguments that are not None. Raises TypeError for unknown ones; the call also takes those `beside` them."""
+    """Return the arguments that are not None. Raises TypeError for unknown ones.
+
+    The call also takes the arguments `beside` them.
+    """
     given = {name: value for name, value in arguments.items() if value is not None}
     if unknown := sorted(given.keys() - known):
         told = ", ".join(name + _nearest(name, [*known, *beside]) for name in unknown)
@@ -161,7 +202,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 def _prompt_request(
     kind: type[Request], prompt: str | None, given: dict[str, Any], beside: Iterable[str]
 ) -> Request:
-    """With the prompt and the fields that this kind has beside it. Takes them out of `given`."""
+    """Build a request from the prompt and the fields `beside` it. Takes both out of `given`."""
     messages, token_ids = given.pop("messages", None), given.pop("prompt_token_ids", None)
     chat = {name: given.pop(name) for name in _CHAT_FIELDS if name in given}
     request = kind(**prompt_fields(prompt, messages, token_ids, chat))
@@ -178,7 +219,7 @@ def prompt_fields(
     prompt_token_ids: Sequence[int] | None,
     chat_arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The request's `input`. Raises ValueError unless exactly one is given."""
+    """Return the request's `input` fields. Raises ValueError unless exactly one kind of prompt is given."""
     if [prompt, messages, prompt_token_ids].count(None) != 2:
         raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
     if chat_arguments and messages is None:
@@ -204,7 +245,7 @@ def prompt_fields(
 
 
 def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
-    """Takes the sampling arguments out of `given`."""
+    """Take the sampling arguments out of `given`."""
     for name in ("stop", "bad_words"):
         if isinstance(given.get(name), str):
             given[name] = [given[name]]
@@ -226,7 +267,7 @@ def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
 
 
 def json_text(name: str, value: object) -> str:
-    """The value of an argument as JSON. Raises ValueError, naming it."""
+    """Return an argument's value as JSON. Raises ValueError, which names the argument."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -245,7 +286,7 @@ def _early_stopping(value: EarlyStopping) -> inference_pb2.EarlyStopping:
 
 
 def message_of(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
-    """A message with one field. Its errors name the argument: protobuf's own do not say which it was."""
+    """Build a message with one field. Errors name the argument, since protobuf's own errors do not."""
     name = called or field
     try:
         return kind(**{field: value})
@@ -254,7 +295,7 @@ def message_of(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     except TypeError as error:
-        # Of a text protobuf says no more than "bad argument type for built-in operation".
+        # For a text, protobuf says only "bad argument type for built-in operation".
         is_text = isinstance(getattr(kind(), field), str)
-        told = f"must be text, not {type(value).__name__}" if is_text else error
-        raise TypeError(f"{name}: {told}") from None
+        reason = f"must be text, not {type(value).__name__}" if is_text else error
+        raise TypeError(f"{name}: {reason}") from None

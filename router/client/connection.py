@@ -1,6 +1,6 @@
-"""How a client reaches routers and who it says it is: TLS, its token, its tenant.
+"""Connection of a client: TLS, its token and its tenant.
 
-Owns the refusal to send a token where others could read it. Opens channels, and decides no retry (retry.py).
+Owns the refusal to send a token where others could read it. Opens no channel (aio_channels.py, sync_channels.py).
 """
 
 import os
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
-import grpc.aio
 from blockyard.proto.security.certificate_files import read_ca, read_pair
 from blockyard.proto.security.loopback import host_of, is_loopback
 from blockyard.router.client.retry import DEFAULT_CONNECT_SECONDS, call_metadata, channel_options
@@ -18,16 +17,16 @@ TOKEN_VARIABLE = "BLOCKYARD_TOKEN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """PEM files; `TlsOptions()` trusts the CAs that this system trusts."""
+    """TLS of a client, as PEM files. `TlsOptions()` trusts the CAs that this system trusts."""
 
     ca: str | None = None
     """Trust these CAs and no others."""
     cert: str | None = None
-    """Shown to routers that ask for one, with its key."""
+    """The client's certificate, for routers that ask for one. Needs `key`."""
     key: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ValueError for files that cannot be used."""
+        """Read the files. Raises ValueError for files that cannot be used."""
         if (self.cert is None) is not (self.key is None):
             raise ValueError("tls: a client's certificate and its key go together")
         roots = None if self.ca is None else read_ca(self.ca)
@@ -39,7 +38,7 @@ class TlsOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """What all channels and calls of one client have in common."""
+    """Settings that all channels and calls of one client share."""
 
     metadata: tuple[tuple[str, str], ...] = field(repr=False)
     credentials: grpc.ChannelCredentials | None
@@ -56,7 +55,7 @@ class Connection:
         allow_plaintext_token: bool,
         connect_seconds: float = DEFAULT_CONNECT_SECONDS,
     ) -> "Connection":
-        """A token that is None is the environment's. Raises ValueError, TypeError."""
+        """Check and join a client's settings. A token of None is BLOCKYARD_TOKEN. Raises ValueError, TypeError."""
         shown = os.environ.get(TOKEN_VARIABLE) if token is None else token
         if shown and tls is None and not allow_plaintext_token:
             _check_private_way(addresses)
@@ -70,21 +69,11 @@ class Connection:
     def is_tls(self) -> bool:
         return self.credentials is not None
 
-    def channel(self, address: str) -> grpc.Channel:
-        if self.credentials is None:
-            return grpc.insecure_channel(address, options=self.options)
-        return grpc.secure_channel(address, self.credentials, options=self.options)
-
-    def aio_channel(self, address: str) -> grpc.aio.Channel:
-        if self.credentials is None:
-            return grpc.aio.insecure_channel(address, options=self.options)
-        return grpc.aio.secure_channel(address, self.credentials, options=self.options)
-
 
 def _check_private_way(addresses: Sequence[str]) -> None:
     for address in addresses:
         if not is_loopback(host_of(address)):
             raise ValueError(
-                f"a token would go to {address} in plaintext, for anybody on the way to read: use TLS, or say that you "
-                "want it so (allow_plaintext_token, --plaintext-token)"
+                f"the token would go to {address} in plaintext, where others can read it: use TLS, or allow it by "
+                "allow_plaintext_token or --plaintext-token"
             )

@@ -1,5 +1,6 @@
-"""What can go wrong with a call, as one tree. Owns the way from a gRPC status to an exception; decides no retry.
+"""Exceptions of the clients, as one tree. Owns the way from a gRPC status to an exception, and decides no retry.
 
+```
     BlockyardError                 code, reason, field_violations, retry_delay_seconds, request_id
     ├── InvalidRequestError        INVALID_ARGUMENT, OUT_OF_RANGE, FAILED_PRECONDITION, ALREADY_EXISTS
     ├── AuthenticationError        UNAUTHENTICATED, PERMISSION_DENIED
@@ -10,8 +11,9 @@
     ├── AbortedError               CANCELLED, ABORTED: ended by someone, not by a fault
     ├── ServerError                everything else: a fault of the cluster
     └── LostTokensError            a stream skipped, repeated or cut off tokens (found by the client)
+```
 
-A mistake that the client can see by itself is a ValueError or TypeError before anything is sent.
+A mistake that the client can detect is a ValueError or TypeError before anything is sent.
 """
 
 from dataclasses import dataclass
@@ -22,12 +24,12 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""The same delay for gRPC's own retries; it stands in where something on the way took the details off."""
+"""The same delay for gRPC's own retries. Used where a proxy has removed the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldViolation:
-    """One field of the request, by its path such as `sampling.top_p`, and what is wrong with it."""
+    """One field of the request, by a path such as `sampling.top_p`, and the reason why it is wrong."""
 
     field: str
     description: str
@@ -52,9 +54,9 @@ class BlockyardError(Exception):
         """Stable, in capitals, such as PROMPT_TOO_LONG; empty where the server gave none."""
         self.field_violations = field_violations
         self.retry_delay_seconds = retry_delay_seconds
-        """When to come back, where the server said so."""
+        """Seconds to wait before another attempt, if the server gave them."""
         self.request_id = request_id
-        """Under which the logs tell of it; empty where the server took no request in."""
+        """The request's id in the logs. Empty if the server admitted no request."""
 
 
 class InvalidRequestError(BlockyardError):
@@ -62,22 +64,22 @@ class InvalidRequestError(BlockyardError):
 
 
 class AuthenticationError(BlockyardError):
-    """No token, a wrong one, or one that does not allow this."""
+    """The token is missing or wrong, or does not allow this call."""
 
 
 class NotFoundError(BlockyardError):
-    """No model, worker or request of that name."""
+    """No model, worker or request has that name."""
 
 
 class OverloadedError(BlockyardError):
-    """The router admits no more for now."""
+    """The router admits no more requests for now."""
 
 
 class UnavailableError(BlockyardError):
     """No router, or no worker, answers."""
 
     never_began = False
-    """A connection was made and nobody spoke on it, as with a frozen router: nothing of the call can have begun."""
+    """True where a connection was made but brought no greeting, as with a frozen router: no part of the call ran."""
 
 
 class TimedOutError(BlockyardError):
@@ -85,7 +87,7 @@ class TimedOutError(BlockyardError):
 
 
 class AbortedError(BlockyardError):
-    """The request was ended by an Abort or a cancellation."""
+    """An Abort or a cancellation ended the request."""
 
 
 class ServerError(BlockyardError):
@@ -118,17 +120,19 @@ _BY_CODE: dict[grpc.StatusCode, type[BlockyardError]] = {
 def from_rpc(
     error: grpc.RpcError, address: str, *, has_begun: bool = False, is_tls: bool = False
 ) -> BlockyardError:
-    """The exception for an RPC of grpc or grpc.aio that ended with an error status. `has_begun`: some of its stream
-    had come."""
-    # Every error that a call raises is also a Call; the base class alone declares nothing.
+    """Return the exception for an RPC of grpc or grpc.aio that ended with an error status.
+
+    `has_begun`: part of its stream had been received.
+    """
+    # Every error that a call raises is also a Call; the base class declares nothing.
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     trailing = dict(error.trailing_metadata() or ())
     packed = trailing.get(DETAILS_KEY, b"")
     failure = from_status(error.code(), error.details() or "", packed if isinstance(packed, bytes) else b"")
     if isinstance(failure, UnavailableError) and not failure.reason:
-        # No router said it. gRPC tells of sockets and of every address it tried, but not what became of the call.
-        told = _connection_failure(address, error.details() or "", has_begun=has_begun, is_tls=is_tls)
-        failure = UnavailableError(told, code=failure.code)
+        # No router sent this status. gRPC's text lists sockets and addresses, not the fate of the call.
+        message = _connection_failure(address, error.details() or "", has_begun=has_begun, is_tls=is_tls)
+        failure = UnavailableError(message, code=failure.code)
         failure.never_began = not has_begun and _is_silent(error.details() or "")
     if failure.retry_delay_seconds is None:
         failure.retry_delay_seconds = _pushback_seconds(trailing.get(PUSHBACK_KEY))
@@ -136,7 +140,7 @@ def from_rpc(
 
 
 def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> BlockyardError:
-    """The exception for a status code, its message, and a packed google.rpc.Status (empty if there is none)."""
+    """Return the exception for a status code, its message, and a packed google.rpc.Status (empty if there is none)."""
     reason, request_id, violations, delay_seconds = "", "", [], None
     for detail in _details(packed_status):
         match detail:
@@ -160,9 +164,9 @@ def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> Bl
 
 
 def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: bool) -> str:
-    """`details` are gRPC's, of which the words of its TLS library alone say what is wrong."""
+    """Return the cause of a failed connection. `details` is gRPC's text, which quotes its TLS library."""
     if has_begun:
-        return f"lost the connection to the router at {address} in mid-stream: what was received is all that came"
+        return f"lost the connection to the router at {address} in mid-stream: the output is incomplete"
     if "certificate has expired" in details:
         return f"the TLS certificate of the router at {address} has expired"
     if "CERTIFICATE_VERIFY_FAILED" in details:
@@ -186,18 +190,18 @@ def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: 
 
 
 def _is_silent(details: str) -> bool:
-    """gRPC's words for a connection that brought neither TLS's nor HTTP/2's greeting in time (`connect_seconds`)."""
+    """Return whether gRPC says that a connection got no greeting of TLS or HTTP/2 within `connect_seconds`."""
     return "before receiving SETTINGS frame" in details or "Endpoint closing" in details
 
 
 def _pushback_seconds(value: str | bytes | None) -> float | None:
-    """Below 0 would mean never to come back: no delay is known then."""
+    """Return the delay in seconds, or None if there is none. A negative value means no retry, so it is no delay."""
     text = value if isinstance(value, str) else ""
     return int(text) / 1000 if text.isascii() and text.isdigit() else None
 
 
 def _details(packed_status: bytes) -> list[Message]:
-    """The details that we know; whatever a proxy put there besides is left out."""
+    """Return the details of known kinds; leave out any that a proxy added."""
     found: list[Message] = []
     try:
         for packed in status_pb2.Status.FromString(packed_status).details:

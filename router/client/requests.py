@@ -1,7 +1,6 @@
-"""Every RPC that the clients make, as a value: its path, its request, its response type.
+"""Every RPC of the clients as a value: its path, its request, its response type.
 
-Pure: opens no connection. What generate() takes is in arguments.py; how a call is sent and retried in retry.py, sync.py
-and aio.py.
+Pure: opens no connection. arguments.py has the arguments of generate(). retry.py and aio.py send and retry calls.
 """
 
 from collections.abc import Sequence
@@ -25,12 +24,12 @@ from google.protobuf.message import Message
 
 Response = TypeVar("Response", bound=Message)
 BLOCKS_PER_PAGE = 1000
-"""Sequences too."""
+"""Also the number of sequences in a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[Response]):
-    """One RPC to make: where, with what, and what comes back."""
+    """One RPC to make: its path, its request and the type of its response."""
 
     path: str
     request: Message
@@ -44,11 +43,11 @@ def serialize(request: Message) -> bytes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall(Call[inference_pb2.GenerateStreamResponse]):
     num_outputs: int
-    """That the stream must finish."""
+    """Number of outputs that the stream must finish."""
 
 
 def generate_stream(prompt: str | None, arguments: GenerateArguments) -> GenerateCall:
-    """Raises ValueError or TypeError for arguments that no server could accept."""
+    """Return the call. Raises ValueError or TypeError for arguments that no server could accept."""
     request = generate_request(prompt, arguments)
     return GenerateCall(
         path="/blockyard.v1.InferenceService/GenerateStream",

@@ -1,6 +1,6 @@
-"""What the clients hand out: deltas, outputs, completions.
+"""Results of the clients: deltas, outputs, completions.
 
-Pure values. The proof that no token was lost or doubled is in stream_check.py.
+Pure values. stream_check.py checks that no token is lost or doubled.
 """
 
 from collections.abc import Sequence
@@ -12,37 +12,37 @@ FinishReason = Literal["stop", "length", "unspecified"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How an output ended, and what it took."""
+    """How an output ended, with its token counts and times."""
 
     reason: FinishReason
     stop_reason: str | None
-    """The stop string, or the stop token's id in decimal, that ended the output."""
+    """The stop string that ended the output, or the stop token's id in decimal."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens whose KV was really reused."""
+    """Prompt tokens whose KV the worker reused."""
     seed: int
     time_to_first_token_seconds: float
     total_seconds: float
     worker_id: str
     cumulative_logprob: float | None = None
-    """Of all its tokens; with n > 1, logprobs or beams."""
+    """Sum over all its tokens. Present with n > 1, logprobs or beams."""
     beam_score: float | None = None
-    """By which beams are ranked."""
+    """The score that ranks beams."""
     migrations: int = 0
-    """How often the request lost its worker and went on elsewhere."""
+    """Times that the request lost its worker and continued on another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """How likely the model held a token, before temperature, penalties and filters."""
+    """The model's probability of a token, before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
     rank: int
-    """1 is the likeliest token of all."""
+    """1 is the most likely token of all."""
     top: tuple[tuple[int, float], ...]
-    """(token id, logprob) of the likeliest tokens, in order, as many as were asked for."""
+    """(token id, logprob) of the most likely tokens, in order, as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +53,16 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     token_offset: int
-    """Tokens of this output before token_ids[0]; checked to be contiguous."""
+    """Number of tokens of this output before token_ids[0]. Checked to leave no gap."""
     finish: Finish | None
     index: int = 0
-    """Which of the n outputs."""
+    """Number of the output, from 0 to n - 1."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token, if asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """With the first delta of output 0, if asked for: one for each token of the prompt but the first."""
+    """One for each token of the prompt except the first. With the first delta of output 0, if asked for."""
     prompt_token_ids: tuple[int, ...] = ()
-    """With the first delta of each output, if asked for."""
+    """The prompt's tokens. With the first delta of each output, if asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +78,21 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """All that a request gave. Text, tokens and finish are those of the first output."""
+    """The whole result of a request. Text, tokens and finish are those of the first output."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish: Finish
     outputs: tuple[Output, ...]
-    """In order of index; of beams, the best first."""
+    """All outputs in order of index; for beams, the best first."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
-    """The prompt's tokens as the model got them, if asked for."""
+    """The prompt's tokens as the model received them, if asked for."""
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:
-    """All deltas of one finished stream as a whole."""
+    """Join all deltas of one finished stream."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)

@@ -1,12 +1,12 @@
-"""When to try again, where, and until when.
+"""Retry rules of the clients: when to try again, at which address, and until when.
 
-Pure but for the clock and the random source it is given. The sync and async clients only sleep and send.
+Pure, except for the clock and the random source that it is given. The clients themselves only sleep and send.
 
-A call is retried as long as nothing of its answer came: on UNAVAILABLE, and on RESOURCE_EXHAUSTED where the
-server says when to come back (without that it may be a message that is too large for ever).
+A call is retried as long as no part of its answer was received. UNAVAILABLE is retried. RESOURCE_EXHAUSTED is retried
+where the server gives a delay: without one it may be a message that is always too large.
 
-Behind one address may be several routers, and a frozen one of them takes connections and says nothing. Such a
-connection is given up after `connect_seconds`. Nothing can have begun on it, so another is tried until the deadline.
+Several routers may share one address, and a frozen one among them accepts connections and sends nothing. Such a
+connection is given up after `connect_seconds`. No call can have begun on it, so another is tried until the deadline.
 """
 
 import math
@@ -30,49 +30,49 @@ DEFAULT_TIMEOUT_SECONDS = 120.0
 MAX_TOKEN_CHARS = 4096
 _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 HAND_OVER_SECONDS = 60.0
-"""Of a drain, beyond its grace: the step under way has to end."""
+"""Time for a drain beyond its grace period, in which the current step ends."""
 
 DEFAULT_CONNECT_SECONDS = 2.0
-"""A new connection has so long, with the greetings of TLS and HTTP/2; gRPC's own bound is 20 s."""
+"""Time limit of a new connection, with the greetings of TLS and HTTP/2. gRPC's own limit is 20 s."""
 MAX_CONNECT_SECONDS = 3600.0
 KEEPALIVE_SECONDS = 10
-"""A router that froze in mid-call is noticed after twice that."""
+"""Interval of pings. A router that freezes during a call is noticed after twice this time."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # gRPC's own 4 MiB holds neither a million token ids nor a large pool.
+    # gRPC's default of 4 MiB is too small for a million token ids or a large pool.
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),
-    # However long a first token takes.
+    # Pings continue however long the first token takes.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # A router that came back is found within 2 s; by default it may take 2 minutes.
+    # A router that came back is found within 2 s. The default may take 2 minutes.
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Each client is a connection of its own. Behind a port that routers share a connection is one of them: clients of
-    # one program that shared it, as they would by default, would all use the same router.
+    # Each client has a connection of its own. By default the clients of one program would share one, and so would all
+    # use the same router of several that share a port.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 def channel_options(connect_seconds: float) -> tuple[tuple[str, int], ...]:
-    """Raises ValueError."""
+    """Return gRPC's channel options. Raises ValueError."""
     if not 0.0 < connect_seconds <= MAX_CONNECT_SECONDS:
         raise ValueError(
             f"connect_seconds must be positive and at most {MAX_CONNECT_SECONDS:g}, not {connect_seconds}"
         )
-    # gRPC names it after the pause between attempts; it bounds each attempt as well.
+    # gRPC names it after the pause between attempts, but it limits each attempt as well.
     return (*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", math.ceil(connect_seconds * 1000)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """What both clients are made of. Raises ValueError for values that make no sense."""
+    """Settings that both clients share. Raises ValueError for values out of bounds."""
 
     addresses: tuple[str, ...]
-    """Routers as "host:port"; each can serve everything."""
+    """Routers as "host:port". Each can serve every call."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
-    """For a call as a whole, its retries included, unless the call brings its own."""
+    """Time limit of a call with its retries, unless the call has its own."""
     retries: int = 3
     first_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
@@ -86,7 +86,7 @@ class ClientConfig:
 
     @classmethod
     def of(cls, addresses: str | Sequence[str], *, timeout_seconds: float, retries: int) -> "ClientConfig":
-        """Takes one address, several, or several in one string with commas between. Raises ValueError."""
+        """Build from one address, several, or several in one string with commas between. Raises ValueError."""
         listed = addresses.split(",") if isinstance(addresses, str) else addresses
         stripped = tuple(address.strip() for address in listed)
         for address in filter(None, stripped):
@@ -95,7 +95,7 @@ class ClientConfig:
 
 
 def _check_address(address: str) -> None:
-    """Raises ValueError for a URL, and for an address without a port, which gRPC would take for that of HTTPS."""
+    """Raise ValueError for a URL, and for an address without a port, for which gRPC would use 443."""
     scheme, separator, rest = address.partition("://")
     if separator and scheme in ("http", "https"):
         raise ValueError(
@@ -106,14 +106,17 @@ def _check_address(address: str) -> None:
 
 
 def check_timeout(timeout_seconds: float) -> float:
-    """Raises ValueError unless it is positive and finite: every call has a deadline."""
+    """Return the timeout. Raises ValueError unless it is positive and finite: every call has a deadline."""
     if not 0.0 < timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds must be positive and finite, not {timeout_seconds}")
     return timeout_seconds
 
 
 def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """Of each call. Raises ValueError for a token or tenant that no router takes, TypeError for one that is no text."""
+    """Return the metadata of each call.
+
+    Raises ValueError for a token or tenant that no router accepts, and TypeError for one that is not text.
+    """
     metadata = () if token is None else (("authorization", f"Bearer {_checked_token(token)}"),)
     if tenant is None:
         return metadata
@@ -127,19 +130,19 @@ def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str
 
 
 def _checked_token(token: str) -> str:
-    """Nothing of it is told. Raises ValueError for what no metadata can hold."""
+    """Return the token. Raises ValueError, without any part of the token, for text that metadata cannot hold."""
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise ValueError(f"token: must be 1 to {MAX_TOKEN_CHARS} visible ASCII characters without spaces")
     return token
 
 
 def abort_failure(failures: Sequence[BlockyardError]) -> BlockyardError:
-    """What the failures of an abort at every router amount to: not found only if every one of them said so."""
+    """Return the failure of an abort at every router: not found only if every router said so."""
     return next((error for error in failures if not isinstance(error, NotFoundError)), failures[0])
 
 
 class AddressRotation:
-    """The router in use: the same one until it fails. Clients begin at different ones."""
+    """Keeps one router in use until it fails. Clients start at random ones."""
 
     def __init__(self, addresses: Sequence[str], *, start: int | None = None) -> None:
         self._addresses = tuple(addresses)
@@ -150,7 +153,7 @@ class AddressRotation:
         return self._addresses[self._current % len(self._addresses)]
 
     def leave_after(self, failure: BlockyardError, address: str) -> None:
-        """Moves on where another router may do better, unless another call already did."""
+        """Move to the next address if another router may do better, unless another call already moved."""
         if isinstance(failure, UnavailableError | OverloadedError) and address == self.current:
             self._current += 1
 
@@ -175,10 +178,10 @@ class Attempts:
         self._deadline = self._now() + self._timeout_seconds
         self._failures = 0
         self._silence: UnavailableError | None = None
-        """What the last attempt met, where the next one is sent once somebody speaks on a new connection."""
+        """Failure of the last attempt, if its connection brought no greeting. The next one waits for a greeting."""
 
     def remaining_seconds(self) -> float:
-        """For the next attempt. Raises TimedOutError if nothing is left."""
+        """Return the time left for the next attempt. Raises TimedOutError if there is none."""
         remaining_seconds = self._deadline - self._now()
         if remaining_seconds <= 0:
             raise TimedOutError(
@@ -187,7 +190,7 @@ class Attempts:
         return remaining_seconds
 
     def delay_after(self, error: BlockyardError) -> float:
-        """Seconds to wait before the next attempt. Raises `error` where there should be none."""
+        """Return the seconds to wait before the next attempt. Raises `error` if there must be none."""
         if self._silence is not None and isinstance(error, TimedOutError):
             raise self._silence
         if isinstance(error, TimedOutError) and not error.reason:
@@ -205,11 +208,11 @@ class Attempts:
 
     @property
     def waits_for_connection(self) -> bool:
-        """Whether the next attempt is sent once there is a connection on which somebody speaks."""
+        """Whether the next attempt waits until a connection brings a greeting."""
         return self._silence is not None
 
     def _silence_of(self, error: BlockyardError) -> UnavailableError | None:
-        """None where there are other addresses: the next is as good a chance as another connection."""
+        """Return the failure if it is a silent connection. None if there are other addresses to try instead."""
         if isinstance(error, UnavailableError) and error.never_began and len(self._config.addresses) == 1:
             return error if self._config.retries else None
         return None
@@ -220,7 +223,7 @@ class Attempts:
         )
         match error:
             case UnavailableError() | OverloadedError() if error.retry_delay_seconds is not None:
-                # Never before the server's word; spread after it, or all who were sent away return at once.
+                # Never before the server's delay; with jitter after it, or all refused clients return at once.
                 return error.retry_delay_seconds + self._jitter(0.0, longest)
             case UnavailableError():
                 return self._jitter(0.0, longest)

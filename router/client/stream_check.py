@@ -1,4 +1,4 @@
-"""From the messages of one stream to deltas, with the proof that no token was lost or doubled.
+"""Turns the messages of one stream into deltas, and checks that no token is lost or doubled.
 
 Pure. Owns no stream.
 """
@@ -23,14 +23,14 @@ class _OutputCheck:
 
 
 class StreamCheck:
-    """Of a request for so many outputs; they may come in any mixture."""
+    """Checks one request's stream, in which its outputs may be interleaved."""
 
     def __init__(self, num_outputs: int = 1) -> None:
         self._num_outputs = num_outputs
         self._outputs: dict[int, _OutputCheck] = {}
 
     def delta(self, message: inference_pb2.GenerateStreamResponse) -> Delta:
-        """Raises LostTokensError where token_offset is not the number of the output's tokens before."""
+        """Return a message as a delta. Raises LostTokensError unless token_offset is the output's tokens so far."""
         index = message.delta.index
         if index >= self._num_outputs:
             raise LostTokensError(f"got output {index} of {self._num_outputs}")
@@ -55,7 +55,7 @@ class StreamCheck:
         )
 
     def end(self) -> None:
-        """Raises LostTokensError where the stream ended without saying how each output did."""
+        """Check the end of a stream. Raises LostTokensError if any output has no finish."""
         for index in range(self._num_outputs):
             output = self._outputs.get(index, _OutputCheck())
             if not output.finished:
@@ -65,7 +65,7 @@ class StreamCheck:
 
 
 def _follow(output: _OutputCheck, offset: int, num_tokens: int) -> int:
-    """How many tokens the output had before these."""
+    """Count new tokens, and return how many the output had before them."""
     num_before = output.num_tokens
     if output.finished:
         raise LostTokensError("the stream went on after its last message")

@@ -1,7 +1,10 @@
-"""The blocking client: a thin shell round requests.py, results.py and retry.py."""
+# Generated from aio.py by tools/blocking_client.py; do not edit.
+"""The blocking client: a thin shell around requests.py, results.py and retry.py.
 
-import time
-from collections.abc import Generator, Sequence
+Owns sending, waiting and closing. Channels are in sync_channels.py.
+"""
+
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Self, Unpack
 
@@ -29,16 +32,17 @@ from blockyard.router.client.retry import (
     abort_failure,
 )
 from blockyard.router.client.stream_check import StreamCheck
+from blockyard.router.client.sync_channels import Channels, Stream, collected, sleep
 
 
 class Client:
     """Talks to one or more routers of a cluster. Safe to share among threads.
 
-    An address is one connection. Where routers share one it leads to one of them, the same until it fails: what only
-    that one knows (list_requests, abort) is said of it alone.
+    There is one connection for each address. Several routers may share an address: the connection then leads to one of
+    them, until that router fails. list_requests() and abort() see only what that router holds.
 
-    Every call raises a BlockyardError of errors.py where the cluster fails it, ValueError or TypeError for
-    arguments that cannot be sent.
+    Every call raises a BlockyardError (errors.py) where the cluster fails it, and ValueError or TypeError for arguments
+    that cannot be sent.
     """
 
     def __init__(
@@ -53,9 +57,11 @@ class Client:
         allow_plaintext_token: bool = False,
         connect_seconds: float = DEFAULT_CONNECT_SECONDS,
     ) -> None:
-        """`token`: None takes that of BLOCKYARD_TOKEN, if it is set. Without `tls` it is sent over loopback only,
-        unless `allow_plaintext_token`. A new connection without a greeting is given up after `connect_seconds`. Raises
-        ValueError, TypeError."""
+        """Check the arguments; nothing is sent yet. Raises ValueError and TypeError.
+
+        `token`: None takes BLOCKYARD_TOKEN, if it is set. Without `tls` a token is sent over loopback only, unless
+        `allow_plaintext_token` is set. A new connection without a greeting is given up after `connect_seconds`.
+        """
         self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
         self._rotation = AddressRotation(self._config.addresses)
         self._connection = Connection.of(
@@ -66,12 +72,11 @@ class Client:
             allow_plaintext_token=allow_plaintext_token,
             connect_seconds=connect_seconds,
         )
-        self._channels = {address: self._connection.channel(address) for address in self._config.addresses}
+        self._channels = Channels(self._connection, self._config.addresses)
 
     def close(self) -> None:
-        """Ends every connection, and the calls on them."""
-        for channel in self._channels.values():
-            channel.close()
+        """End every connection and the calls on it."""
+        self._channels.close()
 
     def __enter__(self) -> Self:
         return self
@@ -86,8 +91,9 @@ class Client:
         timeout_seconds: float | None = None,
         **arguments: Unpack[GenerateArguments],
     ) -> Completion:
-        """Runs a request to its end."""
-        return completion(list(self.stream(prompt, timeout_seconds=timeout_seconds, **arguments)))
+        """Run a request to its end."""
+        deltas = collected(self.stream(prompt, timeout_seconds=timeout_seconds, **arguments))
+        return completion(deltas)
 
     def stream(
         self,
@@ -95,10 +101,11 @@ class Client:
         *,
         timeout_seconds: float | None = None,
         **arguments: Unpack[GenerateArguments],
-    ) -> Generator[Delta, None, None]:
-        """Deltas as they are sampled; the last of each output has `finish`. Closing the generator cancels the request.
+    ) -> Stream[Delta]:
+        """Yield deltas as tokens are sampled. The last delta of each output has `finish`.
 
-        The request is sent when the first delta is asked for. Raises LostTokensError rather than skip a token.
+        The request is sent when the first delta is asked for. Closing the generator cancels the request. Raises
+        LostTokensError rather than skip a token.
         """
         call = requests.generate_stream(prompt, arguments)
         return self._deltas(call, Attempts(self._config, timeout_seconds))
@@ -111,21 +118,23 @@ class Client:
         model: str | None = None,
         **chat_arguments: Unpack[ChatArguments],
     ) -> list[int]:
-        """Token ids exactly as generate() would have them."""
-        return list(self._unary(requests.tokenize(prompt, messages, model, chat_arguments)).token_ids)
+        """Return the token ids that generate() would use for this prompt."""
+        response = self._unary(requests.tokenize(prompt, messages, model, chat_arguments))
+        return list(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        return self._unary(requests.detokenize(token_ids, model)).text
+        response = self._unary(requests.detokenize(token_ids, model))
+        return response.text
 
     def list_models(self) -> list[inference_pb2.Model]:
-        return list(self._unary(requests.list_models()).models)
+        response = self._unary(requests.list_models())
+        return list(response.models)
 
     def abort(self, request_id: str) -> None:
-        """Ends a running request. Asks each of the client's addresses, until one leads to the router that holds it;
-        raises NotFoundError where none does.
+        """End a running request. Raises NotFoundError where no router of the client's addresses holds it.
 
-        Routers that share a port stand behind one address, and this client is connected to one of them: a request that
-        another client began there may be held by one of the others, and is then not found. Whoever began a request
+        Asks each address once. Where several routers share an address, this client is connected to one of them, and a
+        request of another client may be on another. That request is then not found. The client that started a request
         can always end it by closing its stream.
         """
         self._abort(requests.abort(request_id))
@@ -134,12 +143,11 @@ class Client:
         return self._unary(requests.cluster_info())
 
     def list_workers(self) -> list[cluster_pb2.Worker]:
-        return list(self._unary(requests.list_workers()).workers)
+        response = self._unary(requests.list_workers())
+        return list(response.workers)
 
-    def watch_workers(
-        self, *, timeout_seconds: float | None = None
-    ) -> Generator[list[cluster_pb2.Worker], None, None]:
-        """All workers at once, then again at each change, until closed or out of time."""
+    def watch_workers(self, *, timeout_seconds: float | None = None) -> Stream[list[cluster_pb2.Worker]]:
+        """Yield all workers at once, then again at each change, until closed or out of time."""
         attempts = Attempts(self._config, timeout_seconds)
         with closing(self._responses(requests.watch_workers(), attempts)) as responses:
             for response in responses:
@@ -163,11 +171,12 @@ class Client:
     def find_blocks(
         self, worker_id: str, *, block_ids: Sequence[int] = (), names: Sequence[bytes] = ()
     ) -> list[cluster_pb2.Block]:
-        """Some blocks of a worker, by number or by name: at most 1000 of either."""
-        return list((self._unary(requests.find_blocks(worker_id, block_ids, names))).blocks)
+        """Return blocks of a worker by number or by name, at most 1000 of either."""
+        response = self._unary(requests.find_blocks(worker_id, block_ids, names))
+        return list(response.blocks)
 
     def list_sequences(self, worker_id: str) -> list[cluster_pb2.SequenceInfo]:
-        """What runs and waits on a worker, page by page, without block tables."""
+        """List the sequences that run or wait on a worker, page by page, without block tables."""
         sequences: list[cluster_pb2.SequenceInfo] = []
         page_token = ""
         while True:
@@ -178,29 +187,30 @@ class Client:
                 return sequences
 
     def sequence(self, worker_id: str, sequence_id: int) -> cluster_pb2.SequenceInfo | None:
-        """One sequence with its block table; None once it is over."""
+        """Return one sequence with its block table, or None once it is over."""
         page = self._unary(requests.one_sequence(worker_id, sequence_id))
         return next(iter(page.sequences), None)
 
     def lookup_prefix(
         self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
     ) -> cluster_pb2.LookupPrefixResponse:
-        """How many leading blocks of a prompt each worker caches."""
+        """Return how many leading blocks of a prompt each worker caches."""
         return self._unary(requests.lookup_prefix(prompt, arguments))
 
     def explain_placement(
         self, prompt: str | None = None, **arguments: Unpack[PlacementArguments]
     ) -> cluster_pb2.ExplainPlacementResponse:
-        """Where a prompt would run, and what each worker would cost."""
+        """Return where a prompt would run, and what each worker would cost."""
         return self._unary(requests.explain_placement(prompt, arguments))
 
     def index_info(self) -> cluster_pb2.IndexInfo:
-        """The prefix index as the answering router sees it. Counts all of it: for operators."""
+        """Return the prefix index as the answering router sees it. For operators: it counts the whole index."""
         return self._unary(requests.index_info())
 
     def list_requests(self) -> list[cluster_pb2.RequestInfo]:
-        """The requests that the answering router holds now: not those of others, behind the same address or another."""
-        return list(self._unary(requests.list_requests()).requests)
+        """Return the requests that the answering router holds now. Other routers' requests are not listed."""
+        response = self._unary(requests.list_requests())
+        return list(response.requests)
 
     def drain_worker(
         self,
@@ -210,42 +220,55 @@ class Client:
         force: bool = False,
         timeout_seconds: float | None = None,
     ) -> int:
-        """A worker takes nothing new from now on. Returns once nothing runs there: how many requests had not finished
-        within the grace, and go on elsewhere. The drain goes on if this call ends before; resume_worker takes it back.
+        """Stop sending new requests to a worker, and return once nothing runs there.
 
-        The last worker that takes requests is drained with `force` alone: InvalidRequestError (LAST_WORKER) otherwise.
+        Returns how many requests did not finish within the grace period; they move to other workers. The drain
+        continues if this call ends early; resume_worker() takes it back. Draining the last worker that takes requests
+        needs `force`, and raises InvalidRequestError (LAST_WORKER) without it.
         """
         wanted = grace_seconds + HAND_OVER_SECONDS if timeout_seconds is None else timeout_seconds
-        return (self._unary(requests.drain_worker(worker_id, grace_seconds, force=force), wanted)).moved
+        response = self._unary(requests.drain_worker(worker_id, grace_seconds, force=force), wanted)
+        return response.moved
 
     def resume_worker(self, worker_id: str) -> None:
-        """Takes a drain back."""
+        """Take a drain back."""
         self._unary(requests.resume_worker(worker_id))
 
     def flush_cache(self, worker_id: str | None = None) -> admin_pb2.FlushCacheResponse:
-        """A worker, or all, forget every cached block that no running request holds."""
+        """Evict every cached block that no running request holds, on one worker or on all."""
         return self._unary(requests.flush_cache(worker_id))
 
     def rebuild_index(self, worker_id: str | None = None) -> int:
-        """A worker, or all, tell the prefix index everything anew: how many do."""
-        return (self._unary(requests.rebuild_index(worker_id))).workers
+        """Make one worker, or all, publish every cached block anew. Returns how many workers do so."""
+        response = self._unary(requests.rebuild_index(worker_id))
+        return response.workers
 
     def abort_any(self, request_id: str) -> None:
-        """As `abort`, whosever request it is: for admins."""
+        """End a running request of any tenant. For admins; otherwise like abort()."""
         self._abort(requests.abort_any(request_id))
 
-    def _deltas(self, call: GenerateCall, attempts: Attempts) -> Generator[Delta, None, None]:
+    def _deltas(self, call: GenerateCall, attempts: Attempts) -> Stream[Delta]:
         check = StreamCheck(call.num_outputs)
         with closing(self._responses(call, attempts)) as responses:
             for message in responses:
                 yield check.delta(message)
         check.end()
 
-    def _responses(self, call: Call[Response], attempts: Attempts) -> Generator[Response, None, None]:
-        """A stream's messages. Retried until the first one: later a retry would repeat them."""
+    def _responses(self, call: Call[Response], attempts: Attempts) -> Stream[Response]:
+        """Yield a stream's messages. Retries until the first one: a later retry would repeat messages."""
         while True:
             address, begun = self._rotation.current, False
-            rpc = self._open(address, call, attempts)
+            method = self._channels.to(address).unary_stream(
+                call.path,
+                request_serializer=requests.serialize,
+                response_deserializer=call.response_type.FromString,
+            )
+            rpc = method(
+                call.request,
+                timeout=attempts.remaining_seconds(),
+                metadata=self._connection.metadata,
+                wait_for_ready=attempts.waits_for_connection,
+            )
             try:
                 for response in rpc:
                     begun = True
@@ -279,35 +302,22 @@ class Client:
                 failure = self._failure(error, address)
             self._wait_after(failure, address, attempts)
 
+    def _send(self, address: str, call: Call[Response], attempts: Attempts) -> Response:
+        method = self._channels.to(address).unary_unary(
+            call.path,
+            request_serializer=requests.serialize,
+            response_deserializer=call.response_type.FromString,
+        )
+        return method(
+            call.request,
+            timeout=attempts.remaining_seconds(),
+            metadata=self._connection.metadata,
+            wait_for_ready=attempts.waits_for_connection,
+        )
+
     def _wait_after(self, failure: BlockyardError, address: str, attempts: Attempts) -> None:
         self._rotation.leave_after(failure, address)
-        time.sleep(attempts.delay_after(failure))
+        sleep(attempts.delay_after(failure))
 
     def _failure(self, error: grpc.RpcError, address: str, *, has_begun: bool = False) -> BlockyardError:
         return from_rpc(error, address, has_begun=has_begun, is_tls=self._connection.is_tls)
-
-    def _open(self, address: str, call: Call[Response], attempts: Attempts) -> "grpc._CallIterator[Response]":
-        method = self._channels[address].unary_stream(
-            call.path,
-            request_serializer=requests.serialize,
-            response_deserializer=call.response_type.FromString,
-        )
-        return method(
-            call.request,
-            timeout=attempts.remaining_seconds(),
-            metadata=self._connection.metadata,
-            wait_for_ready=attempts.waits_for_connection,
-        )
-
-    def _send(self, address: str, call: Call[Response], attempts: Attempts) -> Response:
-        method = self._channels[address].unary_unary(
-            call.path,
-            request_serializer=requests.serialize,
-            response_deserializer=call.response_type.FromString,
-        )
-        return method(
-            call.request,
-            timeout=attempts.remaining_seconds(),
-            metadata=self._connection.metadata,
-            wait_for_ready=attempts.waits_for_connection,
-        )

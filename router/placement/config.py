@@ -1,90 +1,165 @@
-"""Every setting of placement, with its unit, in one frozen value. What they mean is in scoring.py and policies.py."""
+"""Every setting of placement, with its unit, in one frozen value. Their use is in scoring.py and policies.py.
+
+A field is a setting of `--placement NAME=VALUE` (proto/runtime/settings.py).
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from math import isfinite
+from dataclasses import dataclass
+from math import inf
 from typing import Literal
+
+from blockyard.proto.runtime.settings import check_settings, setting, setting_fields
 
 PolicyName = Literal["prefix", "round_robin", "least_loaded", "two_choices", "session", "dynamo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Prices of the terms, and bounds. Prices need not be exact: only the order of workers counts. Raises ValueError
-    for bad values."""
+    """Prices of the terms of a worker's cost, and bounds.
 
-    assumed_prefill_tokens_per_second: float = 2_000.0
-    """Before any worker has measured its own; then the median of the measured ones stands in."""
-    decode_ms_per_sequence: float = 4.0
-    """Price of each sequence on a worker that has not measured how fast it decodes."""
-    decode_step_fraction: float = 0.5
-    """Price of each sequence on a worker that has, as a part of the time that its token takes there: a prompt
-    finds a step half done on average."""
-    context_fraction: float = 0.07
-    """Price of the tokens that every decode step on a worker reads, as a part of the time that computing them would
-    take."""
-    others_fraction: float = 0.1
-    """Price of the time that this prompt's prefill takes from each sequence that is there, as a part of that time. 0
-    counts the request's own time alone, 1 everybody's alike."""
-    rate_half_life_seconds: float = 30.0
-    """A measured rate is believed for so long without another; then it fades, by half in each further such time, into
-    the median of the workers'. 0: never."""
-    memory_free_fraction: float = 0.1
-    """With less than this part of the pool free (or cached, which is as good), memory begins to cost."""
-    memory_full_ms: float = 2_000.0
-    """Price of a pool that cannot hold the request at all: it waits or pushes someone out."""
-    near_equal_ms: float = 1.0
-    """Costs closer than this are a tie: a random choice among them keeps routers from moving in step."""
-    near_equal_fraction: float = 0.02
-    """... or closer than this part of the least cost: estimates are no better."""
-    loaded_ms: float = 250.0
-    """A worker whose own load costs more than this is loaded: no hashing of prefixes or sessions sends to it."""
-    rendezvous_tokens: int = 64
-    """Without the index, prompts that agree in so many tokens are kept together."""
-    remembered_sessions: int = 65_536
-    """A router remembers the last workers of so many sessions, those used last."""
-    stored_grace_seconds: float = 1.0
-    """How long a speculative prefix outlives the worker's first token: the index has it after some 20 ms."""
-    prefix_homes: int = 2
-    """Workers that serve a prefix without the index: one alone could not take what comes while it is loaded."""
-    reconsider_seconds: float = 0.25
-    """Who is first in a worker's line looks that often whether another worker has become cheaper."""
-    stale_lookup_seconds: float = 1.0
-    """What the index said is asked again by who waits for longer."""
-    hopeless_factor: float = 2.0
-    """A request is refused at once where its first token is expected later than its deadline by this factor: work that
-    nobody waits for helps nobody. 0: never."""
-    max_unstarted: int = 32
-    """Requests of one router that one worker may have without a first token: more wait in the router's line, where
-    they can still go elsewhere. It bounds how many are on their way before a BUSY can be heard."""
-    dynamo_overlap_score_weight: float = 1.0
-    """Of `dynamo`: what a block to be computed costs beside a block in use."""
-    dynamo_temperature: float = 0.0
-    """Of `dynamo`: 0 takes the least cost, more makes the choice more random."""
+    Prices need not be exact: only the order of the workers counts. Raises ValueError for bad values.
+    """
+
+    assumed_prefill_tokens_per_second: float = setting(
+        2_000.0,
+        help="Prefill rate of every worker until one has measured its own. After that, the others count with the "
+        "median of the measured rates.",
+        above=0,
+        below=inf,
+    )
+    decode_ms_per_sequence: float = setting(
+        4.0,
+        help="Price of each sequence on a worker that has not measured its decode rate.",
+        minimum=0,
+        below=inf,
+    )
+    decode_step_fraction: float = setting(
+        0.5,
+        help="Price of each sequence on a worker with a measured decode rate, as a part of that sequence's time per "
+        "token. A prompt finds a step half done on average.",
+        minimum=0,
+        below=inf,
+    )
+    context_fraction: float = setting(
+        0.07,
+        help="Price of the tokens that every decode step of a worker reads, as a part of the time to compute them.",
+        minimum=0,
+        below=inf,
+    )
+    others_fraction: float = setting(
+        0.1,
+        help="Price of the time that this prefill takes from each running sequence, as a part of that time. 0 counts "
+        "only the request's own time, 1 counts all times equally.",
+        minimum=0,
+        below=inf,
+    )
+    rate_half_life_seconds: float = setting(
+        30.0,
+        help="A measured rate is valid for this time. After that it decays to the median of the workers, by half in "
+        "each further such time. 0: never.",
+        minimum=0,
+        below=inf,
+    )
+    memory_free_fraction: float = setting(
+        0.1,
+        help="Memory has a price when less than this part of the pool is free or cached.",
+        above=0,
+        maximum=1,
+    )
+    memory_full_ms: float = setting(
+        2_000.0,
+        help="Price of a pool that cannot hold the request, which must wait or preempt another.",
+        minimum=0,
+        below=inf,
+    )
+    near_equal_ms: float = setting(
+        1.0,
+        help="Costs closer than this are a tie. A random choice among ties keeps routers from moving in step.",
+        minimum=0,
+        below=inf,
+    )
+    near_equal_fraction: float = setting(
+        0.02,
+        help="Costs closer than this part of the least cost are a tie too: estimates are no more exact.",
+        minimum=0,
+        below=inf,
+    )
+    loaded_ms: float = setting(
+        250.0,
+        help="A worker whose load costs more than this is loaded: prefix and session hashing do not choose it.",
+        minimum=0,
+        below=inf,
+    )
+    rendezvous_tokens: int = setting(
+        64,
+        help="Without the index, prompts that agree in this many tokens are kept together.",
+        minimum=1,
+        below=inf,
+    )
+    remembered_sessions: int = setting(
+        65_536,
+        help="Sessions, the most recently used, whose last worker a router remembers.",
+        minimum=1,
+        below=inf,
+    )
+    stored_grace_seconds: float = setting(
+        1.0,
+        help="Time that a speculative prefix stays after the worker's first token. The index has it after about 20 ms.",
+        minimum=0,
+        below=inf,
+    )
+    prefix_homes: int = setting(
+        2,
+        help="Workers that serve a prefix without the index. A single one could not serve the rest while it is loaded.",
+        minimum=1,
+        below=inf,
+    )
+    reconsider_seconds: float = setting(
+        0.25,
+        help="Interval at which the first request in a worker's line looks for a cheaper worker.",
+        minimum=0,
+        below=inf,
+    )
+    stale_lookup_seconds: float = setting(
+        1.0,
+        help="A request that waits longer than this looks up its prefix in the index again.",
+        minimum=0,
+        below=inf,
+    )
+    hopeless_factor: float = setting(
+        2.0,
+        help="A request is refused at once if its first token is expected later than its deadline times this factor. "
+        "0: never.",
+        minimum=0,
+        below=inf,
+    )
+    max_unstarted: int = setting(
+        32,
+        help="Maximum requests of one router that one worker may have without a first token. More wait in the router, "
+        "where they can still go to another worker.",
+        minimum=1,
+        below=inf,
+    )
+    dynamo_overlap_score_weight: float = setting(
+        1.0,
+        help="Policy `dynamo`: price of a block to compute, relative to a block in use.",
+        minimum=0,
+        below=inf,
+    )
+    dynamo_temperature: float = setting(
+        0.0,
+        help="Policy `dynamo`: 0 takes the least cost; higher values make the choice more random.",
+        minimum=0,
+        below=inf,
+    )
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if not isfinite(value) or value < 0:
-                raise ValueError(f"placement: {setting.name} must be a number from 0 on, not {value}")
-        for name in ("assumed_prefill_tokens_per_second", "memory_free_fraction"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"placement: {name} must be above 0")
-        for name in ("rendezvous_tokens", "remembered_sessions", "max_unstarted", "prefix_homes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"placement: {name} must be at least 1, not {getattr(self, name)}")
-        if self.memory_free_fraction > 1:
-            raise ValueError(
-                f"placement: memory_free_fraction must be at most 1, not {self.memory_free_fraction}"
-            )
+        check_settings(self, prefix="placement: ")
 
 
 def parse_placement(pairs: Sequence[str]) -> PlacementConfig:
-    """Settings given as "name=value", the others by default. Raises ValueError that says what is wrong with which."""
-    defaults = PlacementConfig()
-    kinds: dict[str, type[float]] = {
-        setting.name: type(getattr(defaults, setting.name)) for setting in fields(defaults)
-    }
+    """Return the settings given as "name=value", and defaults for the others. Raises ValueError, which names one."""
+    kinds = {member.name: member.kind for member in setting_fields(PlacementConfig)}
     values: dict[str, float] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")

@@ -134,7 +134,7 @@ async def test_a_connection_that_breaks_in_mid_stream_is_told_as_that(
         with pytest.raises(UnavailableError) as failure:
             await driver.take_one_and_go_on(break_it, prompt="x")
     assert str(failure.value) == (
-        f"lost the connection to the router at {way} in mid-stream: what was received is all that came"
+        f"lost the connection to the router at {way} in mid-stream: the output is incomplete"
     )
     assert len(router.requests) == 1
 

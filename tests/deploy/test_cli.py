@@ -18,12 +18,12 @@ from blockyard.deploy.lifecycle.shape import Shape, cpus_per_worker
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import ProcessIdentity, identify
 from blockyard.deploy.settings import size
-from blockyard.deploy.settings.limits import router_limits
-from blockyard.deploy.settings.options import ENGINE_HELP, engine_config, model_path
-from blockyard.deploy.settings.setting import GROUPS, TESTS
-from blockyard.deploy.settings.size import parse_bytes
+from blockyard.deploy.settings.config_options import engine_config
+from blockyard.deploy.settings.options import model_path
+from blockyard.deploy.settings.setting import GROUPS, TESTS, taken
 from blockyard.deploy.settings.wanted_cluster import UpOptions
-from blockyard.router.config import RouterConfig
+from blockyard.proto.runtime.settings import parse_bytes, setting_fields
+from blockyard.router.config import RouterConfig, RouterLimits
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.worker.config import EngineConfig
 from click.testing import CliRunner, Result
@@ -310,8 +310,14 @@ def test_the_options_of_up_are_the_engines_settings_with_their_defaults() -> Non
 def test_every_setting_of_the_engine_is_explained() -> None:
     parameters = {parameter.name: parameter for parameter in main.commands["up"].params}
     names = EngineConfig.__dataclass_fields__.keys()
-    assert {name: getattr(parameters[name], "help", None) for name in names} == ENGINE_HELP
-    assert all(ENGINE_HELP.values())
+    assert [member.name for member in setting_fields(EngineConfig)] == list(names)
+    told = {name: getattr(parameters[name], "help", None) for name in names if name != "model"}
+    assert told == {
+        member.name: member.description.help
+        for member in setting_fields(EngineConfig)
+        if member.name != "model"
+    }
+    assert all(told.values())
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])
@@ -331,7 +337,7 @@ def test_help_lists_the_options_in_groups_within_80_columns_and_hides_those_of_t
 
 def test_limits_of_a_request_reach_the_routers_and_are_by_default_their_own() -> None:
     engine = EngineConfig(model="demo")
-    limited = UpOptions(engine=engine, max_outputs=3, max_beam_width=5)
+    limited = UpOptions(engine=engine, limits=RouterLimits(max_outputs=3, max_beam_width=5))
     routers = [
         spec_of(cluster_state(), options, ONE_WORKER).router
         for options in (limited, UpOptions(engine=engine))
@@ -352,7 +358,7 @@ def test_what_routers_admit_is_set_by_options_of_up_and_is_by_default_their_own(
         ((), (own.max_requests, own.max_tokens_admitted, own.max_queue_seconds, own.tenant_weights)),
     ):
         values = main.commands["up"].make_context("up", ["--model", "demo", *arguments]).params
-        options = UpOptions(engine=EngineConfig(model="demo"), limits=router_limits(values))
+        options = UpOptions(engine=EngineConfig(model="demo"), limits=taken(RouterLimits, values))
         router = spec_of(cluster_state(), options, ONE_WORKER).router
         assert (
             router.max_requests,

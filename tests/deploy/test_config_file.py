@@ -91,11 +91,11 @@ def test_the_environment_can_name_the_file_and_turn_off_what_the_file_turns_on(
     [
         (
             "[limits]\nmax_request = 1",
-            "max_request in [limits], where nothing is called so: did you mean max_requests?",
+            "max_request in [limits], which is no setting there: did you mean max_requests?",
         ),
         ("[limits]\nmax-requests = 1", "did you mean max_requests?"),
-        ("[limit]\nmax_requests = 1", "[limit], which is none of the sections: did you mean limits?"),
-        ("max_requests = 1", "none of the sections"),
+        ("[limit]\nmax_requests = 1", "[limit], which is not a section: did you mean limits?"),
+        ("max_requests = 1", "[max_requests], which is not a section"),
         ("[limits]\nmax_requests = 1.5", "max_requests in [limits] must be a whole number, not 1.5"),
         ("[limits]\nmax_requests = true", "must be a whole number, not True"),
         ('[limits]\nmax_queue_seconds = "long"', "must be a number, not 'long'"),

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from blockyard.deploy.cli import main
 from blockyard.deploy.machine.redis_versions import version_of_reply
-from blockyard.deploy.settings.size import parse_bytes
 from blockyard.proto.index.acl import acl_rules
+from blockyard.proto.runtime.settings import parse_bytes
 from ray._common.utils import load_class
 
 from .commands import KUBERAY, check, commands_in, parse

@@ -141,7 +141,7 @@ def test_a_login_that_is_refused_is_an_error_for_no_waiting_helps(whose: str, se
 
 
 def test_a_user_who_may_not_do_what_workers_do_is_refused(server: RedisProcess) -> None:
-    with pytest.raises(ValueError, match="refuses what workers do"):
+    with pytest.raises(ValueError, match="refuses the commands of workers"):
         redis_given.check(options(server.url_of(WORKER), cluster="another"))
 
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from blockyard.deploy.settings.limits import RouterLimits
-from blockyard.router.config import RouterConfig
+from blockyard.router.config import RouterConfig, RouterLimits
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_settings_are_read_by_name_in_their_own_kind() -> None:
         (["near_equal_ms="], "near_equal_ms must be a number, not ''"),
         (["near_equal_ms=fast"], "near_equal_ms must be a number, not 'fast'"),
         (["max_unstarted=1.5"], "max_unstarted must be a whole number, not '1.5'"),
-        (["near_equal_ms=nan"], "near_equal_ms must be a number from 0 on, not nan"),
+        (["near_equal_ms=nan"], "near_equal_ms must be finite and not negative, not nan"),
         (["near_equal_ms=1", "near_equal_ms=2"], "near_equal_ms is given twice"),
     ],
 )

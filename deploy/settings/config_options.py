@@ -1,0 +1,49 @@
+"""Options of `up` that follow from the fields of EngineConfig, RouterConfig and the limits.
+
+Owns which of them are options, and under which section. Their flags, defaults and help are the fields' own
+(worker/config.py, router/config.py).
+"""
+
+from typing import Any
+
+import click
+from blockyard.deploy.settings.options import DEMO_MODEL, at_revision, model_path
+from blockyard.deploy.settings.setting import Command, field_setting, field_settings, taken
+from blockyard.proto.runtime.settings import setting_field
+from blockyard.router.config import RouterConfig, RouterLimits
+from blockyard.router.placement.config import PlacementConfig
+from blockyard.worker.config import EngineConfig, WorkerLimits
+
+
+def engine_options(command: Command) -> Command:
+    """Add an option for each field of EngineConfig; `engine_config` takes them back."""
+    model_help = setting_field(EngineConfig, "model").description.help.removesuffix(".")
+    # `up` itself reports a missing model: `config show` needs none.
+    model = {"help": f"{model_help}, or `{DEMO_MODEL}`.", "required": False}
+    return field_settings(EngineConfig, "engine", model=model)(command)
+
+
+def limit_options(command: Command) -> Command:
+    """Add an option for each field of RouterLimits and WorkerLimits."""
+    return field_settings(RouterLimits, "limits")(field_settings(WorkerLimits, "worker")(command))
+
+
+def engine_config(values: dict[str, Any]) -> EngineConfig:
+    """Take the engine's settings out of a command's arguments. Raises ValueError, and UsageError without a model."""
+    if values["model"] is None:
+        raise click.UsageError("Missing option '--model'.")
+    tokenizer = values["tokenizer"]
+    found = {
+        "model": at_revision(model_path(values["model"]), values.pop("revision", None)),
+        "tokenizer": None if tokenizer is None else model_path(tokenizer),
+    }
+    values |= found
+    return taken(EngineConfig, values)
+
+
+def placement_options(command: Command) -> Command:
+    """Add the placement policy and its settings."""
+    add_settings = field_setting(
+        RouterConfig, "placement", "placement", key="prices", pairs_of=PlacementConfig
+    )
+    return field_setting(RouterConfig, "policy", "placement")(add_settings(command))
