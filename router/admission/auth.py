@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 
+from blockyard.proto.naming.headers import AUTHORIZATION
 from blockyard.router.admission.rate_limits import NO_LIMIT, RateLimit
 from blockyard.router.errors import Forbidden, Unauthenticated
-
-AUTHORIZATION_KEY = "authorization"
-"""Of a call's metadata: `Bearer TOKEN`."""
 
 
 class Role(StrEnum):
@@ -171,7 +169,7 @@ def check_admin(field: str) -> None:
 
 
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    shown = [value for key, value in metadata if key == AUTHORIZATION_KEY]
+    shown = [value for key, value in metadata if key == AUTHORIZATION]
     if len(shown) != 1 or not isinstance(shown[0], str):
         raise Unauthenticated("one bearer token is required: `authorization: Bearer TOKEN`")
     scheme, _, token = shown[0].partition(" ")

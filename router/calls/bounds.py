@@ -13,12 +13,13 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Protocol
 from urllib.parse import unquote
 
+from blockyard.proto.naming import headers
 from blockyard.router.admission.auth import PRINCIPAL, Role
 from blockyard.router.admission.fair_queue import ADDRESS_SIGN
 from blockyard.router.admission.ledger import AdmissionLedger, Charge
 from blockyard.router.admission.rate_limits import NO_LIMIT, Limited, RateCharge, RateLimit, RateLimits
 from blockyard.router.errors import DeadlinePassed, Forbidden, Overloaded
-from blockyard.router.request.validation import TENANT_KEY, valid_tenant
+from blockyard.router.request.validation import valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
 """A longer one is clamped: nobody waits for it."""
@@ -73,7 +74,7 @@ class CallBounds:
         if principal is None:
             return Caller(tenant=named, realm="", client=named or client_address(context.peer()))
         if named not in ("", principal.tenant) and principal.role is not Role.ADMIN:
-            raise Forbidden(f"{TENANT_KEY}: this token is not that tenant's")
+            raise Forbidden(f"{headers.TENANT}: this token is not that tenant's")
         tenant = named or principal.tenant
         of_token = Limited(key=("token", principal.name), told="this token", limit=principal.limit)
         of_tenant = Limited(key=("tenant", tenant), told="this tenant", limit=self.limit_of_tenant(tenant))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
@@ -39,10 +40,6 @@ MAX_NAMES_TOLD = 8
 """Names of the served model in the answer to a request for another model."""
 MAX_TOLD = 5
 """Violations in the text of an error; its details have all of them."""
-TENANT_KEY = "blockyard-tenant"
-"""Of a call's metadata."""
-MAX_PRIORITY = 100
-"""Either sign."""
 _POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
 CONTEXTS_ENCODED = 2
 """A prompt of more contexts than this is refused before all of it is encoded."""
@@ -174,12 +171,12 @@ def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
     Whether to believe it is decided in calls/bounds.py.
     """
-    names = [value for key, value in metadata if key == TENANT_KEY]
+    names = [value for key, value in metadata if key == headers.TENANT]
     if not names:
         return ""
     tenant = names[0]
     if len(names) > 1 or not isinstance(tenant, str) or not is_id(tenant):
-        raise InvalidRequest.of(TENANT_KEY, f"must name one tenant by {NAME_RULE}, not empty")
+        raise InvalidRequest.of(headers.TENANT, f"must name one tenant by {NAME_RULE}, not empty")
     return tenant
 
 
@@ -354,8 +351,8 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
         ),
         *_salt_violations(message.cache_salt),
     ]
-    if abs(message.priority) > MAX_PRIORITY:
-        description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+    if abs(message.priority) > headers.MAX_PRIORITY:
+        description = f"must be from -{headers.MAX_PRIORITY} to {headers.MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
     if message.HasField("truncate_prompt_tokens") and not (
         message.truncate_prompt_tokens == -1 or message.truncate_prompt_tokens >= 1

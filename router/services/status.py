@@ -1,6 +1,7 @@
 """The one mapping of the exception tree (errors.py) to gRPC: code, details, trailing metadata."""
 
 import grpc
+from blockyard.proto.naming import headers
 from blockyard.router import errors
 from blockyard.router.errors import RouterError
 from google.protobuf import any_pb2, duration_pb2, message
@@ -52,10 +53,10 @@ def rpc_status(error: RouterError) -> status_pb2.Status:
 def trailing_metadata(error: RouterError) -> tuple[tuple[str, str | bytes], ...]:
     """What goes beside code and message: the details, and the delay that gRPC's own retries obey."""
     metadata: list[tuple[str, str | bytes]] = [
-        ("grpc-status-details-bin", rpc_status(error).SerializeToString())
+        (headers.STATUS_DETAILS, rpc_status(error).SerializeToString())
     ]
     if error.retry_after_seconds is not None:
-        metadata.append(("grpc-retry-pushback-ms", str(round(error.retry_after_seconds * 1000))))
+        metadata.append((headers.RETRY_PUSHBACK_MS, str(round(error.retry_after_seconds * 1000))))
     return tuple(metadata)
 
 

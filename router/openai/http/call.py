@@ -6,21 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiohttp.web import BaseRequest
+from blockyard.proto.naming.headers import IGNORED, REQUEST_ID, TIMEOUT_SECONDS
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.router.errors import InvalidRequest
-
-REQUEST_ID_KEY = "x-request-id"
-TIMEOUT_KEY = "blockyard-timeout-seconds"
-"""The client's deadline, from the arrival on. OpenAI's API has none."""
 
 
 def call_id(request: BaseRequest) -> str:
     """The client's X-Request-Id, or one that is drawn. Raises InvalidRequest."""
-    given = request.headers.get(REQUEST_ID_KEY)
+    given = request.headers.get(REQUEST_ID)
     if given is None:
         return drawn_id()
     if not is_id(given):
-        raise InvalidRequest.of("X-Request-Id", f"must be {NAME_RULE}, not empty")
+        raise InvalidRequest.of(REQUEST_ID, f"must be {NAME_RULE}, not empty")
     return given
 
 
@@ -41,8 +38,8 @@ class CallNotes:
 
 def own_headers(notes: CallNotes) -> dict[str, str]:
     """Of every answer. aiohttp would name itself and its version."""
-    headers = {"Server": "blockyard", "X-Request-Id": notes.request_id}
-    return headers | ({"Blockyard-Ignored": ", ".join(notes.ignored)} if notes.ignored else {})
+    headers = {"Server": "blockyard", REQUEST_ID: notes.request_id}
+    return headers | ({IGNORED: ", ".join(notes.ignored)} if notes.ignored else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +62,7 @@ class HttpCall:
 
 def http_call(request: BaseRequest, *, default_timeout_seconds: float) -> HttpCall:
     """Raises InvalidRequest."""
-    written = request.headers.get(TIMEOUT_KEY)
+    written = request.headers.get(TIMEOUT_SECONDS)
     seconds = default_timeout_seconds if written is None else _timeout(written)
     return HttpCall(
         metadata=call_metadata(request), deadline=time.monotonic() + seconds, address=peer_address(request)
@@ -95,5 +92,5 @@ def _timeout(written: str) -> float:
         seconds = -1.0
     # NaN is in no range.
     if not 0 < seconds < float("inf"):
-        raise InvalidRequest.of(TIMEOUT_KEY, "must be a number of seconds above 0")
+        raise InvalidRequest.of(TIMEOUT_SECONDS, "must be a number of seconds above 0")
     return seconds

@@ -8,16 +8,22 @@ import re
 from collections.abc import Sequence
 
 from aiohttp.web import BaseRequest, Response
+from blockyard.proto.naming.headers import (
+    IGNORED,
+    RATE_LIMIT,
+    RATE_REMAINING,
+    RATE_RESET,
+    REQUEST_ID,
+    RETRY_AFTER,
+    RETRY_AFTER_MS,
+)
+from blockyard.router.admission.rate_limits import KINDS
 
 MAX_AGE_SECONDS = 600
 """A browser remembers a yes for so long."""
 EXPOSED = (
-    *("X-Request-Id", "Blockyard-Ignored", "Retry-After", "Retry-After-Ms"),
-    *(
-        f"x-ratelimit-{fact}-{kind}"
-        for fact in ("limit", "remaining", "reset")
-        for kind in ("requests", "tokens")
-    ),
+    *(REQUEST_ID, IGNORED, RETRY_AFTER, RETRY_AFTER_MS),
+    *(f"{header}-{kind}" for header in (RATE_LIMIT, RATE_REMAINING, RATE_RESET) for kind in KINDS),
 )
 """Headers of an answer that scripts may read."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?: *, *[A-Za-z0-9-]{1,64}){0,63}")

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import grpc
+from blockyard.proto.naming.headers import REQUEST_ID, RETRY_AFTER, RETRY_AFTER_MS
 from blockyard.router.errors import RouterError
 from blockyard.router.services.status import code_of
 
@@ -36,7 +37,7 @@ JSON_NAMES: dict[str, str] = {
     "sampling.structured_output": "response_format",
     "prompt_token_ids": "prompt",
     "chat.template_kwargs": "chat_template_kwargs",
-    "request_id": "X-Request-Id",
+    "request_id": REQUEST_ID,
 }
 """Of fields of GenerateRequest, where dropping `sampling.` is not enough."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -104,8 +105,8 @@ def error_headers(error: RouterError) -> dict[str, str]:
     headers = {"x-should-retry": "true" if is_worth_it else "false"}
     if error.retry_after_seconds is not None:
         # Whole seconds, rounded up; the other is what OpenAI's clients prefer.
-        headers["Retry-After"] = str(int(-(-error.retry_after_seconds // 1)))
-        headers["Retry-After-Ms"] = str(round(error.retry_after_seconds * 1000))
+        headers[RETRY_AFTER] = str(int(-(-error.retry_after_seconds // 1)))
+        headers[RETRY_AFTER_MS] = str(round(error.retry_after_seconds * 1000))
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = error.metadata["allow"]
     return headers

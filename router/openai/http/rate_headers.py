@@ -1,6 +1,7 @@
 """Headers by which OpenAI's clients see what is left of their minute. Does not count it (admission/rate_limits.py)."""
 
 from aiohttp.web import BaseRequest
+from blockyard.proto.naming.headers import RATE_LIMIT, RATE_REMAINING, RATE_RESET
 from blockyard.router.admission.auth import PRINCIPAL
 from blockyard.router.admission.rate_limits import KINDS
 from blockyard.router.calls.bounds import CallBounds
@@ -20,7 +21,7 @@ def rate_headers(bounds: CallBounds, request: BaseRequest) -> dict[str, str]:
     for kind in KINDS:
         standing = bounds.rates.standing(limited, kind)
         if standing is not None:
-            headers[f"x-ratelimit-limit-{kind}"] = str(standing.per_minute)
-            headers[f"x-ratelimit-remaining-{kind}"] = str(standing.remaining)
-            headers[f"x-ratelimit-reset-{kind}"] = f"{standing.full_in_seconds:.3f}s"
+            headers[f"{RATE_LIMIT}-{kind}"] = str(standing.per_minute)
+            headers[f"{RATE_REMAINING}-{kind}"] = str(standing.remaining)
+            headers[f"{RATE_RESET}-{kind}"] = f"{standing.full_in_seconds:.3f}s"
     return headers
