@@ -10,7 +10,7 @@ TENANT = "blockyard-tenant"
 STATUS_DETAILS = "grpc-status-details-bin"
 """A serialised google.rpc.Status, in the trailing metadata of a gRPC error."""
 RETRY_PUSHBACK_MS = "grpc-retry-pushback-ms"
-"""The delay that gRPC's own retries obey, in the trailing metadata. Our client reads it where STATUS_DETAILS is lost."""
+"""The retry delay in trailing metadata, for gRPC's own retries. Our client reads it where STATUS_DETAILS is lost."""
 
 TIMEOUT_SECONDS = "blockyard-timeout-seconds"
 """The client's deadline in seconds from the call's arrival. HTTP only: gRPC has deadlines of its own."""
