@@ -15,6 +15,7 @@ from blockyard.proto.metrics.ray import keep_reporting
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.sigterm import end_at_sigterm
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_every_interface
 from blockyard.router.config import RouterConfig
 from blockyard.router.supervision import SupervisorWatch
@@ -49,8 +50,9 @@ class RouterActor:
         from blockyard.router.server import RouterServer
 
         self._server = RouterServer(replace(config, host=host), owns_process=True, router_id=router_id)
+        # `start` raises the failure of its task. The other two tasks catch every exception.
+        self._tasks = BackgroundTasks(on_failure=None)
         self._starting: asyncio.Task[StartedRouter] | None = None
-        self._reporting: asyncio.Task[None] | None = None
         self._watch = SupervisorWatch(lambda: asyncio.to_thread(_end_supervisor, supervisor))
         self._watching: asyncio.Task[None] | None = None
 
@@ -64,7 +66,7 @@ class RouterActor:
     async def start(self) -> StartedRouter:
         """Idempotent: a supervisor that adopts a running router asks again."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+            self._starting = self._tasks.start(self._start(), name="start")
         return await asyncio.shield(self._starting)
 
     async def set_workers(self, addresses: Sequence[str]) -> int:
@@ -88,15 +90,13 @@ class RouterActor:
         if self._watching is not None:
             self._watching.cancel()
         await self._server.stop(grace_seconds)
-        if self._reporting is not None:
-            self._reporting.cancel()
+        await self._tasks.aclose()
 
     async def _start(self) -> StartedRouter:
         address = await self._server.start()
-        self._reporting = asyncio.create_task(
-            keep_reporting(self._server.metric_source, lambda: self._server.readings)
-        )
-        self._watching = asyncio.create_task(self._watch.run())
+        reporting = keep_reporting(self._server.metric_source, lambda: self._server.readings)
+        self._tasks.start(reporting, name="metrics")
+        self._watching = self._tasks.start(self._watch.run(), name="supervisor watch")
         return StartedRouter(
             address=self._told(address),
             http_address=self._told(self._server.http_address),

@@ -17,6 +17,7 @@ from blockyard.proto.index.contract import PrefixIndex, PrefixIndexError
 from blockyard.proto.metrics.prometheus import exposition
 from blockyard.proto.metrics.readings import Readings
 from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_loopback
 from blockyard.proto.security.tls import listen, server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
@@ -93,14 +94,15 @@ class RouterServer:
         self._fleet: Fleet | None = None
         self._stopping = asyncio.Event()
         self._grace_seconds = 0.0
+        # `start` and `stop` await the one task, whose lifetime spans both calls.
+        self._tasks = BackgroundTasks(on_failure=None)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Serves from now on: the address "host:port". Raises OSError, ValueError or TokenizingError for a model
         folder it cannot use, RuntimeError for a port it cannot have."""
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # The one task without a group: its life spans two calls, and `stop` awaits it.
-        serving = self._serving = asyncio.create_task(self._serve(started))
+        serving = self._serving = self._tasks.start(self._serve(started), name="router")
         await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()

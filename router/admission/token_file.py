@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.secret_files import read_secret_file
 from blockyard.router.admission.auth import TokenTable
 from blockyard.router.admission.token_entries import nobody, parse_tokens
@@ -47,20 +48,17 @@ class TokenFile:
 
     async def follow(self) -> None:
         """Looks again and again. A look that hangs, as on a lost file server, is a bad file."""
-        look: asyncio.Future[TokenTable | str | None] | None = None
-        try:
+        look: asyncio.Task[TokenTable | str | None] | None = None
+        async with BackgroundTasks(on_failure=None) as tasks:
             while True:
                 await asyncio.sleep(POLL_SECONDS)
-                look = look or asyncio.ensure_future(asyncio.to_thread(self._look))
+                look = look or tasks.start(asyncio.to_thread(self._look), name="auth file")
                 await asyncio.wait({look}, timeout=POLL_SECONDS)
                 if look.done():
                     self._take(look.result())
                     look = None
                 else:
                     self._take(f"auth file {self._path} cannot be read: it takes too long")
-        finally:
-            if look is not None:
-                look.cancel()
 
     def refresh(self) -> None:
         """Takes what has changed."""

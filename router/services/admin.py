@@ -7,12 +7,13 @@ Owns the bounds of its fields, the deadline of each call and the audit line. Who
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import grpc
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.proto.runtime.grace import GRACE_RULE, MAX_GRACE_SECONDS, grace_seconds_of
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from blockyard.router.admission.auth import principal_name
 from blockyard.router.cluster.link import EngineLink
@@ -70,7 +71,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if left_seconds is not None:
             timeout_seconds = min(left_seconds, MAX_GRACE_SECONDS + HAND_OVER_SECONDS)
         asked = admin_pb2.DrainWorkerRequest(worker_id=request.worker_id, grace_seconds=grace_seconds)
-        drain: Awaitable[admin_pb2.DrainWorkerResponse] = _answer(
+        drain: Coroutine[Any, Any, admin_pb2.DrainWorkerResponse] = _answer(
             link.call("DrainWorker", asked, timeout_seconds)
         )
         return await (self._checked_again(request.worker_id, link, drain) if is_checked else drain)
@@ -143,13 +144,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return link
 
     async def _checked_again(
-        self, worker_id: str, link: EngineLink, drain: Awaitable[admin_pb2.DrainWorkerResponse]
+        self, worker_id: str, link: EngineLink, drain: Coroutine[Any, Any, admin_pb2.DrainWorkerResponse]
     ) -> admin_pb2.DrainWorkerResponse:
         """The drain. It is taken back where another router has drained the last of the others at the same moment: both
         mark first and look then, so that one of them at least sees the other's mark."""
         self._asked[worker_id] += 1
-        draining = asyncio.ensure_future(drain)
-        try:
+        async with BackgroundTasks(on_failure=None) as tasks:
+            draining = tasks.start(drain, name="drain")
             try:
                 while not (draining.done() or self._is_draining(worker_id)):
                     await asyncio.wait({draining}, timeout=LOOK_SECONDS)
@@ -165,9 +166,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 await _answer(link.call("ResumeWorker", resumed, ANSWER_SECONDS))
                 raise
             return await draining
-        finally:
-            draining.cancel()
-            await asyncio.gather(draining, return_exceptions=True)
 
     def _is_draining(self, worker_id: str) -> bool:
         worker = self._parts.fleet.view.find(worker_id)
