@@ -1,8 +1,8 @@
-"""What stands in the auth file: entries of tokens with their limits and ends, and limits of tenants. Pure.
+"""Contents of the auth file: tokens with their limits and expiry, and limits of tenants. Pure.
 
-Either a list of entries, or an object with that list under `tokens` and limits by tenant under `tenants`. Several
-entries may have one name, as while a token is rotated: they differ in token and end alone, and all but one have an end.
-Does not own what a role may do (auth.py) nor where the file lies (token_file.py).
+The file is a list of entries, or an object with that list under `tokens` and limits by tenant under `tenants`. Several
+entries may share a name, for example during rotation. They differ only in token and expiry, and at most one of them
+never expires. Does not own what a role may do (auth.py) or the file's path (token_file.py).
 """
 
 import json
@@ -19,7 +19,7 @@ from blockyard.router.admission.auth import LIVE_PAGE, KnownToken, Principal, Ro
 from blockyard.router.admission.rate_limits import KINDS, MAX_PER_MINUTE, RateLimit
 
 MAX_TOKENS = 10_000
-"""Entries, and tenants."""
+"""The most entries, and the most tenants."""
 TOKEN_BYTES = 32
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIMITS = frozenset(f"{kind}_per_minute" for kind in KINDS)
@@ -30,7 +30,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """An auth file's contents, as JSON has them."""
+    """Contents of an auth file, as JSON values."""
 
     entries: Sequence[Entry] = ()
     tenants: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Document:
 
 
 def parse_document(text: str) -> Document:
-    """Its entries are not looked at. Raises ValueError."""
+    """Parse the file without checking its entries. Raises ValueError."""
     if not text.strip():
         raise ValueError("it is empty")
     try:
@@ -61,8 +61,11 @@ def parse_document(text: str) -> Document:
 
 
 def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTable:
-    """Without entries nobody is known. `page_token_sha256` is the live page's own, which is in no file. Raises
-    ValueError with a sentence that names the entry, and nothing of any token."""
+    """Parse and check the whole file. Without entries no token is known.
+
+    `page_token_sha256` is the live page's token, which is in no file. Raises ValueError, which names the entry and
+    reveals no token.
+    """
     document = parse_document(text)
     known: dict[bytes, KnownToken] = {}
     of_name: dict[str, list[KnownToken]] = {}
@@ -79,7 +82,7 @@ def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTab
 
 
 def nobody(page_token_sha256: str | None) -> TokenTable:
-    """Knows no token of any file."""
+    """Return a table that knows no token of any file."""
     return TokenTable(_page(page_token_sha256, {}))
 
 
@@ -142,7 +145,7 @@ def _tenant_limit(tenant: str, given: Any) -> RateLimit:
 
 
 def parse_time(value: Any, told: str) -> datetime:
-    """A time as RFC 3339 writes it, in UTC. Raises ValueError."""
+    """Parse a UTC time as in RFC 3339. Raises ValueError."""
     try:
         time = datetime.fromisoformat(value)
         is_utc = "T" in value and time.utcoffset() == timedelta(0)
@@ -153,7 +156,7 @@ def parse_time(value: Any, told: str) -> datetime:
     return time
 
 
-# What `blockyard token` does with entries
+# For `blockyard token`.
 
 
 def new_token(
@@ -164,7 +167,7 @@ def new_token(
     limit: RateLimit | None = None,
     expires: datetime | None = None,
 ) -> tuple[str, Entry]:
-    """A token, and the entry by which routers know it. Raises ValueError as parse_tokens does."""
+    """Return a new token and its entry. Raises ValueError as `parse_tokens` does."""
     token, digest = _drawn()
     limits = {} if limit is None else {f"{kind}_per_minute": limit.of(kind) for kind in KINDS}
     optional = {"tenant": tenant, "expires": None if expires is None else _written(expires), **limits}
@@ -177,9 +180,12 @@ def new_token(
 def rotated(
     entries: Sequence[Entry], name: str, *, overlap_seconds: float, now: datetime
 ) -> tuple[str, list[Entry]]:
-    """A new token of this name, and the entries with it: earlier ones of the name end after the overlap, or when they
-    would have ended before it. The new one lasts as long as the longest of them would have. Raises ValueError, also
-    where they have all ended: the new one would be refused from the beginning."""
+    """Return a new token of this name, and all entries with it.
+
+    Earlier entries of the name expire after the overlap, or earlier if they already did. The new one expires when the
+    last of them would have. Raises ValueError, also if all of them have expired: the new token would be refused at
+    once.
+    """
     earlier = _of_name(entries, name)
     last = max(earlier, key=_end)
     if _end(last) <= now:
@@ -200,7 +206,7 @@ def rotated(
 
 
 def revoked(entries: Sequence[Entry], name: str) -> list[Entry]:
-    """The entries without those of this name. Raises ValueError where there is none."""
+    """Return the entries without those of this name. Raises ValueError if there are none."""
     gone = _of_name(entries, name)
     return [entry for entry in entries if entry not in gone]
 
