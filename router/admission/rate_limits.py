@@ -94,7 +94,7 @@ class RateCharge:
         """Record that the call used nothing, because it was refused elsewhere."""
         self._used = {"requests": 0, "tokens": 0}
 
-    def settle(self) -> None:
+    def give_back(self) -> None:
         now = self._clock()
         for bucket, kind, amount in self._taken:
             # Fill the bucket first. The result must not depend on whether another call looked at it meanwhile.
@@ -134,7 +134,7 @@ class RateLimits:
         try:
             yield charge
         finally:
-            charge.settle()
+            charge.give_back()
 
     def standing(self, limited: Sequence[Limited], kind: Kind) -> Standing | None:
         """Return the state of the bucket with the least left, or None if no limit applies."""

@@ -1,7 +1,7 @@
-"""How many requests of one client wait for a grammar on the workers at once.
+"""Grammar quota: bounds how many requests of one client wait for a grammar on the workers at once.
 
-A worker has places for so many requests without a first token (`max_unstarted`), and grammars may take seconds each to
-compile. So that one client's do not fill all those places, its further ones wait here. Used on one event loop.
+A worker takes a limited number of requests without a first token (`max_unstarted`), and a grammar may take seconds to
+compile. The quota keeps one client from filling all these permits: its further requests wait here. For one event loop.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 PLACES_OF_A_WORKER = 8
-"""One client may take so many: a quarter of `max_unstarted`."""
+"""Permits of one client per worker: a quarter of `max_unstarted`."""
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class _Client:
 
 
 class GrammarPlaces:
-    """One for each router. A client without requests is forgotten."""
+    """Permits of all clients of one router. A client without requests is forgotten."""
 
     def __init__(self, num_workers: Callable[[], int]) -> None:
-        """`num_workers` counts those that are ready; a client has the places of one where there is none."""
+        """`num_workers` returns the number of ready workers. Without any, a client has the permits of one."""
         self._num_workers = num_workers
         self._clients: dict[str, _Client] = {}
 
@@ -40,7 +40,7 @@ class GrammarPlaces:
         return len(self._clients)
 
     def hand_out(self) -> None:
-        """To be called when a worker has become ready."""
+        """Give out new permits. Call it when a worker has become ready."""
         for own in self._clients.values():
             if own.waiting:
                 own.hand_out(self._num_places)
@@ -51,8 +51,11 @@ class GrammarPlaces:
 
     @asynccontextmanager
     async def place(self, client: str | None) -> AsyncIterator[Callable[[], None]]:
-        """Waits for one, in order of arrival, and keeps it until what it gives is called, or the context ends. None is
-        for a request without a grammar, which needs no place."""
+        """Wait for a permit, in order of arrival. Yield the function that returns it early; the end of the context
+        returns it too.
+
+        `client` None stands for a request without a grammar, which needs no permit.
+        """
         if client is None:
             yield lambda: None
             return

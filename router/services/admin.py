@@ -35,7 +35,7 @@ ANSWER_SECONDS = 10.0
 """For a worker to do what takes no grace: it does so between two steps."""
 HAND_OVER_SECONDS = 60.0
 """Beyond the grace, where the client sets no deadline: the step under way has to end."""
-SETTLE_SECONDS = 0.5
+DRAIN_KNOWN_SECONDS = 0.5
 """So long after one router has heard of a drain all have: a worker tells all at once, and again with each pong."""
 LOOK_SECONDS = 0.02
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     await asyncio.wait({draining}, timeout=LOOK_SECONDS)
                 if draining.done():
                     draining.result()
-                await asyncio.sleep(SETTLE_SECONDS)
+                await asyncio.sleep(DRAIN_KNOWN_SECONDS)
             finally:
                 self._asked -= Counter((worker_id,))
             try:

@@ -1,10 +1,10 @@
-"""Processes that render, encode and name prompts, so that the router's event loop never does.
+"""Tokenizer service: runs processes that render, encode and name prompts, to keep that work off the event loop.
 
-Owns which prompt goes to which process: lanes for short and long texts, turns of clients, a deadline for each call, and
-a loaded spare in the place of a process that hangs or dies. What a process is and does is in process.py; the
-small work of detokenising is done in place.
+Owns the lanes for short and long texts, fairness between clients, and a deadline per call. It also owns the loaded
+spare process, which replaces one that hangs or dies. process.py has the process itself. Decoding is small work and runs
+in place.
 
-A thread would not do: one busy pure-Python thread lifts the event loop's lag to 5 ms.
+A thread would not do: one busy pure-Python thread raises the event loop's lag to 5 ms.
 """
 
 from __future__ import annotations
@@ -54,32 +54,33 @@ __all__ = [
 DEFAULT_TIMEOUT_SECONDS = 5.0
 DEFAULT_START_TIMEOUT_SECONDS = 60.0
 LONG_TEXT_CHARACTERS = 64 * 1024
-"""A text above it takes more than some 30 ms and goes to the slow lane."""
+"""A longer text takes more than about 30 ms and goes to the slow lane."""
 LONG_TIMEOUT_FACTOR = 4
-"""The slow lane's deadline beside the fast lane's: its process has a low priority."""
+"""Deadline of the slow lane, as a multiple of the fast lane's. Its process has a low priority."""
 SLOW_NICENESS = 10
 SPARE_DELAY_SECONDS = 10.0
-"""From the start of the service to the start of its spare process, so that the spare slows no start down."""
+"""Time from the service's start to its spare process's, which then does not slow the start down."""
 MAX_START_DEATHS = 3
-"""Processes that may die one after another while they load, before a call fails."""
+"""Processes that may die in a row while they load, before a call fails."""
 QUANTUM_CHARACTERS = 4096
-"""What a client's turn adds to what it may have tokenised."""
+"""Characters that one visit adds to a client's budget."""
 
 
 class TokenizingTimeout(TokenizingError):
-    """The prompt took longer than one call may; the process was replaced."""
+    """The prompt took longer than one call may. The process was replaced."""
 
 
 class TokenizerService:
-    """`async with TokenizerService(path) as service`: prompts to token ids and names, token ids to text.
+    """Turns prompts into token ids and block names, and token ids into text: `async with TokenizerService(path) as
+    service`.
 
-    Each process runs one call at a time. Clients that wait take turns by the length of their texts, and the calls of
-    one client begin in order of arrival. A deadline counts from the call's turn, so a queue delays but fails nothing;
-    whoever waits sets a deadline of his own by cancelling. A cancelled call runs on to its deadline, and the next one
-    of its process starts after it.
+    Each process runs one call at a time. Waiting clients alternate by the length of their texts. Calls of one client
+    begin in order of arrival. A deadline counts from the start of a call, so a queue delays calls but fails none. A
+    caller sets its own deadline by cancelling. A cancelled call runs on to its deadline, and the next call of its
+    process starts after it.
 
-    Texts above LONG_TEXT_CHARACTERS have one process of low priority to themselves, which begins with the first of
-    them. So they never keep short ones waiting.
+    Texts above LONG_TEXT_CHARACTERS have a process of low priority to themselves, so they never delay short ones. It
+    starts with the first such text.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class TokenizerService:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def start(self) -> None:
-        """Loads the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
+        """Load the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
         for seat in self._seats:
             seat.open()
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path, self._chat_template)
@@ -133,22 +134,22 @@ class TokenizerService:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """For decoding in place; prompts go through `prepare`."""
+        """Return the tokenizer for decoding in place. Prompts go through `prepare`."""
         assert self._tokenizer is not None, "the service was not started"
         return self._tokenizer
 
     def pids(self) -> list[int]:
-        """The processes that tokenise short texts now."""
+        """Return the ids of the processes for short texts."""
         return [seat.process.pid for seat in self._seats if seat.process is not None]
 
     @property
     def slow_pid(self) -> int | None:
-        """The process that tokenises long texts; None before the first of them."""
+        """Return the id of the process for long texts, or None before the first of them."""
         return self._slow_seat.process.pid if self._slow_seat.process is not None else None
 
     @property
     def spare_pid(self) -> int | None:
-        """The process that will follow the next one to die, if it has been started."""
+        """Return the id of the spare process, or None if it has not started."""
         return self._spare.process.pid if self._spare.process is not None else None
 
     async def prepare(
@@ -161,10 +162,10 @@ class TokenizerService:
         max_tokens: int | None = None,
         keep_last: int | None = None,
     ) -> Prepared:
-        """Token ids and, with a root, block names. Raises PromptError or TokenizingError.
+        """Return token ids and, with a root, block names. Raises PromptError or TokenizingError.
 
-        Clients take turns by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
-        all of it is encoded; one that has few more may pass. Only the last `keep_last` tokens are kept.
+        Clients alternate by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
+        all of it is encoded. One with only a few more may pass. The last `keep_last` tokens are kept.
         """
         question = Question(
             prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens, keep_last=keep_last
@@ -178,7 +179,7 @@ class TokenizerService:
             lane.give(seat)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of these tokens, without special ones unless they are asked for."""
+        """Return the text of these tokens. `skip_special` leaves out special tokens."""
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
@@ -186,7 +187,7 @@ class TokenizerService:
 
 
 def _text_characters(prompt: PromptInput) -> int:
-    """What is to be encoded. Token ids are only packed, which takes next to nothing."""
+    """Return the characters to encode. Token ids are only packed, which costs almost nothing."""
     match prompt:
         case TextPrompt(text):
             return len(text)
@@ -197,17 +198,17 @@ def _text_characters(prompt: PromptInput) -> int:
 
 
 class _Lane:
-    """Seats for calls of one kind, given to clients in turn."""
+    """Seats for calls of one kind. Clients alternate."""
 
     def __init__(self, seats: Sequence[_Seat]) -> None:
         self._idle = list(seats)
         self._waiting = TenantQueues(quantum_tokens=QUANTUM_CHARACTERS)
         self._places: dict[int, asyncio.Future[_Seat]] = {}
-        """By number of ticket."""
+        """Futures of waiting calls, by number of ticket."""
         self._numbers = itertools.count()
 
     async def take(self, client: str, num_characters: int) -> _Seat:
-        """A seat; `give` it back."""
+        """Wait for a seat. Return it with `give`."""
         number = next(self._numbers)
         ticket = Ticket(rank=number, number=number, tenant=client, cost_tokens=num_characters)
         place: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
@@ -230,14 +231,14 @@ class _Lane:
     def _seat_waiting(self) -> None:
         while self._idle and (ticket := self._waiting.first()) is not None:
             place = self._places.pop(ticket.number)
-            # A cancelled caller learns of it only in the loop's next turn: until then its ticket waits here.
+            # A cancelled caller runs only in the loop's next tick. Until then its ticket waits here.
             self._waiting.remove(ticket, had_turn=not place.cancelled())
             if not place.cancelled():
                 place.set_result(self._idle.pop())
 
 
 class _Spare:
-    """A process that loads the tokenizer before one is needed."""
+    """A process that loads the tokenizer in advance."""
 
     def __init__(self, path: str, chat_template: str | None, *, delay_seconds: float) -> None:
         self._path = path
@@ -247,11 +248,11 @@ class _Spare:
         self.process: TokenizerProcess | None = None
 
     def begin(self) -> None:
-        """Starts the process after the delay, and another one whenever it was taken."""
+        """Start the process after the delay. Each one taken is replaced at once."""
         self._timer = asyncio.get_running_loop().call_later(self._delay_seconds, self._start)
 
     def take(self) -> TokenizerProcess:
-        """The spare if there is one, else a process that begins to load now."""
+        """Return the spare, or else a process that begins to load now."""
         process, self.process = self.process, None
         if process is None:
             return TokenizerProcess(self._path, self._chat_template)
@@ -284,7 +285,7 @@ class _Call:
 
 
 class _Seat:
-    """Where one process works, and after it the next. One caller at a time."""
+    """Holds one process, and its replacement after it dies. One caller at a time."""
 
     def __init__(self, spare: _Spare, patience: _Patience, *, niceness: int = 0) -> None:
         self._spare = spare
@@ -293,7 +294,7 @@ class _Seat:
         self._last_call: _Call | None = None
         self._is_closed = False
         self.process: TokenizerProcess | None = None
-        """None before it is opened and after it is closed."""
+        """None before `open` and after `close`."""
 
     def open(self) -> None:
         if self._is_closed:
@@ -311,7 +312,7 @@ class _Seat:
             await asyncio.to_thread(process.join)
 
     async def prepare(self, question: Question) -> Prepared:
-        await self._settle_last_call()
+        await self._finish_last_call()
         for _ in range(2):
             process = await self.ready()
             deadline = asyncio.get_running_loop().time() + self._patience.call_seconds
@@ -323,7 +324,7 @@ class _Seat:
         raise TokenizingError("the tokeniser process died twice on one prompt")
 
     async def ready(self) -> TokenizerProcess:
-        """The process, once it has loaded. Raises what keeps a tokenizer from that, or TokenizingError."""
+        """Return the process once it has loaded. Raises what prevents loading, or TokenizingError."""
         for _ in range(MAX_START_DEATHS):
             if self.process is None:
                 self.open()
@@ -336,7 +337,7 @@ class _Seat:
                 raise TokenizingTimeout(
                     f"the tokeniser process took over {self._patience.start_seconds:g} s to start"
                 )
-            # One that died while it was loaded and idle looks like one that is ready: its call will tell.
+            # A loaded process that died while idle still looks ready. Its next call fails.
             with suppress(ProcessDied):
                 loaded.result()
                 return process
@@ -352,8 +353,8 @@ class _Seat:
         self._replace()
         raise TokenizingTimeout(f"tokenising took over {self._patience.call_seconds:g} s")
 
-    async def _settle_last_call(self) -> None:
-        """Lets a call whose caller has gone run to its end: its time must not count against the next."""
+    async def _finish_last_call(self) -> None:
+        """Wait until a call without a caller ends, so that its time does not count against the next."""
         if self._last_call is not None:
             with suppress(TokenizingError, PromptError, ProcessDied):
                 await self._outcome(self._last_call)
