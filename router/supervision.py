@@ -1,6 +1,6 @@
-"""Whether the supervisor still tells this router who the workers are, and what happens when it falls silent.
+"""Supervisor watch: ends a supervisor that sends this router no list of workers any more.
 
-Owns the count of its silence. Does not own how a supervisor is ended (actor.py): Ray starts it again.
+Owns the count of silent checks. Does not own how a supervisor is killed (actor.py). Ray starts it again.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
-"""A sound supervisor tells routers of workers every four seconds at most."""
+"""A healthy supervisor sends its list at least every four seconds."""
 MAX_PATIENCE_SECONDS = 480.0
-"""Doubled after each end until then: the next supervisor has much to import on a busy machine."""
+"""The limit doubles after each kill, up to this: on a busy machine the next supervisor takes long to import."""
 END_SECONDS = 20.0
 
 
 class SupervisorWatch:
-    """Of one router. Looks are counted, not seconds: a router that was itself frozen finds one look without a word."""
+    """Watch of one router. It counts checks, not seconds, so a router that was itself frozen counts only one."""
 
     def __init__(self, end: Callable[[], Awaitable[None]]) -> None:
         self._end = end
@@ -26,11 +26,11 @@ class SupervisorWatch:
         self._patience_seconds = PATIENCE_SECONDS
 
     def told(self) -> None:
-        """The supervisor lives."""
+        """Record a message of the supervisor."""
         self._num_silent, self._patience_seconds = 0, PATIENCE_SECONDS
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self._num_silent += 1
@@ -44,5 +44,5 @@ class SupervisorWatch:
         try:
             async with asyncio.timeout(END_SECONDS):
                 await self._end()
-        except Exception as error:  # Ray's control service may be away: the next look tries again.
+        except Exception as error:  # Ray's control service may be down: the next check tries again
             logger.error("the supervisor could not be ended: %s", type(error).__name__)

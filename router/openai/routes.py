@@ -1,7 +1,8 @@
-"""Paths, who may call them, and the end of every request: an answer, an error, or nothing for a client that has gone.
+"""Routes: paths, permissions, and the end of every request as an answer, an error, or nothing for a client that is
+gone.
 
-A route stands for a method of gRPC's, so that one table (admission/auth.py) says who may call it. Does not own what a
-route does (completions.py, tokens.py, about.py).
+A route stands for a gRPC method, so one table (admission/auth.py) has all permissions. Does not own what a route does
+(completions.py, tokens.py, about.py).
 """
 
 import asyncio
@@ -45,12 +46,12 @@ Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 @dataclass(frozen=True, slots=True)
 class _Route:
     method: str
-    """Of gRPC's, whose roles may call it."""
+    """gRPC method with the same permissions."""
     handler: Handler
 
 
 class Routes:
-    """One for each gateway: the handler of all its requests."""
+    """Handler of all requests of one gateway."""
 
     def __init__(
         self, calls: Calls, gate: CallGate, intake: Intake, about: AboutRouter, cors_origins: Sequence[str]
@@ -81,7 +82,7 @@ class Routes:
     async def __call__(self, request: BaseRequest) -> StreamResponse:
         notes = CallNotes(request_id=drawn_id())
         try:
-            # Before a token is asked for: a browser sends none with its question.
+            # Before authentication: a browser sends no token with a preflight.
             response: StreamResponse | None = preflight(self._cors_origins, request)
             if response is None:
                 path = self._admitted(request)
@@ -98,9 +99,9 @@ class Routes:
         return response
 
     def _admitted(self, request: BaseRequest) -> str | None:
-        """Before anything else is said of the request. Raises Unauthenticated, Forbidden."""
+        """Authenticate before anything else. Raises Unauthenticated or Forbidden."""
         path = self._path(request.path)
-        # A path that nobody knows needs a token too: who has none learns nothing.
+        # An unknown path needs a token too, so a caller without one learns nothing.
         self._gate.admit(self._routes[path or MODELS].method, call_metadata(request))
         return path
 
@@ -113,12 +114,12 @@ class Routes:
         return await self._routes[path].handler(request, notes)
 
     def _path(self, path: str) -> str | None:
-        """One of ours."""
+        """Return the path if it is one of ours."""
         known = MODEL if path.startswith(f"{MODELS}/") else path
         return known if known in self._routes else None
 
     def _told(self, request: BaseRequest) -> str:
-        """A path for the log: another than ours is the client's text."""
+        """Return the path for the log. An unknown path is the client's text."""
         return self._path(request.path) or "a path"
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
@@ -149,7 +150,7 @@ class Routes:
             return call, await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
 
     async def _finish(self, request: BaseRequest, response: StreamResponse, notes: CallNotes) -> None:
-        """Sends what has not been sent yet, to a client that takes it."""
+        """Send the rest of the response, if the client reads it."""
         if response.prepared:
             return
         self._headed(response, request, notes)
@@ -166,5 +167,5 @@ class Routes:
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:
-            # The next request of this client finds another router.
+            # The client's next request should reach another router.
             response.force_close()

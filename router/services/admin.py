@@ -1,7 +1,7 @@
-"""AdminService: what changes a running cluster, passed on to the workers that it concerns.
+"""AdminService: changes a running cluster by passing calls on to the workers.
 
-Owns the bounds of its fields, the deadline of each call and the audit line. Who may call is decided before
-(interceptor.py); what a drain or a flush is, the workers know. Any router can be asked: it is connected to all of them.
+Owns the bounds of fields, the deadline of each call and the audit line. Does not own permissions (interceptor.py) or
+what a drain or a flush does (the workers). Every router is connected to all workers, so any router can serve any call.
 """
 
 import asyncio
@@ -32,29 +32,31 @@ from blockyard.router.services.interceptor import Context
 logger = logging.getLogger("blockyard.audit")
 
 ANSWER_SECONDS = 10.0
-"""For a worker to do what takes no grace: it does so between two steps."""
+"""Deadline of calls without a grace period. A worker serves them between two steps."""
 HAND_OVER_SECONDS = 60.0
-"""Beyond the grace, where the client sets no deadline: the step under way has to end."""
+"""Time beyond the grace period if the client sets no deadline, for the current step to end."""
 DRAIN_KNOWN_SECONDS = 0.5
-"""So long after one router has heard of a drain all have: a worker tells all at once, and again with each pong."""
+"""Time after which all routers know of a drain. A worker tells all of them at once, and again with each pong."""
 LOOK_SECONDS = 0.02
 T = TypeVar("T")
 
 
 def leaves_a_worker(worker_id: str, ready: Iterable[str], asked: Collection[str]) -> bool:
-    """Whether another worker takes requests without this one. `asked` are those whose drain is under way here: they may
-    not have said so yet."""
+    """Return True if another worker takes requests without this one.
+
+    `asked` are the workers whose drain was requested here. They may not have announced it yet.
+    """
     return any(other != worker_id and other not in asked for other in ready)
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """One for each router. `principal` says who makes the call at hand."""
+    """AdminService of one router. `principal` returns the name of the current caller."""
 
     def __init__(self, parts: RouterParts, *, principal: Callable[[], str] = principal_name) -> None:
         self._parts = parts
         self._principal = principal
         self._asked: Counter[str] = Counter()
-        """Drains under way here, by worker, until every router knows of them."""
+        """Number of drains requested here, by worker, until all routers know of them."""
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: Context
@@ -116,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.FlushCacheRequest | admin_pb2.RebuildIndexRequest,
         context: Context,
     ) -> list[Any]:
-        """The worker that is named, or all that are connected. All are asked, whoever of them fails."""
+        """Ask the named worker, or all connected ones. A failure of one does not keep the others from being asked."""
         if request.HasField("worker_id"):
             links = [self._link(request.worker_id)]
         else:
@@ -146,8 +148,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _checked_again(
         self, worker_id: str, link: EngineLink, drain: Coroutine[Any, Any, admin_pb2.DrainWorkerResponse]
     ) -> admin_pb2.DrainWorkerResponse:
-        """The drain. It is taken back where another router has drained the last of the others at the same moment: both
-        mark first and look then, so that one of them at least sees the other's mark."""
+        """Run the drain, but undo it if it leaves no worker because of a simultaneous drain through another router.
+
+        Each router marks its drain first and checks later, so at least one of them sees the other's mark.
+        """
         self._asked[worker_id] += 1
         async with BackgroundTasks(on_failure=None) as tasks:
             draining = tasks.start(drain, name="drain")
@@ -179,7 +183,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             )
 
     def _audit(self, method: str, about: str) -> None:
-        """Names alone, which have passed their rule: nothing of a prompt, nothing that breaks a line."""
+        """Log names alone, which have passed their check: nothing of a prompt, and nothing that breaks a line."""
         logger.info("%s %s by %s", method, about, self._principal())
 
 

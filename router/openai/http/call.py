@@ -1,4 +1,4 @@
-"""One HTTP request as a call: what its headers say of caller, deadline and id. A CallContext, as gRPC's are."""
+"""HTTP request as a call: the caller, deadline and id in its headers. A CallContext, as gRPC's context is."""
 
 import secrets
 import time
@@ -12,7 +12,7 @@ from blockyard.router.errors import InvalidRequest
 
 
 def call_id(request: BaseRequest) -> str:
-    """The client's X-Request-Id, or one that is drawn. Raises InvalidRequest."""
+    """Return the client's X-Request-Id, or a random id. Raises InvalidRequest."""
     given = request.headers.get(REQUEST_ID)
     if given is None:
         return drawn_id()
@@ -27,17 +27,17 @@ def drawn_id() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class CallNotes:
-    """Collects what is found out about a call on its way and told with its answer."""
+    """Collects facts about a call for its response."""
 
     request_id: str
     ignored: tuple[str, ...] = ()
-    """Fields of its body that change nothing here."""
+    """Fields of its body that have no effect."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Maps fields of GenerateRequest to the names that the call's body has for them."""
 
 
 def own_headers(notes: CallNotes) -> dict[str, str]:
-    """Of every answer. aiohttp would name itself and its version."""
+    """Return the headers of every response. aiohttp would name itself and its version."""
     headers = {"Server": "blockyard", REQUEST_ID: notes.request_id}
     return headers | ({IGNORED: ", ".join(notes.ignored)} if notes.ignored else {})
 
@@ -46,9 +46,9 @@ def own_headers(notes: CallNotes) -> dict[str, str]:
 class HttpCall:
     metadata: tuple[tuple[str, str | bytes], ...]
     deadline: float
-    """On the monotonic clock: one for all prompts of the call."""
+    """On the monotonic clock. One deadline for all prompts of the call."""
     address: str = ""
-    """As gRPC writes it."""
+    """In the form that gRPC has."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self.metadata
@@ -61,7 +61,7 @@ class HttpCall:
 
 
 def http_call(request: BaseRequest, *, default_timeout_seconds: float) -> HttpCall:
-    """Raises InvalidRequest."""
+    """Return the request as a call. Raises InvalidRequest."""
     written = request.headers.get(TIMEOUT_SECONDS)
     seconds = default_timeout_seconds if written is None else _timeout(written)
     return HttpCall(
@@ -78,7 +78,7 @@ def peer_address(request: BaseRequest) -> str:
 
 
 def call_metadata(request: BaseRequest) -> tuple[tuple[str, str | bytes], ...]:
-    """The headers as gRPC would give them: a value that is no ASCII is bytes, which is no token and no name."""
+    """Return the headers as gRPC would. A value that is not ASCII stays bytes, and is never a valid token or name."""
     return tuple(
         (name.lower(), value if value.isascii() else value.encode("utf-8", "surrogateescape"))
         for name, value in request.headers.items()

@@ -1,4 +1,5 @@
-"""Headers by which OpenAI's clients see what is left of their minute. Does not count it (admission/rate_limits.py)."""
+"""Rate limit headers: what is left of the current minute, for OpenAI's clients. Does not own the count
+(admission/rate_limits.py)."""
 
 from aiohttp.web import BaseRequest
 from blockyard.proto.naming.headers import RATE_LIMIT, RATE_REMAINING, RATE_RESET
@@ -10,13 +11,13 @@ from blockyard.router.openai.http.call import http_call
 
 
 def rate_headers(bounds: CallBounds, request: BaseRequest) -> dict[str, str]:
-    """Of what is left least, the token's or the tenant's; none where nothing limits."""
+    """Return the headers of the bucket with the least left, the token's or the tenant's. None if no limit applies."""
     if PRINCIPAL.get() is None:
         return {}
     try:
         limited = bounds.caller(http_call(request, default_timeout_seconds=1.0)).limited
     except RouterError:
-        return {}  # said by the answer itself
+        return {}  # the response itself has the error
     headers: dict[str, str] = {}
     for kind in KINDS:
         standing = bounds.rates.standing(limited, kind)
