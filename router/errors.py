@@ -31,8 +31,8 @@
         └── PoisonRequest           INTERNAL              POISON_REQUEST (+ tokens_emitted)
 ```
 
-Messages name fields, never their values, so that no text of a client reaches a log or another client. UnknownModel alone
-repeats the model's name, to the client that sent it.
+Messages name fields, never their values, so that no text of a client reaches a log or another client. There is one
+exception: UnknownModel repeats the model's name to the client that sent it.
 """
 
 from collections.abc import Mapping, Sequence
