@@ -207,7 +207,7 @@ class RouterServer:
         try:
             await duty
         except Exception:
-            logger.critical("the router has failed and serves no more", exc_info=True)
+            logger.critical("the router has failed and stopped serving", exc_info=True)
             self.failed.set()
             raise
 
@@ -251,7 +251,9 @@ class RouterServer:
             async with asyncio.timeout(self._grace_seconds):
                 await parts.registry.until_idle()
         except TimeoutError:
-            logger.warning("%d requests outlived the grace", len(parts.registry.records()))
+            logger.warning(
+                "%d requests were still running after the grace period", len(parts.registry.records())
+            )
 
     async def _keep_health(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
         """Report SERVING while a worker is ready. It polls, because silence is no event."""
@@ -291,7 +293,7 @@ class RouterServer:
                         if directory.next_after == 0:
                             break
             except (PrefixIndexError, TimeoutError):
-                logger.debug("the index did not say which workers live")
+                logger.debug("the index returned no list of workers")
             self._note_forged(directory.num_forged)
             self._listed = directory.addresses
             self._tell_fleet()
@@ -311,9 +313,9 @@ def _warn_of_openness(config: RouterConfig) -> None:
     if is_loopback(config.host):
         return
     if config.auth_file is None:
-        logger.warning("whoever reaches %s may call everything: there is no auth file", config.host)
+        logger.warning("no auth file: anyone who reaches %s may call every method", config.host)
     if config.tls is None:
-        logger.warning("prompts and tokens go over %s in plaintext: there is no TLS", config.host)
+        logger.warning("no TLS: prompts and tokens cross %s in plaintext", config.host)
 
 
 def _version() -> str:

@@ -38,11 +38,11 @@ class SupervisorWatch:
                 await self._end_it()
 
     async def _end_it(self) -> None:
-        logger.error("the supervisor has said nothing for %.0f s: it is ended", self._patience_seconds)
+        logger.error("no message from the supervisor for %.0f s: ending it", self._patience_seconds)
         self._num_silent = 0
         self._patience_seconds = min(2 * self._patience_seconds, MAX_PATIENCE_SECONDS)
         try:
             async with asyncio.timeout(END_SECONDS):
                 await self._end()
         except Exception as error:  # Ray's control service may be down: the next check tries again
-            logger.error("the supervisor could not be ended: %s", type(error).__name__)
+            logger.error("cannot end the supervisor: %s", type(error).__name__)

@@ -143,7 +143,7 @@ class TenantQueues:
 
     def add(self, ticket: Ticket) -> None:
         """Add a request. If it comes back after it has paid, refund its cost and put its tenant ahead of the others."""
-        assert ticket not in self, "a request stands in line once"
+        assert ticket not in self, "the request is already in the queue"
         tenant = self._rotation.get(ticket.tenant)
         if tenant is None:
             tenant = _Tenant(self._quantum_tokens * weight_of(ticket.tenant, self._weights))
@@ -187,7 +187,9 @@ class TenantQueues:
             assert tenant.waiting, "a tenant without requests"
             assert tenant.waiting <= set(tenant.order)
             gone = len(tenant.order) - len(tenant.waiting)
-            assert gone <= max(len(tenant.waiting), 2 * LEAST_HEAP_TICKETS), "a queue of those who left"
+            assert gone <= max(len(tenant.waiting), 2 * LEAST_HEAP_TICKETS), (
+                "too many removed tickets in a heap"
+            )
 
     def _first_in_rotation(self) -> Ticket:
         num_fruitless = 0

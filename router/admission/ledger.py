@@ -174,7 +174,7 @@ class AdmissionLedger:
         if not self._requests.held:
             return
         if amount > limit:
-            text = f"this one alone is above the limit of {limit} {told} and runs only when nothing else does"
+            text = f"this request alone exceeds the limit of {limit} {told}: it runs only when no other does"
             self._refuse(tenant, account, of_all.seconds_to_free(of_all.held), text)
         is_alone = bool(account.requests) and self._holding_units == account.weight_units
         room = limit - limit // NEWCOMERS_PART if is_alone else limit

@@ -51,7 +51,7 @@ def parse_document(text: str) -> Document:
     tenants: Any = {}
     if isinstance(document, dict):
         if "tokens" not in document or document.keys() - {"tokens", "tenants"}:
-            raise ValueError("it must be a JSON list, or an object with tokens and maybe tenants")
+            raise ValueError("it must be a JSON list, or an object with `tokens` and optionally `tenants`")
         document, tenants = document["tokens"], document.get("tenants", {})
     if not isinstance(document, list) or not isinstance(tenants, dict):
         raise ValueError("it must be a JSON list, or an object with a list `tokens` and an object `tenants`")
@@ -95,15 +95,15 @@ def _check_one_name(token: KnownToken, earlier: Sequence[KnownToken], told: str)
     for other in earlier:
         if token.expires is None and other.expires is None:
             raise ValueError(
-                f"{told} is taken by an earlier one: all but one of a name need an end (expires)"
+                f"{told} is used by an earlier entry: all entries of a name but one need `expires`"
             )
         if token.principal != other.principal:
-            raise ValueError(f"{told} has another role, tenant or limit in an earlier one")
+            raise ValueError(f"{told} has another role, tenant or limit in an earlier entry")
 
 
 def _parsed(entry: Any, number: int) -> tuple[bytes, KnownToken]:
     if not isinstance(entry, dict):
-        raise ValueError(f"entry {number} is no JSON object")
+        raise ValueError(f"entry {number} is not a JSON object")
     name = entry.get("name")
     # Do not repeat an invalid name: it may be a token in the wrong field.
     if not isinstance(name, str) or not is_id(name):
@@ -113,7 +113,9 @@ def _parsed(entry: Any, number: int) -> tuple[bytes, KnownToken]:
         raise ValueError(f"{told} has fields besides {', '.join(sorted(_FIELDS))}")
     digest = entry.get("token_sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise ValueError(f"{told}: token_sha256 must be 64 digits of [0-9a-f], as `blockyard token new` says")
+        raise ValueError(
+            f"{told}: token_sha256 must be 64 digits of [0-9a-f], as `blockyard token new` prints"
+        )
     role = entry.get("role")
     if not isinstance(role, str) or role not in set(Role):
         raise ValueError(f"{told}: role must be one of {', '.join(Role)}")

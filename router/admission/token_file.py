@@ -82,7 +82,7 @@ class TokenFile:
                 pass
             case TokenTable():
                 self.tokens, self._bad_since, self._complaint = news, None, ""
-                logger.info("%d tokens are known now", len(news))
+                logger.info("auth file read again: %d tokens", len(news))
             case str():
                 self._take_complaint(news)
 
@@ -91,9 +91,7 @@ class TokenFile:
         if self._bad_since is None:
             self._bad_since = now
         has_grace = now - self._bad_since < GRACE_SECONDS
-        told = (
-            f"{complaint}: {'its tokens end soon unless it is mended' if has_grace else 'no token is good'}"
-        )
+        told = f"{complaint}: {'its tokens end soon unless the file is repaired' if has_grace else 'no token is valid'}"
         if told != self._complaint:
             logger.error("%s", told)
         self._complaint = told

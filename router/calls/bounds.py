@@ -74,7 +74,7 @@ class CallBounds:
         if principal is None:
             return Caller(tenant=named, realm="", client=named or client_address(context.peer()))
         if named not in ("", principal.tenant) and principal.role is not Role.ADMIN:
-            raise Forbidden(f"{headers.TENANT}: this token is not that tenant's")
+            raise Forbidden(f"{headers.TENANT}: this token does not belong to that tenant")
         tenant = named or principal.tenant
         of_token = Limited(key=("token", principal.name), told="this token", limit=principal.limit)
         of_tenant = Limited(key=("tenant", tenant), told="this tenant", limit=self.limit_of_tenant(tenant))

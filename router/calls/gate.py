@@ -78,7 +78,7 @@ class CallGate:
         self._num_unknown += 1
         now = time.monotonic()
         if now - self._told_at >= UNKNOWN_LOG_SECONDS:
-            audit.warning("%d calls came without a token that is known", self._num_unknown)
+            audit.warning("%d calls came without a known token", self._num_unknown)
             self._num_unknown, self._told_at = 0, now
 
 

@@ -65,9 +65,9 @@ class Intake:
     def take(self, client: str, num_bytes: int) -> None:
         """Take bytes of the budget for a client. Raises Overloaded."""
         if self.held_bytes + num_bytes > self._budget_bytes:
-            self._refuse("too many large requests are on their way")
+            self._refuse("too many large requests are being received")
         if self._held_by[client] + num_bytes > self._budget_bytes // 2:
-            self._refuse("too many large requests of this client are on their way")
+            self._refuse("too many large requests of this client are being received")
         self.held_bytes += num_bytes
         self._held_by[client] += num_bytes
 
@@ -77,7 +77,7 @@ class Intake:
         """Return the result of `reading`. Raises Overloaded, or DeadlinePassed if the message is not complete in
         time."""
         if self.num_incomplete >= MAX_INCOMPLETE:
-            self._refuse("too many requests are on their way")
+            self._refuse("too many requests are being received")
         loop = asyncio.get_running_loop()
         refusal: list[Overloaded] = []
 
@@ -98,7 +98,7 @@ class Intake:
             except TimeoutError:
                 if refusal:
                     raise refusal[0] from None
-                raise DeadlinePassed(f"the message was not whole within {MESSAGE_SECONDS:g} s") from None
+                raise DeadlinePassed(f"the message was not complete within {MESSAGE_SECONDS:g} s") from None
             finally:
                 timer.cancel()
                 self.num_incomplete -= 1

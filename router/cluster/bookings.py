@@ -166,4 +166,4 @@ class Speculation:
             counts.update(names)
         for _, names in self._fading:
             counts.update(names)
-        assert self._counts == counts, "speculative names do not add up"
+        assert self._counts == counts, "counts of speculative names are wrong"

@@ -76,7 +76,7 @@ def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused]
         )
         events.append((handle, tokens if detail is None else _with_details(tokens, detail)))
     if end != len(token_ids) or any(row >= len(indexes) for row in details):
-        raise ValueError("columns that do not add up")
+        raise ValueError("columns of different lengths")
     failed = zip(step.failed_handles, step.failed_reasons, strict=True)
     return events + [(handle, Refused(reason=reason)) for handle, reason in failed]
 

@@ -136,7 +136,7 @@ class Fleet(LinkEvents):
 
     def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
         if address not in self.links:
-            return "no longer wanted"
+            return "the address is no longer listed"
         refusal = self._refusal(address, hello)
         if refusal is None:
             self.identity = self.identity or ModelIdentity.of(hello)
@@ -199,11 +199,11 @@ class Fleet(LinkEvents):
         if hello.tokenizer_fingerprint != self._tokenizer_fingerprint:
             return "another tokenizer than the router's"
         if hello.block_size < 1 or hello.max_model_len < 1 or hello.vocab_size < 1:
-            return "a greeting without block size, context or vocabulary"
+            return "a hello without block size, context or vocabulary"
         if hello.stalled_seconds > self._stall_seconds:
             return f"its engine has finished no step for {hello.stalled_seconds:.0f} s"
         if (namesake := self.view.namesake(address, hello)) is not None:
-            return f"another worker is called {hello.worker_id} already, at {namesake}: --worker-id tells them apart"
+            return f"worker id {hello.worker_id} is already in use at {namesake}: choose another --worker-id"
         return self.identity.difference(hello) if self.identity else None
 
     def _changed(self) -> None:

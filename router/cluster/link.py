@@ -262,11 +262,11 @@ class EngineLink:
             async with asyncio.timeout(HELLO_SECONDS):
                 message = await call.read()
         except TimeoutError:
-            raise StreamOver("no greeting came") from None
+            raise StreamOver("no hello message came") from None
         if not isinstance(message, session_pb2.ToRouter):
             raise StreamOver(f"refused with {(await call.code()).name}")
         if message.WhichOneof("message") != "hello":
-            raise StreamOver("the first message was no greeting")
+            raise StreamOver("the first message was not a hello")
         return message.hello
 
     async def _converse(self, call: _Call) -> None:

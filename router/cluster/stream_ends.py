@@ -37,5 +37,5 @@ def ended_with(error: grpc.aio.AioRpcError) -> str:
     """Return the reason in words. It reads only gRPC's own text of a failed connection, and nothing that the peer
     sent."""
     if error.code() is grpc.StatusCode.UNAVAILABLE and "handshake" in (error.details() or "").lower():
-        return "the TLS handshake failed: another cluster name, another cluster secret or other certificates"
+        return "the TLS handshake failed: the cluster name, the cluster secret or the certificates differ"
     return f"stream ended with {error.code().name}"

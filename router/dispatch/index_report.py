@@ -59,7 +59,7 @@ def _reason(health: IndexHealth, parts: Sequence[Part], timeout_seconds: float) 
         others = f", and {len(late) - 1} more of {len(parts)} workers" if len(late) > 1 else ""
         return " ".join(late[0]) + others
     if not health.in_time:
-        return f"look-ups take longer than {1000 * timeout_seconds:g} ms, placement goes without for a moment"
+        return f"look-ups take longer than {1000 * timeout_seconds:g} ms: placement runs without the index for now"
     return ""
 
 
@@ -67,9 +67,9 @@ def _shortcoming(part: Part, health: IndexHealth) -> str:
     """Return why one worker's part is not exact, or "". The worker's own report is about the Redis that it publishes
     to."""
     if part.index is None:
-        return "tells the index nothing"
+        return "publishes nothing to the index"
     if part.index.state != cluster_pb2.INDEX_STATE_EXACT:
-        return part.index.state_reason or "says that its part is not exact"
+        return part.index.state_reason or "reports that its part is not exact"
     if (part.worker_id, part.incarnation) not in health.standing:
         return "is not in this router's index, which lost its data, or has another Redis or cluster name"
     return ""

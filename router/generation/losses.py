@@ -53,7 +53,8 @@ class Losses:
             self._suspicious = [*dead, worker]
         if len(self._suspicious) >= DEADLY:
             raise PoisonRequest(
-                f"{len(self._suspicious)} workers died as soon as they had this request", metadata=metadata
+                f"{len(self._suspicious)} workers died right after they received this request",
+                metadata=metadata,
             )
         if self.num > self.max_migrations:
             raise WorkerLost(f"{self.num} workers were lost under this request", metadata=metadata)
@@ -82,7 +83,7 @@ class Quarantine:
         for key in [key for key, until in self._until.items() if until <= now]:
             del self._until[key]
         if sha256(prompt).digest() in self._until:
-            raise PoisonRequest("workers died under this very prompt a short while ago")
+            raise PoisonRequest("workers died under this prompt less than a minute ago")
 
     def add(self, prompt: bytes) -> None:
         key = sha256(prompt).digest()

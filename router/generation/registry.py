@@ -106,7 +106,7 @@ class RequestRegistry:
             if record.request_id == request_id and realm in (None, record.realm)
         ]
         if not records:
-            raise UnknownRequest.of("request_id", "no such request runs here")
+            raise UnknownRequest.of("request_id", "no request of this id is running here")
         for record in records:
             if not record.is_aborted:
                 record.is_aborted = True

@@ -271,7 +271,9 @@ class _Attempt:
                 self._note(tokens)
                 return tokens
             case Tokens():
-                logger.error("worker %s left out a part of a request", self._progress.worker_id)
+                logger.error(
+                    "worker %s sent tokens that do not follow the earlier ones", self._progress.worker_id
+                )
                 self.was_lost = True
             case Lost(was_sent=True, is_death=is_death):
                 self.was_lost, self.saw_death = True, is_death
@@ -297,7 +299,7 @@ class _Attempt:
                 self.has_failed = True
             case session_pb2.REJECT_REASON_TOO_LARGE:
                 raise RequestTooLarge(
-                    "prompt, max_tokens and outputs or beams can never fit a worker together"
+                    "prompt and max_tokens, for all outputs or beams, can never fit a worker"
                 )
             case session_pb2.REJECT_REASON_DEADLINE:
                 raise DeadlinePassed("the deadline passed before the output was complete")

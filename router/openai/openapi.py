@@ -53,7 +53,7 @@ PATHS: Mapping[str, Described] = {
         verb="POST", says="Continues prompts.", fields=completion_request.FIELDS, required=("prompt",)
     ),
     MODELS: Described(verb="GET", says="The model that is served."),
-    f"{MODELS}/{{model}}": Described(verb="GET", says="The same, by its name."),
+    f"{MODELS}/{{model}}": Described(verb="GET", says="One model, by its name."),
     "/tokenize": Described(
         verb="POST", says="The tokens of a prompt or a chat, as in vLLM.", fields=tokens.TOKENIZE_FIELDS
     ),
@@ -65,7 +65,7 @@ PATHS: Mapping[str, Described] = {
     ),
     "/version": Described(verb="GET", says="The version of the router."),
     "/metrics": Described(verb="GET", says="The router's metrics.", answer="text/plain"),
-    "/health": Described(verb="GET", says="Whether a worker is ready: 200, or 503. Needs no token."),
+    "/health": Described(verb="GET", says="200 if a worker is ready, else 503. Needs no token."),
     "/openapi.json": Described(verb="GET", says="This document as OpenAPI."),
     "/docs": Described(verb="GET", says="This document as a page.", answer="text/html"),
 }

@@ -107,10 +107,10 @@ class Routes:
 
     async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if path is None:
-            raise NoSuchRoute("there is no such path here; /openapi.json names all")
+            raise NoSuchRoute("no such path: /openapi.json lists all")
         verb = PATHS[path].verb
         if request.method != verb:
-            raise MethodNotAllowed(f"only {verb} is for this path", metadata={"allow": verb})
+            raise MethodNotAllowed(f"this path allows only {verb}", metadata={"allow": verb})
         return await self._routes[path].handler(request, notes)
 
     def _path(self, path: str) -> str | None:

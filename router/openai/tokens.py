@@ -21,11 +21,11 @@ from blockyard.router.openai.requests.sampling import REQUEST_SCALARS
 from blockyard.router.openai.requests.unsupported import unsupported
 
 TOKENIZE_FIELDS: Fields = {
-    "prompt": text.said("This, or messages."),
+    "prompt": text.said("Either this or messages."),
     **CHAT_FIELDS,
     "model": REQUEST_SCALARS["model"],
-    "return_token_strs": boolean.said("Whether tokens are told by name as well. Default false."),
-    "add_special_tokens": boolean.said("As it is: true for a prompt, false for messages."),
+    "return_token_strs": boolean.said("Whether the answer has the tokens as strings too. Default false."),
+    "add_special_tokens": boolean.said("Must be true for a prompt and false for messages, as without it."),
 }
 DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": REQUEST_SCALARS["model"]}
 TOKENS_A_TURN = 4096

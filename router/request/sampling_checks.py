@@ -173,7 +173,7 @@ def _excluded_by_beams(message: inference_pb2.SamplingParams) -> Iterator[Proble
         "prompt_logprobs": message.HasField("prompt_logprobs"),
         "structured_output": message.HasField("structured_output"),
     }
-    yield from ((field, "is not for a beam search") for field, is_given in given.items() if is_given)
+    yield from ((field, "is not allowed with beam search") for field, is_given in given.items() if is_given)
 
 
 def _structured(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
@@ -183,9 +183,9 @@ def _structured(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
     if problem is not None:
         yield "structured_output", problem
     if message.ignore_eos:
-        yield "ignore_eos", "is not for structured output, which ends where it is complete"
+        yield "ignore_eos", "is not allowed with structured output, which ends when it is complete"
     if message.min_tokens:
-        yield "min_tokens", "is not for structured output, which ends where it is complete"
+        yield "min_tokens", "is not allowed with structured output, which ends when it is complete"
 
 
 def _countable(message: inference_pb2.SamplingParams) -> Collection[str]:

@@ -61,7 +61,7 @@ def parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def is_deeper_than(value: object, max_depth: int) -> bool:

@@ -218,7 +218,7 @@ def check_prompt_report(prompt_tokens: int, prompt_logprobs: int | None) -> None
     if prompt_tokens * token_bytes > MAX_PROMPT_REPORT_BYTES:
         raise InvalidRequest.of(
             "sampling.prompt_logprobs",
-            f"so many are for prompts of at most {MAX_PROMPT_REPORT_BYTES // token_bytes} tokens",
+            f"so many are allowed only for prompts of at most {MAX_PROMPT_REPORT_BYTES // token_bytes} tokens",
         )
 
 
@@ -281,7 +281,7 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
         description = "must be system, user or assistant"
         violations.append(FieldViolation(field="chat.messages.role", description=description))
     if all(message.role == "assistant" for message in chat.messages):
-        description = "needs a message that is not the assistant's"
+        description = "needs a message of another role than assistant"
         violations.append(FieldViolation(field="chat.messages", description=description))
     if any(
         message.HasField("name") and not 1 <= len(message.name) <= MAX_NAME_CHARS for message in chat.messages
@@ -333,7 +333,7 @@ def _continuation_problem(chat: inference_pb2.Chat) -> str | None:
         return None
     if chat.add_generation_prompt:
         return "excludes add_generation_prompt"
-    return None if chat.messages[-1].role == "assistant" else "needs a last message that is the assistant's"
+    return None if chat.messages[-1].role == "assistant" else "needs a last message of the role assistant"
 
 
 def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, most_tokens: int) -> TokenPrompt:

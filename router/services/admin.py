@@ -211,9 +211,9 @@ async def _answer(call: Awaitable[T]) -> T:
 def _as_answer(code: grpc.StatusCode) -> RouterError:
     match code:
         case grpc.StatusCode.ABORTED:
-            return RequestAborted("the drain was taken back")
+            return RequestAborted("the drain was undone")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlinePassed("the worker has not answered in time; what was asked of it goes on")
+            return DeadlinePassed("the worker did not answer in time; it may still complete the call")
         case grpc.StatusCode.UNIMPLEMENTED:
             return WorkerUnreachable("the worker is too old for this call")
     return WorkerUnreachable(f"the worker did not answer: {code.name}")

@@ -3,7 +3,7 @@
 Errors are raised. interceptor.py turns them into statuses.
 """
 
-from blockyard.proto.naming.identifiers import is_name
+from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import InvalidRequest
@@ -52,8 +52,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        if not request.request_id or not is_name(request.request_id):
-            raise InvalidRequest.of("request_id", "is required, as Generate allows it")
+        if not is_id(request.request_id):
+            raise InvalidRequest.of("request_id", f"must be {NAME_RULE}, not empty")
         self._parts.registry.abort(request.request_id, realm=self._bounds.caller(context).realm)
         return inference_pb2.AbortResponse()
 

@@ -206,7 +206,7 @@ class PromptEncoder:
         if self._control(joint) == self._template_control(chat, segments):
             return joint
         if segments is None:
-            raise PromptError("the chat template cannot keep this chat's text apart from its own")
+            raise PromptError("the chat template cannot separate this chat's text from its own")
         template_texts, user_texts = segments
         template_ids = [self._encode(text) for text in template_texts]
         user_ids = [self._spell(text) for text in user_texts]
@@ -257,9 +257,9 @@ class PromptEncoder:
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Check the names of the variables. Raises TemplateKwargsError."""
         if any(name in self._template_names or name.endswith(("_token", "_tokens")) for name in kwargs):
-            raise TemplateKwargsError("a name is taken by what the chat template gets anyway")
+            raise TemplateKwargsError("a name is already a variable of the chat template")
         if any(self._may_control(key) for key in _inner_keys(kwargs)):
-            raise TemplateKwargsError("a key holds what could be a part of a control token")
+            raise TemplateKwargsError("a key may contain part of a control token")
 
     def _render(self, chat: _Chat) -> str:
         if not self._tokenizer.chat_template:

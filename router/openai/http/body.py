@@ -56,7 +56,7 @@ async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int)
             raw = await _read(request, limit_bytes, charge)
         return parse_json(raw, most_values=max_values(max_model_len))
     except TimeoutError:
-        raise BodyTooSlow(f"the body did not come within {BODY_SECONDS:g} s") from None
+        raise BodyTooSlow(f"the body was not complete within {BODY_SECONDS:g} s") from None
     except (ClientPayloadError, HTTPException):
         raise InvalidRequest("the body ends too early") from None
 
@@ -135,4 +135,4 @@ def _refuse_size(limit_bytes: int) -> NoReturn:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -106,7 +106,7 @@ class _Connection(RequestHandler):
         if not self._awaits_head:
             self._restart_head_timer()
         elif self._head_bytes or (self._request_count and self._is_within_head):
-            self._end_with(HeadTooSlow(f"the head did not come within {HEAD_SECONDS:g} s"))
+            self._end_with(HeadTooSlow(f"the head was not complete within {HEAD_SECONDS:g} s"))
         elif not self._request_count:
             self.force_close()  # a client that has sent nothing gets no answer
 
@@ -131,11 +131,11 @@ class _Connection(RequestHandler):
         message: str | None = None,
     ) -> StreamResponse:
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer is under way already")
+            raise ConnectionError("the answer has begun already")
         answer: RouterError = InternalError("internal error")
         if isinstance(exc, HttpProcessingError):
-            logger.debug("a connection sent what is no HTTP request")
-            answer = MalformedMessage("this is no HTTP request that can be read")
+            logger.debug("a connection sent data that is not an HTTP request")
+            answer = MalformedMessage("this is not a valid HTTP request")
         response = error_response(answer)
         response.headers.update(own_headers(CallNotes(request_id=drawn_id())))
         response.force_close()

@@ -148,7 +148,7 @@ FIELDS: Fields = {
     **SHARED,
     "max_completion_tokens": integer(POSITIVE).said("OpenAI's newer name of max_tokens."),
     "logprobs": boolean.said("Log-probabilities of each sampled token. Default false."),
-    "top_logprobs": integer((0, 20)).said("With logprobs: of so many likeliest tokens too."),
+    "top_logprobs": integer((0, 20)).said("With logprobs: also those of this many top tokens."),
     **STREAM_FIELDS,
     **UNSUPPORTED,
 }

@@ -60,7 +60,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise InvalidRequest.of(name, "must be a number that is not as large") from None
+        raise InvalidRequest.of(name, "must be a smaller number") from None
 
 
 def integer(bounds: tuple[int, int]) -> Kind[int]:

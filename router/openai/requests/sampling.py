@@ -96,7 +96,9 @@ LOGIT_BIAS = _counted("logit_bias", mapping).then(
 STOP_SHOWN = boolean.said(
     "Whether a stop string, or the text of a stop token, ends the text that is returned. Default false."
 )
-RETURN_TOKEN_IDS = boolean.said("Whether the tokens of prompt and outputs are told as well. Default false.")
+RETURN_TOKEN_IDS = boolean.said(
+    "Whether the answer has the token ids of prompt and outputs too. Default false."
+)
 SHARED: Fields = {
     **SCALARS,
     **LISTS,

@@ -100,7 +100,7 @@ def answering(body: Body) -> Answering:
     streams = bool(given(body, "stream", STREAM_FIELDS["stream"]))
     options = given(body, "stream_options", STREAM_FIELDS["stream_options"]) or {}
     if options and not streams:
-        raise InvalidRequest.of("stream_options", "is for streams")
+        raise InvalidRequest.of("stream_options", "needs stream to be true")
     refuse_others(options, STREAM_OPTIONS, inside="stream_options.")
     wished = {name: bool(given(options, name, kind)) for name, kind in STREAM_OPTIONS.items()}
     return Answering(
