@@ -71,7 +71,7 @@ class RouterActor:
 
     async def set_workers(self, addresses: Sequence[str]) -> int:
         """Set the workers, and return how many are ready now."""
-        self._watch.told()
+        self._watch.heard()
         self._server.set_workers(addresses)
         return self._server.num_ready_workers
 
@@ -100,14 +100,14 @@ class RouterActor:
         self._tasks.start(reporting, name="metrics")
         self._watching = self._tasks.start(self._watch.run(), name="supervisor watch")
         return StartedRouter(
-            address=self._told(address),
-            http_address=self._told(self._server.http_address),
+            address=self._advertised(address),
+            http_address=self._advertised(self._server.http_address),
             pid=os.getpid(),
             node_id=ray.get_runtime_context().get_node_id(),
             code=code_version(),
         )
 
-    def _told(self, address: str) -> str:
+    def _advertised(self, address: str) -> str:
         return address and f"{self._advertise_host}:{address.rpartition(':')[2]}"
 
 

@@ -257,11 +257,11 @@ class RouterServer:
 
     async def _keep_health(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
         """Report SERVING while a worker is ready. It polls, because silence is no event."""
-        told = None
+        reported = None
         while True:
             is_ready = bool(parts.fleet.view.ready())
-            if is_ready is not told and not parts.registry.is_draining:
-                told = is_ready
+            if is_ready is not reported and not parts.registry.is_draining:
+                reported = is_ready
                 response = health_pb2.HealthCheckResponse
                 status = response.SERVING if is_ready else response.NOT_SERVING
                 for service in ("", *SERVICES):

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
-PATIENCE_SECONDS = 30.0
+CHECK_SECONDS = 2.0
+SILENCE_SECONDS = 30.0
 """A healthy supervisor sends its list at least every four seconds."""
-MAX_PATIENCE_SECONDS = 480.0
+MAX_SILENCE_SECONDS = 480.0
 """The limit doubles after each kill, up to this: on a busy machine the next supervisor takes long to import."""
 END_SECONDS = 20.0
 
@@ -23,24 +23,24 @@ class SupervisorWatch:
     def __init__(self, end: Callable[[], Awaitable[None]]) -> None:
         self._end = end
         self._num_silent = 0
-        self._patience_seconds = PATIENCE_SECONDS
+        self._limit_seconds = SILENCE_SECONDS
 
-    def told(self) -> None:
+    def heard(self) -> None:
         """Record a message of the supervisor."""
-        self._num_silent, self._patience_seconds = 0, PATIENCE_SECONDS
+        self._num_silent, self._limit_seconds = 0, SILENCE_SECONDS
 
     async def run(self) -> None:
         """Check until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             self._num_silent += 1
-            if self._num_silent * LOOK_SECONDS >= self._patience_seconds:
+            if self._num_silent * CHECK_SECONDS >= self._limit_seconds:
                 await self._end_it()
 
     async def _end_it(self) -> None:
-        logger.error("no message from the supervisor for %.0f s: ending it", self._patience_seconds)
+        logger.error("no message from the supervisor for %.0f s: ending it", self._limit_seconds)
         self._num_silent = 0
-        self._patience_seconds = min(2 * self._patience_seconds, MAX_PATIENCE_SECONDS)
+        self._limit_seconds = min(2 * self._limit_seconds, MAX_SILENCE_SECONDS)
         try:
             async with asyncio.timeout(END_SECONDS):
                 await self._end()

@@ -168,23 +168,26 @@ class AdmissionLedger:
         of_tenant: int,
         of_all: CompletionRate,
         limit: int,
-        told: str,
+        limit_name: str,
     ) -> None:
         """Check one limit for one more request. Raises Overloaded."""
         if not self._requests.held:
             return
         if amount > limit:
-            text = f"this request alone exceeds the limit of {limit} {told}: it runs only when no other does"
+            text = f"this request alone exceeds the limit of {limit} {limit_name} and runs only when no other does"
             self._refuse(tenant, account, of_all.seconds_to_free(of_all.held), text)
         is_alone = bool(account.requests) and self._holding_units == account.weight_units
         room = limit - limit // NEWCOMERS_PART if is_alone else limit
         if of_all.held + amount > room:
             self._refuse(
-                tenant, account, of_all.seconds_to_free(amount), f"the limit of {limit} {told} is reached"
+                tenant,
+                account,
+                of_all.seconds_to_free(amount),
+                f"the limit of {limit} {limit_name} is reached",
             )
         share = limit * account.weight_units // self._shared_units
         if account.requests and of_tenant + amount > share:
-            text = f"this tenant's share of {share} of the limit of {limit} {told} is reached"
+            text = f"this tenant's share of {share} of the limit of {limit} {limit_name} is reached"
             self._refuse(tenant, account, of_all.seconds_to_free(amount, held=of_tenant), text)
 
     @property
@@ -192,7 +195,7 @@ class AdmissionLedger:
         """Return the divisor of a limit. It is at least the weight of a tenant that holds something."""
         return min(self._active_units, 2 * self._holding_units)
 
-    def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, told: str) -> NoReturn:
+    def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, reason: str) -> NoReturn:
         """Refuse a request. A tenant's refused requests get successive retry times, at the rate at which room is
         made."""
         now = self._clock()
@@ -204,7 +207,7 @@ class AdmissionLedger:
             self._refused[tenant] = account
             heappush(self._forgotten_next, (account.expected_until, tenant))
         raise Overloaded(
-            f"{told}: come back in {delay_seconds:.1f} s",
+            f"{reason}: come back in {delay_seconds:.1f} s",
             retry_after_seconds=delay_seconds,
         )
 

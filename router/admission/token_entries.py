@@ -81,7 +81,7 @@ def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTab
     return TokenTable(known | _page(page_token_sha256, known), limits)
 
 
-def nobody(page_token_sha256: str | None) -> TokenTable:
+def no_tokens(page_token_sha256: str | None) -> TokenTable:
     """Return a table that knows no token of any file."""
     return TokenTable(_page(page_token_sha256, {}))
 
@@ -91,14 +91,14 @@ def _page(page_token_sha256: str | None, known: Mapping[bytes, KnownToken]) -> d
     return {} if digest is None or digest in known else {digest: KnownToken(principal=LIVE_PAGE)}
 
 
-def _check_one_name(token: KnownToken, earlier: Sequence[KnownToken], told: str) -> None:
+def _check_one_name(token: KnownToken, earlier: Sequence[KnownToken], label: str) -> None:
     for other in earlier:
         if token.expires is None and other.expires is None:
             raise ValueError(
-                f"{told} is used by an earlier entry: all entries of a name but one need `expires`"
+                f"{label} is used by an earlier entry: all entries of a name but one need `expires`"
             )
         if token.principal != other.principal:
-            raise ValueError(f"{told} has another role, tenant or limit in an earlier entry")
+            raise ValueError(f"{label} has another role, tenant or limit in an earlier entry")
 
 
 def _parsed(entry: Any, number: int) -> tuple[bytes, KnownToken]:
@@ -108,31 +108,31 @@ def _parsed(entry: Any, number: int) -> tuple[bytes, KnownToken]:
     # Do not repeat an invalid name: it may be a token in the wrong field.
     if not isinstance(name, str) or not is_id(name):
         raise ValueError(f"entry {number}: name must be {NAME_RULE}, not empty")
-    told = f"entry {number} ({name})"
+    label = f"entry {number} ({name})"
     if entry.keys() - _FIELDS:
-        raise ValueError(f"{told} has fields besides {', '.join(sorted(_FIELDS))}")
+        raise ValueError(f"{label} has fields besides {', '.join(sorted(_FIELDS))}")
     digest = entry.get("token_sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise ValueError(
-            f"{told}: token_sha256 must be 64 digits of [0-9a-f], as `blockyard token new` prints"
+            f"{label}: token_sha256 must be 64 digits of [0-9a-f], as `blockyard token new` prints"
         )
     role = entry.get("role")
     if not isinstance(role, str) or role not in set(Role):
-        raise ValueError(f"{told}: role must be one of {', '.join(Role)}")
+        raise ValueError(f"{label}: role must be one of {', '.join(Role)}")
     tenant = entry.get("tenant", name)
     if not isinstance(tenant, str) or not is_id(tenant):
-        raise ValueError(f"{told}: tenant must be {NAME_RULE}, not empty")
-    principal = Principal(name=name, role=Role(role), tenant=tenant, limit=_limit(entry, told))
-    expires = None if entry.get("expires") is None else parse_time(entry["expires"], told).timestamp()
+        raise ValueError(f"{label}: tenant must be {NAME_RULE}, not empty")
+    principal = Principal(name=name, role=Role(role), tenant=tenant, limit=_limit(entry, label))
+    expires = None if entry.get("expires") is None else parse_time(entry["expires"], label).timestamp()
     return bytes.fromhex(digest), KnownToken(principal=principal, expires=expires)
 
 
-def _limit(given: Mapping[str, Any], told: str) -> RateLimit:
+def _limit(given: Mapping[str, Any], label: str) -> RateLimit:
     limits: dict[str, int] = {}
     for name in sorted(_LIMITS & given.keys()):
         value = given[name]
         if type(value) is not int or not 1 <= value <= MAX_PER_MINUTE:
-            raise ValueError(f"{told}: {name} must be a whole number from 1 to {MAX_PER_MINUTE}")
+            raise ValueError(f"{label}: {name} must be a whole number from 1 to {MAX_PER_MINUTE}")
         limits[name] = value
     return RateLimit(**limits)
 
@@ -140,13 +140,13 @@ def _limit(given: Mapping[str, Any], told: str) -> RateLimit:
 def _tenant_limit(tenant: str, given: Any) -> RateLimit:
     if not is_id(tenant):
         raise ValueError(f"tenants: a name must be {NAME_RULE}, not empty")
-    told = f"tenants: {tenant}"
+    label = f"tenants: {tenant}"
     if not isinstance(given, dict) or given.keys() - _LIMITS:
-        raise ValueError(f"{told} must have nothing besides {', '.join(sorted(_LIMITS))}")
-    return _limit(given, told)
+        raise ValueError(f"{label} must have nothing besides {', '.join(sorted(_LIMITS))}")
+    return _limit(given, label)
 
 
-def parse_time(value: Any, told: str) -> datetime:
+def parse_time(value: Any, label: str) -> datetime:
     """Parse a UTC time as in RFC 3339. Raises ValueError."""
     try:
         time = datetime.fromisoformat(value)
@@ -154,7 +154,7 @@ def parse_time(value: Any, told: str) -> datetime:
     except (TypeError, ValueError):
         is_utc = False
     if not is_utc:
-        raise ValueError(f"{told}: expires must be a time in UTC, such as 2026-12-31T00:00:00Z")
+        raise ValueError(f"{label}: expires must be a time in UTC, such as 2026-12-31T00:00:00Z")
     return time
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.secret_files import read_secret_file
 from blockyard.router.admission.auth import TokenTable
-from blockyard.router.admission.token_entries import nobody, parse_tokens
+from blockyard.router.admission.token_entries import no_tokens, parse_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +91,13 @@ class TokenFile:
         if self._bad_since is None:
             self._bad_since = now
         has_grace = now - self._bad_since < GRACE_SECONDS
-        told = f"{complaint}: {'its tokens end soon unless the file is repaired' if has_grace else 'no token is valid'}"
-        if told != self._complaint:
-            logger.error("%s", told)
-        self._complaint = told
+        effect = "its tokens end soon unless the file is repaired" if has_grace else "no token is valid"
+        message = f"{complaint}: {effect}"
+        if message != self._complaint:
+            logger.error("%s", message)
+        self._complaint = message
         if not has_grace:
-            self.tokens = nobody(self._page_token_sha256)
+            self.tokens = no_tokens(self._page_token_sha256)
 
 
 def _read(path: Path, page_token_sha256: str | None) -> tuple[TokenTable, _Version]:

@@ -34,14 +34,14 @@ class TurnShare:
         self._follow()
 
     async def _stand_in_line(self) -> None:
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         self._follow()
         try:
-            await place
+            await waiter
         finally:
             # A task that is cancelled after its call leaves its permit unused.
-            if place.done() and not place.cancelled():
+            if waiter.done() and not waiter.cancelled():
                 self._num_called -= 1
 
     def _follow(self) -> None:
@@ -56,8 +56,8 @@ class TurnShare:
             # Schedule it first, so that the next tick begins before the waiters called now run in it.
             self._follow()
         while self._waiting and num_called < self._most_a_turn:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 num_called += 1
         self._num_called += num_called

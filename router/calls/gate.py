@@ -41,7 +41,7 @@ class CallGate:
         """`tokens` returns the table that is valid now. None where clients are not authenticated."""
         self._tokens = tokens
         self._num_unknown = 0
-        self._told_at = -UNKNOWN_LOG_SECONDS
+        self._logged_at = -UNKNOWN_LOG_SECONDS
         self._ends = TurnShare(ENDS_A_TURN)
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
@@ -60,8 +60,8 @@ class CallGate:
                 check_role(method, principal)
             except Forbidden:
                 # A method's name is the client's text, unless it is one of ours.
-                told = method if method in METHOD_ROLES else "an unknown method"
-                audit.warning("denied: %s as %s called %s", principal.name, principal.role, told)
+                shown = method if method in METHOD_ROLES else "an unknown method"
+                audit.warning("denied: %s as %s called %s", principal.name, principal.role, shown)
                 raise
         PRINCIPAL.set(principal)
 
@@ -77,9 +77,9 @@ class CallGate:
     def _count_unknown(self) -> None:
         self._num_unknown += 1
         now = time.monotonic()
-        if now - self._told_at >= UNKNOWN_LOG_SECONDS:
+        if now - self._logged_at >= UNKNOWN_LOG_SECONDS:
             audit.warning("%d calls came without a known token", self._num_unknown)
-            self._num_unknown, self._told_at = 0, now
+            self._num_unknown, self._logged_at = 0, now
 
 
 def answer_to(error: Exception, method: str) -> RouterError:

@@ -84,16 +84,16 @@ class Intake:
         def charge_late() -> None:
             try:
                 stack.enter_context(self.charge(peer())).grow(most_bytes)
-                patience.reschedule(loop.time() + MESSAGE_SECONDS - PROMPT_SECONDS)
+                limit.reschedule(loop.time() + MESSAGE_SECONDS - PROMPT_SECONDS)
             except Overloaded as error:
                 refusal.append(error)
-                patience.reschedule(loop.time())
+                limit.reschedule(loop.time())
 
         self.num_incomplete += 1
         timer = loop.call_later(PROMPT_SECONDS, charge_late)
         with ExitStack() as stack:
             try:
-                async with asyncio.timeout(None) as patience:
+                async with asyncio.timeout(None) as limit:
                     return await reading()
             except TimeoutError:
                 if refusal:
@@ -104,5 +104,5 @@ class Intake:
                 self.num_incomplete -= 1
 
     @staticmethod
-    def _refuse(told: str) -> NoReturn:
-        raise Overloaded(f"{told}: come back in {RETRY_SECONDS:g} s", retry_after_seconds=RETRY_SECONDS)
+    def _refuse(reason: str) -> NoReturn:
+        raise Overloaded(f"{reason}: come back in {RETRY_SECONDS:g} s", retry_after_seconds=RETRY_SECONDS)

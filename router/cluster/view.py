@@ -167,7 +167,7 @@ class ClusterView:
             worker.rates.report(load, now)
             worker.booked.reported()
             if load.waiting == 0:
-                worker.gate.nobody_waits(now)
+                worker.gate.queue_was_empty(now)
 
     def placed(
         self,

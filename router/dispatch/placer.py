@@ -96,10 +96,10 @@ class Placer:
             return self._fleet.identity
         arrival, ticket = self._clock(), self.ticket()
         with self._line.standing(ticket):
-            await self._line.turn(ticket)
+            await self._line.reach_head(ticket)
             while self._fleet.identity is None:
-                self._check_patience(arrival)
-                await self._line.change(ticket)
+                self._check_worker_wait(arrival)
+                await self._line.next_change(ticket)
         return self._fleet.identity
 
     def ticket(self, priority: int = 0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
@@ -172,10 +172,10 @@ class Placer:
         """Wait until a worker is ready. Raises NoWorkers or Overloaded."""
         arrival = self._clock()
         with self._line.standing(ticket):
-            await self._line.turn(ticket)
+            await self._line.reach_head(ticket)
             while not self._fleet.view.ready():
-                self._check_patience(arrival)
-                await self._line.change(ticket)
+                self._check_worker_wait(arrival)
+                await self._line.next_change(ticket)
         self._ready_at = self._clock()
 
     async def _room(self, placed: Placed, prompt: _Prompt, found: _Found, ticket: Ticket) -> None:
@@ -189,10 +189,10 @@ class Placer:
             line = self._lines[address] = self._new_line()
         try:
             with line.standing(ticket):
-                await line.turn(ticket)
+                await line.reach_head(ticket)
                 chosen_at = self._clock()
                 while not self._fleet.view.has_room(address):
-                    await line.change(ticket)
+                    await line.next_change(ticket)
                     is_late = self._clock() - chosen_at >= self._config.reconsider_seconds
                     if is_late or not self._fleet.view.is_ready(address):
                         found = await self._still_the_best(placed, prompt, found)
@@ -299,7 +299,7 @@ class Placer:
         num_blocks = max(self._config.rendezvous_tokens // self._fleet.identity.block_size, 1)
         return names[min(num_blocks, len(names)) - 1]
 
-    def _check_patience(self, arrival: float) -> None:
+    def _check_worker_wait(self, arrival: float) -> None:
         """Raise NoWorkers after too long without a ready worker.
 
         All waiting requests share this time. They do not serve it one after another.

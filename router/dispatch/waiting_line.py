@@ -20,7 +20,7 @@ RECHECK_SECONDS = 0.05
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Position:
     """State of one waiting request."""
 
     leave_at: float
@@ -40,11 +40,11 @@ class WaitingLine:
         self._max_wait_seconds = max_wait_seconds
         self._next_ticket = 0
         self._queues = TenantQueues(tenant_weights)
-        self._places: dict[Ticket, _Place] = {}
+        self._positions: dict[Ticket, _Position] = {}
         self._rate = CompletionRate()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
     def ticket(self, rank: float = 0.0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
         self._next_ticket += 1
@@ -54,7 +54,7 @@ class WaitingLine:
         """Wake the head of the line: it may be able to go on."""
         head = self._queues.first()
         if head is not None:
-            self._places[head].changed.set()
+            self._positions[head].changed.set()
 
     @contextmanager
     def standing(self, ticket: Ticket) -> Iterator[None]:
@@ -64,7 +64,7 @@ class WaitingLine:
         """
         begun_at = asyncio.get_running_loop().time()
         self._queues.add(ticket)
-        self._places[ticket] = _Place(begun_at + self._max_wait_seconds - ticket.waited_seconds)
+        self._positions[ticket] = _Position(begun_at + self._max_wait_seconds - ticket.waited_seconds)
         self._rate.begin(1)
         # A new request can change the order of the others.
         self.notify()
@@ -75,36 +75,36 @@ class WaitingLine:
         finally:
             ticket.waited_seconds += asyncio.get_running_loop().time() - begun_at
             self._queues.remove(ticket, had_turn=had_turn)
-            del self._places[ticket]
+            del self._positions[ticket]
             self._rate.end(1)
             self.notify()
 
-    async def turn(self, ticket: Ticket) -> None:
+    async def reach_head(self, ticket: Ticket) -> None:
         """Wait until the request is the head. Raises Overloaded after the longest wait."""
         if self._queues.first() is ticket:
             return
-        place = self._places[ticket]
+        position = self._positions[ticket]
         try:
-            async with asyncio.timeout_at(place.leave_at):
+            async with asyncio.timeout_at(position.leave_at):
                 while self._queues.first() is not ticket:
-                    place.changed.clear()
-                    await place.changed.wait()
+                    position.changed.clear()
+                    await position.changed.wait()
         except TimeoutError:
             raise self._waited_too_long() from None
 
-    async def change(self, ticket: Ticket) -> None:
+    async def next_change(self, ticket: Ticket) -> None:
         """Wait, as the head, for the next `notify` or RECHECK_SECONDS, and then until the request is the head again.
 
         Raises Overloaded after the longest wait.
         """
-        place = self._places[ticket]
-        place.changed.clear()
+        position = self._positions[ticket]
+        position.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(RECHECK_SECONDS):
-                await place.changed.wait()
-        if asyncio.get_running_loop().time() >= place.leave_at:
+                await position.changed.wait()
+        if asyncio.get_running_loop().time() >= position.leave_at:
             raise self._waited_too_long()
-        await self.turn(ticket)
+        await self.reach_head(ticket)
 
     def _waited_too_long(self) -> Overloaded:
         """Return the error, with the time that the line now takes to serve as many requests as it holds."""

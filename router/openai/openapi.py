@@ -171,8 +171,8 @@ def _section(path: str, described: Described) -> str:
 def _rows(fields: Fields, required: Iterable[str]) -> Iterator[str]:
     for name, schema in body_schema(fields, required)["properties"].items():
         must = " (required)" if name in required else ""
-        told = f"{schema.get('description', '')}{must}"
-        yield f"<tr><td><code>{name}</code><td>{_type(schema)}<td>{html.escape(told)}</tr>"
+        text = f"{schema.get('description', '')}{must}"
+        yield f"<tr><td><code>{name}</code><td>{_type(schema)}<td>{html.escape(text)}</tr>"
 
 
 def _type(schema: Mapping[str, Any]) -> str:

@@ -59,7 +59,7 @@ class Routes:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
         self._completions = Completions(calls)
-        tells = AboutRoutes(calls.parts, about)
+        about_routes = AboutRoutes(calls.parts, about)
         generates, lists, tokenizes, detokenizes = (
             f"/blockyard.v1.InferenceService/{name}"
             for name in ("GenerateStream", "ListModels", "Tokenize", "Detokenize")
@@ -68,15 +68,15 @@ class Routes:
         self._routes: Mapping[str, _Route] = {
             "/v1/chat/completions": _Route(generates, self._generating(chat_wanted)),
             "/v1/completions": _Route(generates, self._generating(completion_wanted)),
-            MODELS: _Route(lists, tells.models),
-            MODEL: _Route(lists, tells.model),
+            MODELS: _Route(lists, about_routes.models),
+            MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
             "/detokenize": _Route(detokenizes, self._answering(detokenized)),
-            "/version": _Route(lists, tells.version),
-            "/metrics": _Route(info, tells.metrics),
-            "/health": _Route(health, tells.health),
-            "/openapi.json": _Route(lists, tells.document),
-            "/docs": _Route(lists, tells.page),
+            "/version": _Route(lists, about_routes.version),
+            "/metrics": _Route(info, about_routes.metrics),
+            "/health": _Route(health, about_routes.health),
+            "/openapi.json": _Route(lists, about_routes.document),
+            "/docs": _Route(lists, about_routes.page),
         }
 
     async def __call__(self, request: BaseRequest) -> StreamResponse:

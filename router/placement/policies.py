@@ -118,8 +118,8 @@ def _round_robin(turn: int, scores: Sequence[Score]) -> Choice:
     """Choose the next worker. The cost is a worker's distance in the rotation."""
     order = sorted(range(len(scores)), key=lambda number: (scores[number].worker_id, scores[number].address))
     costs = [0.0] * len(scores)
-    for place, number in enumerate(order):
-        costs[number] = float((place - turn) % len(order))
+    for position, number in enumerate(order):
+        costs[number] = float((position - turn) % len(order))
     return costs.index(0.0), costs
 
 
@@ -142,9 +142,9 @@ def _by_rendezvous(
         range(len(scores)), key=lambda number: sha256(key + scores[number].worker_id.encode()).digest()
     )
     costs = [0.0] * len(scores)
-    for place, number in enumerate(order):
-        is_home = place < num_homes and scores[number].load_ms <= config.loaded_ms
-        costs[number] = float(place if is_home else place + len(order))
+    for position, number in enumerate(order):
+        is_home = position < num_homes and scores[number].load_ms <= config.loaded_ms
+        costs[number] = float(position if is_home else position + len(order))
     least = min(costs)
     return (costs.index(least), costs) if least < len(order) else None
 

@@ -96,12 +96,12 @@ class TokenizerService:
         self._path = str(path)
         self._chat_template = chat_template
         self._spare = _Spare(self._path, chat_template, delay_seconds=spare_delay_seconds)
-        patience = _Patience(call_seconds=timeout_seconds, start_seconds=start_timeout_seconds)
-        long_patience = _Patience(
+        timeouts = _Timeouts(call_seconds=timeout_seconds, start_seconds=start_timeout_seconds)
+        long_timeouts = _Timeouts(
             call_seconds=LONG_TIMEOUT_FACTOR * timeout_seconds, start_seconds=start_timeout_seconds
         )
-        self._seats = [_Seat(self._spare, patience) for _ in range(num_processes)]
-        self._slow_seat = _Seat(self._spare, long_patience, niceness=SLOW_NICENESS)
+        self._seats = [_Seat(self._spare, timeouts) for _ in range(num_processes)]
+        self._slow_seat = _Seat(self._spare, long_timeouts, niceness=SLOW_NICENESS)
         self._fast_lane = _Lane([])
         self._slow_lane = _Lane([self._slow_seat])
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -203,7 +203,7 @@ class _Lane:
     def __init__(self, seats: Sequence[_Seat]) -> None:
         self._idle = list(seats)
         self._waiting = TenantQueues(quantum_tokens=QUANTUM_CHARACTERS)
-        self._places: dict[int, asyncio.Future[_Seat]] = {}
+        self._futures: dict[int, asyncio.Future[_Seat]] = {}
         """Futures of waiting calls, by number of ticket."""
         self._numbers = itertools.count()
 
@@ -211,16 +211,16 @@ class _Lane:
         """Wait for a seat. Return it with `give`."""
         number = next(self._numbers)
         ticket = Ticket(rank=number, number=number, tenant=client, cost_tokens=num_characters)
-        place: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
-        self._places[number] = place
+        future: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
+        self._futures[number] = future
         self._waiting.add(ticket)
         self._seat_waiting()
         try:
-            return await place
+            return await future
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.give(place.result())
-            elif self._places.pop(number, None) is not None:
+            if future.done() and not future.cancelled():
+                self.give(future.result())
+            elif self._futures.pop(number, None) is not None:
                 self._waiting.remove(ticket, had_turn=False)
             raise
 
@@ -230,11 +230,11 @@ class _Lane:
 
     def _seat_waiting(self) -> None:
         while self._idle and (ticket := self._waiting.first()) is not None:
-            place = self._places.pop(ticket.number)
+            future = self._futures.pop(ticket.number)
             # A cancelled caller runs only in the loop's next tick. Until then its ticket waits here.
-            self._waiting.remove(ticket, had_turn=not place.cancelled())
-            if not place.cancelled():
-                place.set_result(self._idle.pop())
+            self._waiting.remove(ticket, had_turn=not future.cancelled())
+            if not future.cancelled():
+                future.set_result(self._idle.pop())
 
 
 class _Spare:
@@ -272,7 +272,7 @@ class _Spare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Patience:
+class _Timeouts:
     call_seconds: float
     start_seconds: float
 
@@ -287,9 +287,9 @@ class _Call:
 class _Seat:
     """Holds one process, and its replacement after it dies. One caller at a time."""
 
-    def __init__(self, spare: _Spare, patience: _Patience, *, niceness: int = 0) -> None:
+    def __init__(self, spare: _Spare, timeouts: _Timeouts, *, niceness: int = 0) -> None:
         self._spare = spare
-        self._patience = patience
+        self._timeouts = timeouts
         self._niceness = niceness
         self._last_call: _Call | None = None
         self._is_closed = False
@@ -315,7 +315,7 @@ class _Seat:
         await self._finish_last_call()
         for _ in range(2):
             process = await self.ready()
-            deadline = asyncio.get_running_loop().time() + self._patience.call_seconds
+            deadline = asyncio.get_running_loop().time() + self._timeouts.call_seconds
             future = process.prepare(question)
             self._last_call = _Call(future=future, deadline=deadline)
             with suppress(ProcessDied):
@@ -331,11 +331,11 @@ class _Seat:
             process = self.process
             assert process is not None
             loaded = await process.connect()
-            await asyncio.wait({loaded}, timeout=self._patience.start_seconds)
+            await asyncio.wait({loaded}, timeout=self._timeouts.start_seconds)
             if not loaded.done():
                 self._replace()
                 raise TokenizingTimeout(
-                    f"the tokeniser process took over {self._patience.start_seconds:g} s to start"
+                    f"the tokeniser process took over {self._timeouts.start_seconds:g} s to start"
                 )
             # A loaded process that died while idle still looks ready. Its next call fails.
             with suppress(ProcessDied):
@@ -351,7 +351,7 @@ class _Seat:
         if call.future.done():
             return call.future.result()
         self._replace()
-        raise TokenizingTimeout(f"tokenising took over {self._patience.call_seconds:g} s")
+        raise TokenizingTimeout(f"tokenising took over {self._timeouts.call_seconds:g} s")
 
     async def _finish_last_call(self) -> None:
         """Wait until a call without a caller ends, so that its time does not count against the next."""

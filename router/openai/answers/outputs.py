@@ -27,10 +27,10 @@ async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIt
             yield deltas
         return
     ready: asyncio.Queue[Delta | None] = asyncio.Queue()
-    places = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
+    permits = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
 
     async def run(request: inference_pb2.GenerateRequest, first_index: int) -> None:
-        async with places, calls.deltas(request, context, waits=first_index > 0) as (_, deltas):
+        async with permits, calls.deltas(request, context, waits=first_index > 0) as (_, deltas):
             async for delta in deltas:
                 delta.index += first_index
                 ready.put_nowait(delta)

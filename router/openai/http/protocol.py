@@ -49,8 +49,8 @@ class _Connection(RequestHandler):
         super().connection_made(transport)
         most = self._connections.most_connections
         if len(self._connections.connections) > most:
-            told = f"the limit of {most} connections is reached"
-            self._end_with(Overloaded(told, retry_after_seconds=RETRY_SECONDS))
+            message = f"the limit of {most} connections is reached"
+            self._end_with(Overloaded(message, retry_after_seconds=RETRY_SECONDS))
         else:
             self._restart_head_timer()
 

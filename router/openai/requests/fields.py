@@ -135,8 +135,8 @@ def refuse_others(body: Body, known: Iterable[str], *, inside: str = "") -> None
     others = body.keys() - known
     for name in sorted(others):
         # Anything but a valid name may be any text of the client, so it is not repeated.
-        told = inside + name if is_id(name) else inside + "(a field)"
-        raise InvalidRequest.of(told, "is not known here")
+        shown = inside + name if is_id(name) else inside + "(a field)"
+        raise InvalidRequest.of(shown, "is not known here")
 
 
 def object_schema(fields: Fields, *, required: Iterable[str] = ()) -> dict[str, Any]:
