@@ -4,9 +4,9 @@
 any costly work. Pure: the clock and the random source are arguments. Does not own the order of admitted requests
 (fair_queue.py), their waiting (dispatch/waiting_line.py) or the room of a worker (cluster/gate.py).
 
-The ledger counts prompt tokens alone, because it protects the router's own resources: tokenizing, and the ids and block
-names that it keeps. `max_tokens` costs the router nothing. It is usually far above the number of generated tokens, and
-the whole context if left out, so charging it would refuse requests without need. Workers protect their KV cache
+The ledger protects the router's own resources: tokenizing, and the ids and block names that it keeps. So it counts
+prompt tokens alone. `max_tokens` costs the router nothing, and charging it would refuse requests without need. It is
+usually far above the number of generated tokens, and the whole context if left out. Workers protect their KV cache
 themselves: they admit by blocks and preempt.
 
 Shares of tenants:

@@ -48,15 +48,15 @@ class TokenFile:
 
     async def follow(self) -> None:
         """Check the file at intervals. A check that hangs, for example on a lost file server, counts as a bad file."""
-        look: asyncio.Task[TokenTable | str | None] | None = None
+        check: asyncio.Task[TokenTable | str | None] | None = None
         async with BackgroundTasks(on_failure=None) as tasks:
             while True:
                 await asyncio.sleep(POLL_SECONDS)
-                look = look or tasks.start(asyncio.to_thread(self._look), name="auth file")
-                await asyncio.wait({look}, timeout=POLL_SECONDS)
-                if look.done():
-                    self._take(look.result())
-                    look = None
+                check = check or tasks.start(asyncio.to_thread(self._look), name="auth file")
+                await asyncio.wait({check}, timeout=POLL_SECONDS)
+                if check.done():
+                    self._take(check.result())
+                    check = None
                 else:
                     self._take(f"auth file {self._path} cannot be read: it takes too long")
 

@@ -1,7 +1,7 @@
 """Bounds of every call that costs work: its deadline, its client's share of admission, and limits per minute.
 
-Does not own the limits themselves (config.py, admission/ledger.py, admission/rate_limits.py), the form of a tenant's
-name (request/validation.py) or permissions (admission/auth.py).
+Does not own the limits (config.py, admission/ledger.py, admission/rate_limits.py), the form of a tenant's name
+(request/validation.py) or permissions (admission/auth.py).
 """
 
 import asyncio

@@ -15,8 +15,8 @@ For the same time a load report may be older than the BUSY, so its empty queue i
 OFFERED_PERMITS = 4
 """Requests admitted per report of an empty queue. If all waiting requests went at once, most would be refused."""
 REPORT_SECONDS = 0.02
-"""A load report may be this much older than the last request sent. Without it each report would offer the same
-positions again."""
+"""A load report may be this much older than the last request sent. Otherwise each report would offer the same
+positions."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class WorkerGate:
         self.probe_at = now + PROBE_SECONDS
 
     def queue_was_empty(self, now: float) -> None:
-        """Record a report of an empty queue. Offer a few positions, and open the gate once no request has taken
+        """Record a report of an empty queue: offer a few positions, and open the gate once no request has taken
         them."""
         if now < self.shut_at + PROBE_SECONDS:
             return

@@ -1,12 +1,11 @@
-"""Engine link: the router's one long-lived stream to one worker. It connects, checks, keeps alive, routes and
-reconnects.
+"""Engine link: the router's one long-lived stream to one worker.
 
-Every open request (open_requests.py) ends with its stream: its sink gets `Lost`, and the relay places it on another
-worker. Any message shows that the worker is alive. The link ends a stream that is silent for too long, because a hung
-process keeps its connections open. It also ends the stream of a worker whose engine makes no progress.
+The link connects, checks the worker, keeps the stream alive, routes messages, and reconnects. Every open request
+(open_requests.py) ends with its stream: its sink gets `Lost`, and the relay places it on another worker. Any message
+shows that the worker is alive. The link ends a stream that is silent for too long, because a hung process keeps its
+connections open. It also ends the stream of a worker whose engine makes no progress.
 
-Does not own the content of a step (events.py), the state of the worker (view.py) or the life of a request
-(generation/relay.py).
+Does not own the content of a step (events.py), the worker's state (view.py) or a request's life (generation/relay.py).
 """
 
 import asyncio
@@ -127,8 +126,7 @@ class EngineLink:
 
     @property
     def has_failed(self) -> bool:
-        """True if the last attempt to connect failed. It stays False right after the end of a connection that was
-        up."""
+        """True if the last attempt to connect failed. It is still False right after an accepted connection ends."""
         return self._has_failed and not self.is_up
 
     async def run(self) -> None:
@@ -154,7 +152,7 @@ class EngineLink:
         self._is_stopped = True
 
     def submit(self, submit: session_pb2.Submit, sink: Sink, outputs: Iterable[int] = (0,)) -> int:
-        """Send a request for these outputs and return its new handle. If the link is down, the sink gets `Lost` at
+        """Send a request for these outputs and return its new handle. On a link that is down the sink gets `Lost` at
         once."""
         self._next_handle += 1
         handle = self._next_handle

@@ -5,8 +5,8 @@ Pure: events go in, snapshots come out, the clock is an argument. A worker's sta
 silent. A placed request counts at once, as load and as a speculative prefix. So simultaneous requests with a common
 prefix go to one worker before the index has that prefix.
 
-Does not own connections (link.py), sums over placed requests (bookings.py), the choice of a worker
-(placement/policies.py) or the index (dispatch/prefix_lookup.py).
+Does not own connections (link.py), sums over placed requests (bookings.py) or the index (dispatch/prefix_lookup.py).
+Nor does it choose a worker (placement/policies.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,18 +291,18 @@ class ClusterView:
             and now - worker.last_heard < self._suspect_seconds
         )
 
-    def is_alive(self, life: tuple[str, str]) -> bool:
+    def is_alive(self, worker_key: tuple[str, str]) -> bool:
         """Return True if this incarnation is connected at this address, however long it has been silent."""
-        address, incarnation = life
+        address, incarnation = worker_key
         worker = self._workers.get(address)
         return worker is not None and worker.link is LinkState.ACCEPTED and worker.incarnation == incarnation
 
     def find(self, worker_id: str) -> WorkerView | None:
         """Return the worker of this id. Among several incarnations it is the one heard last."""
-        lives = [
+        known = [
             worker for worker in self._workers.values() if worker.hello and worker.worker_id == worker_id
         ]
-        return min(lives, key=self.silence_seconds, default=None)
+        return min(known, key=self.silence_seconds, default=None)
 
     def namesake(self, address: str, hello: session_pb2.Hello) -> str | None:
         """Return the address of another worker with this name that was heard recently, or None.

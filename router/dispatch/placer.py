@@ -90,8 +90,7 @@ class Placer:
         fleet.on_change(self._notify)
 
     async def identity(self) -> ModelIdentity:
-        """Return the identity of the workers, once there is one. Raises NoWorkers if none comes in time, or
-        Overloaded."""
+        """Return the identity of the workers once it is known. Raises NoWorkers or Overloaded."""
         if self._fleet.identity is not None:
             return self._fleet.identity
         arrival, ticket = self._clock(), self.ticket()
@@ -226,8 +225,7 @@ class Placer:
     async def explain(
         self, names: Sequence[bytes], prompt_tokens: int, *, session_id: str = ""
     ) -> tuple[Placement | None, bool]:
-        """Return the placement that a prompt would get now, with the scores of all workers, and whether the index
-        answered."""
+        """Return the placement that a prompt would get now, with all scores, and whether the index answered."""
         found = await self._find(names)
         prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
         return self._choose(prompt, found), found.result.available

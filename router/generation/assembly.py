@@ -1,5 +1,4 @@
-"""Assembly: turns the tokens of a request's outputs into deltas with text, log-probabilities and the end of each
-output.
+"""Assembly: turns the tokens of a request's outputs into deltas of text and log-probabilities.
 
 Owns the figures of a Finish. Does not own when text is safe to show (proto/text.py) or where tokens come from
 (relay.py).

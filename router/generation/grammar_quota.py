@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-PLACES_OF_A_WORKER = 8
+PERMITS_OF_A_WORKER = 8
 """Permits of one client per worker: a quarter of `max_unstarted`."""
 
 
@@ -20,11 +20,11 @@ class _Client:
     num_held: int = 0
     num_here: int = 0
 
-    def hand_out(self, num_places: int) -> None:
-        while self.waiting and self.num_held < num_places:
-            place = self.waiting.popleft()
-            if not place.done():
-                place.set_result(None)
+    def hand_out(self, num_permits: int) -> None:
+        while self.waiting and self.num_held < num_permits:
+            permit = self.waiting.popleft()
+            if not permit.done():
+                permit.set_result(None)
                 self.num_held += 1
 
 
@@ -43,11 +43,11 @@ class GrammarPlaces:
         """Give out new permits. Call it when a worker has become ready."""
         for own in self._clients.values():
             if own.waiting:
-                own.hand_out(self._num_places)
+                own.hand_out(self._num_permits)
 
     @property
-    def _num_places(self) -> int:
-        return PLACES_OF_A_WORKER * max(1, self._num_workers())
+    def _num_permits(self) -> int:
+        return PERMITS_OF_A_WORKER * max(1, self._num_workers())
 
     @asynccontextmanager
     async def place(self, client: str | None) -> AsyncIterator[Callable[[], None]]:
@@ -61,25 +61,25 @@ class GrammarPlaces:
             return
         own = self._clients.setdefault(client, _Client())
         own.num_here += 1
-        place = asyncio.get_running_loop().create_future()
-        own.waiting.append(place)
-        own.hand_out(self._num_places)
+        permit = asyncio.get_running_loop().create_future()
+        own.waiting.append(permit)
+        own.hand_out(self._num_permits)
         has_left = False
 
         def leave() -> None:
             nonlocal has_left
-            if place.done() and not place.cancelled() and not has_left:
+            if permit.done() and not permit.cancelled() and not has_left:
                 has_left = True
                 own.num_held -= 1
-                own.hand_out(self._num_places)
+                own.hand_out(self._num_permits)
 
         try:
-            await place
+            await permit
             yield leave
         finally:
             leave()
-            if place.cancelled() and place in own.waiting:
-                own.waiting.remove(place)
+            if permit.cancelled() and permit in own.waiting:
+                own.waiting.remove(permit)
             own.num_here -= 1
             if not own.num_here:
                 del self._clients[client]

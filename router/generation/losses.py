@@ -1,7 +1,7 @@
 """Losses: how often a request may lose its worker, and the quarantine of prompts that kill workers.
 
-Pure. A request with a token from a worker did not cause that worker's death. A request under which two workers died
-before any token is a poison: no third worker gets it, and its prompt is refused for a while. A worker given up for
+Pure. A request with a token from a worker did not cause that worker's death. If two workers died under a request before
+any token, it is a poison: no third worker gets it, and its prompt is refused for a while. A worker given up for
 silence, or one that answers again, did not die. Does not own replay (relay.py).
 """
 

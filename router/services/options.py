@@ -1,7 +1,7 @@
 """gRPC server options: sizes of messages and metadata, silent clients, and bursts.
 
-gRPC bounds neither connections by address nor bytes by connection. The window of a stream bounds what a call sends
-before its message is read. calls/intake.py bounds how many messages are read at once.
+gRPC bounds neither connections by address nor bytes by connection. What a call sends before its message is read is
+bounded by the window of its stream. calls/intake.py bounds how many messages are read at once.
 """
 
 import resource

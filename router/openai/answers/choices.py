@@ -1,5 +1,7 @@
-"""Choices of an answer: outputs, whole or in pieces, in the form of either route. Does not own the JSON around them
-(envelope.py)."""
+"""Choices of an answer: outputs, whole or in pieces, in the form of either route.
+
+Does not own the JSON around them (envelope.py).
+"""
 
 from dataclasses import dataclass
 from typing import Any

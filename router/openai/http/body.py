@@ -105,8 +105,8 @@ def _outside_strings(raw: bytes) -> bytes:
 
 
 def check_head(request: BaseRequest, limit_bytes: int) -> None:
-    # This matters for security: a web page may send other types without a preflight of the browser. aiohttp's own
-    # `content_type` takes half a second for 8 KB of parameters.
+    # This matters for security: a web page may send other types without a preflight. aiohttp's own `content_type` takes
+    # half a second for 8 KB of parameters.
     media_type = request.headers.get("Content-Type", "").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise UnsupportedMediaType("Content-Type must be application/json")

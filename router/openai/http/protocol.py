@@ -1,6 +1,6 @@
 """Connections: bounds of their number, their silence, and the size and time of a request's head.
 
-Bytes that are not HTTP get a one-sentence answer and are not logged. aiohttp itself would quote them to the client and
+Bytes that are not HTTP get a one-sentence answer and are not logged. aiohttp itself would quote them to the client, and
 log them with a traceback. Does not own requests (openai/routes.py).
 """
 
