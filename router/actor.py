@@ -70,7 +70,7 @@ class RouterActor:
         return await asyncio.shield(self._starting)
 
     async def set_workers(self, addresses: Sequence[str]) -> int:
-        """Set the workers, and return how many are ready now."""
+        """Set the workers. Return how many of the earlier ones are ready in this router."""
         self._watch.heard()
         self._server.set_workers(addresses)
         return self._server.num_ready_workers

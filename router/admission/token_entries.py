@@ -184,9 +184,9 @@ def rotated(
 ) -> tuple[str, list[Entry]]:
     """Return a new token of this name, and all entries with it.
 
-    Earlier entries of the name expire after the overlap, or earlier if they already did. The new one expires when the
-    last of them would have. Raises ValueError, also if all of them have expired: the new token would be refused at
-    once.
+    Earlier entries of the name expire after the overlap, or at their own expiry if that is earlier. The new one expires
+    when the last of them would have. Raises ValueError, also if all of them have expired: the new token would be
+    refused at once.
     """
     earlier = _of_name(entries, name)
     last = max(earlier, key=_end)

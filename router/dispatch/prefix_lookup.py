@@ -28,8 +28,7 @@ from blockyard.router.cluster.view import CachedDepth
 REMEMBERED_LOOKUPS = 1000
 LEAST_HOLDERS = 256
 HOLDERS_A_WORKER = 4
-"""Berths read in one look-up. An incarnation has two, and a worker may have two incarnations until the older lease
-ends.
+"""Berths read per worker in one look-up: two per incarnation, and two incarnations until the older lease ends.
 
 Forged berths beyond these cost cache hits, but no time.
 """
@@ -48,7 +47,7 @@ class PrefixLookupConfig:
     check_timeout_seconds: float = 1.0
     """Timeout for the check whether the index answers at all. It is long, because a busy machine may be late."""
     refresh_seconds: float = 1.0
-    """The most age of a reported state or size."""
+    """Greatest age of a reported state or size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """Pure: the caller gives the time."""
+    """Breaker of look-ups: after some failures in a row it admits none for a while. Pure: the caller gives the time."""
 
     def __init__(self, *, failures_to_open: int, open_seconds: float) -> None:
         self.state = BreakerState.CLOSED

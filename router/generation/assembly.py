@@ -35,8 +35,10 @@ class Assembly:
         self._prompt_token_ids = dict.fromkeys(range(sampling.n), prompt_token_ids)
 
     def delta(self, chunk: TokenChunk) -> Delta:
-        """Return the delta of a chunk. It has a finish if the engine or a stop string ended the output, which gets no
-        more chunks."""
+        """Return the delta of a chunk. It has a finish if the engine or a stop string ended the output.
+
+        An output with a finish gets no more chunks.
+        """
         delta = self._outputs[chunk.index].delta(chunk)
         delta.prompt_token_ids = self._prompt_token_ids.pop(chunk.index, ())
         return delta

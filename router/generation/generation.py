@@ -73,8 +73,7 @@ class RouterParts:
         return identity.max_model_len if identity else self.facts.max_position_embeddings
 
     def root(self, identity: ModelIdentity, salt: str, *, realm: str, is_public: bool) -> bytes:
-        """Return the root of a prompt's block names. Callers of one realm share prefixes, and all callers share public
-        ones."""
+        """Return the root of a prompt's block names. A realm shares prefixes, and all callers share public ones."""
         tenant = "" if is_public else realm
         return identity.root(cluster_secret=self.cluster_secret, salt=salt, tenant=tenant)
 
@@ -136,10 +135,9 @@ def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGe
 async def generate(
     parts: RouterParts, valid: ValidGeneration, record: RequestRecord, charge: Charge, *, deadline: float
 ) -> AsyncGenerator[Delta, None]:
-    """Yield the outputs in pieces. `deadline` is on the clock of `parts`. Closing the generator ends the request
-    everywhere.
+    """Yield the outputs in pieces. Closing the generator ends the request everywhere. Raises any RouterError.
 
-    Raises any RouterError.
+    `deadline` is on the clock of `parts`.
     """
     identity = await parts.placer.identity()
     prepared = await tokenise(

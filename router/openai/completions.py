@@ -1,5 +1,4 @@
-"""Completions: a call of either route, from its JSON to its answer, with the same requests, events and rules as
-gRPC's."""
+"""Completions: a call of either route, from its JSON to its answer, by the same rules as gRPC's calls."""
 
 import time
 from collections.abc import AsyncIterator, Sequence

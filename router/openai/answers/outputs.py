@@ -1,4 +1,4 @@
-"""All outputs of a call as one stream of deltas: the n outputs of each prompt, in the order of the prompts.
+"""Outputs of a call as one stream of deltas. Their indexes run through the prompts, n for each prompt.
 
 Each prompt is a request of its own, and several prompts run in a task each. The first failure ends them all. The number
 of outputs at once is bounded: the next prompt starts when one has ended, behind all newer requests of others. So a call
