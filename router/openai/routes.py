@@ -1,8 +1,7 @@
-"""Routes: paths, permissions, and the end of every request as an answer, an error, or nothing for a client that is
-gone.
+"""Routes: paths, permissions, and the end of every request.
 
-A route stands for a gRPC method, so one table (admission/auth.py) has all permissions. Does not own what a route does
-(completions.py, tokens.py, about.py).
+A request ends with an answer, an error, or nothing for a client that is gone. A route stands for a gRPC method, so one
+table (admission/auth.py) has all permissions. Does not own what a route does (completions.py, tokens.py, about.py).
 """
 
 import asyncio
@@ -94,7 +93,7 @@ class Routes:
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            response = error_response(answer_to(error, self._told(request)), notes.names)
+            response = error_response(answer_to(error, self._logged_path(request)), notes.names)
         await self._finish(request, response, notes)
         return response
 
@@ -118,7 +117,7 @@ class Routes:
         known = MODEL if path.startswith(f"{MODELS}/") else path
         return known if known in self._routes else None
 
-    def _told(self, request: BaseRequest) -> str:
+    def _logged_path(self, request: BaseRequest) -> str:
         """Return the path for the log. An unknown path is the client's text."""
         return self._path(request.path) or "a path"
 

@@ -1,8 +1,7 @@
-"""Mapping of errors to HTTP: status, headers and OpenAI's error body. gRPC's codes decide the status
-(services/status.py).
+"""Mapping of errors to HTTP: status, headers and OpenAI's error body.
 
-Owns also the errors that only HTTP has. Messages name fields as the JSON body does, and quote no value except a model's
-name.
+gRPC's codes decide the status (services/status.py). Owns also the errors that only HTTP has. Messages name fields as
+the JSON body does, and quote no value except a model's name.
 """
 
 import re

@@ -1,5 +1,7 @@
-"""Rate limit headers: what is left of the current minute, for OpenAI's clients. Does not own the count
-(admission/rate_limits.py)."""
+"""Rate limit headers: what is left of the current minute, for OpenAI's clients.
+
+Does not own the count (admission/rate_limits.py).
+"""
 
 from aiohttp.web import BaseRequest
 from blockyard.proto.naming.headers import RATE_LIMIT, RATE_REMAINING, RATE_RESET
@@ -11,7 +13,7 @@ from blockyard.router.openai.http.call import http_call
 
 
 def rate_headers(bounds: CallBounds, request: BaseRequest) -> dict[str, str]:
-    """Return the headers of the bucket with the least left, the token's or the tenant's. None if no limit applies."""
+    """Return the headers of the bucket with the least left, the token's or the tenant's. Empty if no limit applies."""
     if PRINCIPAL.get() is None:
         return {}
     try:

@@ -1,5 +1,7 @@
-"""Chat requests: the body of /v1/chat/completions as a GenerateRequest. Content of any kind but text is refused by
-name."""
+"""Chat requests: the body of /v1/chat/completions as a GenerateRequest.
+
+Content of any kind but text is refused by name.
+"""
 
 from typing import Any
 

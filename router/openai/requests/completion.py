@@ -1,5 +1,7 @@
-"""Completion requests: the body of /v1/completions as GenerateRequests, one per prompt. A prompt is text or token
-ids."""
+"""Completion requests: the body of /v1/completions as GenerateRequests, one per prompt.
+
+A prompt is text or token ids.
+"""
 
 from typing import Any
 
