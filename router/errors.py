@@ -1,5 +1,6 @@
-"""Everything that can go wrong for a client, as one tree. Pure: how it travels is in services/status.py.
+"""Error tree: everything that can go wrong for a client. Pure: services/status.py maps it to gRPC.
 
+```
     RouterError                     code                  reason
     ├── InvalidRequest              INVALID_ARGUMENT      INVALID_REQUEST (+ field violations)
     │   └── ContextLengthExceeded   INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED
@@ -28,9 +29,10 @@
     └── InternalError               INTERNAL              INTERNAL
         ├── EngineFailed            INTERNAL              ENGINE_FAILED
         └── PoisonRequest           INTERNAL              POISON_REQUEST (+ tokens_emitted)
+```
 
-Messages name fields, never their values: no text of a client may reach a log or another client. UnknownModel alone
-repeats the model's name, to the client that sent it.
+Messages name fields, never their values, so that no text of a client reaches a log or another client. There is one
+exception: UnknownModel repeats the model's name to the client that sent it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +42,14 @@ from typing import ClassVar, Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldViolation:
-    """One field that is wrong, by its path in the request message, and what is allowed."""
+    """A wrong field of the request message, by its path, and what is allowed."""
 
     field: str
     description: str
 
 
 class RouterError(Exception):
-    """An answer to a client that is not a result. Subclasses fix the reason, services/status.py their code."""
+    """An error that a client receives. Subclasses set the reason, and services/status.py their code."""
 
     reason: ClassVar[str]
 
@@ -67,13 +69,13 @@ class RouterError(Exception):
 
     @classmethod
     def of(cls, field: str, description: str) -> Self:
-        """The common case: one field is wrong."""
+        """Return the common case: one field is wrong."""
         violation = FieldViolation(field=field, description=description)
         return cls(f"{field}: {description}", violations=(violation,))
 
 
 class InvalidRequest(RouterError):
-    """A field of the request is wrong; the violations say which, and what is allowed."""
+    """A field of the request is wrong. The violations name the field and what is allowed."""
 
     reason = "INVALID_REQUEST"
 
@@ -85,7 +87,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class Unsupported(RouterError):
-    """What the contract has a place for, and this version does not do yet."""
+    """A feature that the contract has, but this version does not support."""
 
     reason = "UNSUPPORTED"
 
@@ -97,13 +99,13 @@ class MalformedMessage(RouterError):
 
 
 class Unauthenticated(RouterError):
-    """No token, one that is not known here, or one that has expired."""
+    """There is no token, or it is unknown here, or it has expired."""
 
     reason = "UNAUTHENTICATED"
 
 
 class Forbidden(RouterError):
-    """The token's role may not do this, or the tenant named is not its own."""
+    """The token's role may not do this, or the named tenant is not the token's."""
 
     reason = "PERMISSION_DENIED"
 
@@ -113,13 +115,13 @@ class NotFound(RouterError):
 
 
 class UnknownModel(NotFound):
-    """The model named is not the one that is served."""
+    """The named model is not the one that is served."""
 
     reason = "MODEL_NOT_FOUND"
 
 
 class UnknownRequest(NotFound):
-    """No request of this id runs on the answering router, or not of the caller's tenant."""
+    """No request of this id runs on this router, or it belongs to another tenant."""
 
     reason = "REQUEST_NOT_FOUND"
 
@@ -131,13 +133,13 @@ class UnknownWorker(NotFound):
 
 
 class DuplicateRequest(RouterError):
-    """A request of this id runs already."""
+    """A request of this id is running already."""
 
     reason = "REQUEST_ALREADY_RUNS"
 
 
 class RequestTooLarge(RouterError):
-    """Prompt and max_tokens can never fit a worker's pool or context."""
+    """The prompt and max_tokens can never fit a worker's pool or context."""
 
     reason = "REQUEST_TOO_LARGE"
 
@@ -149,19 +151,19 @@ class LastWorker(RouterError):
 
 
 class Overloaded(RouterError):
-    """The router holds as many requests or prompt tokens as it may, or the request has waited for too long."""
+    """The router holds as many requests or prompt tokens as allowed, or the request has waited too long."""
 
     reason = "OVERLOADED"
 
 
 class RateLimited(Overloaded):
-    """The token or its tenant has had all the requests or tokens of a minute that the auth file gives it."""
+    """The token or its tenant has used all requests or tokens per minute that the auth file allows."""
 
     reason = "RATE_LIMITED"
 
 
 class SlowReader(RouterError):
-    """The client took nothing of its stream for too long."""
+    """The client has not read its stream for too long."""
 
     reason = "SLOW_READER"
 
@@ -173,13 +175,13 @@ class DeadlinePassed(RouterError):
 
 
 class DeadlineUnreachable(DeadlinePassed):
-    """By measured rates the first token would come long after the deadline; nothing was computed."""
+    """The first token is expected long after the deadline, according to measured rates. Nothing was computed."""
 
     reason = "DEADLINE_UNREACHABLE"
 
 
 class RequestAborted(RouterError):
-    """An Abort ended the request, or a drain was taken back."""
+    """An Abort ended the request, or a drain was undone."""
 
     reason = "ABORTED"
 
@@ -189,13 +191,13 @@ class Unavailable(RouterError):
 
 
 class NoWorkers(Unavailable):
-    """No worker is ready, and none became so in time."""
+    """No worker is ready, and none became ready in time."""
 
     reason = "NO_WORKERS"
 
 
 class WorkerLost(Unavailable):
-    """The request lost more workers than it may; `tokens_emitted` says how far it was."""
+    """The request lost more workers than allowed. `tokens_emitted` is the number of tokens sent before."""
 
     reason = "WORKER_LOST"
 
@@ -207,31 +209,31 @@ class WorkerUnreachable(Unavailable):
 
 
 class RouterDraining(Unavailable):
-    """This router is about to end: another one takes the request."""
+    """This router is about to end. Another router can take the request."""
 
     reason = "ROUTER_DRAINING"
 
 
 class InternalError(RouterError):
-    """A fault of the router. Its log has the exception, the answer has nothing of it."""
+    """The router has failed. Its log has the exception, and the response quotes nothing of it."""
 
     reason = "INTERNAL"
 
 
 class EngineFailed(InternalError):
-    """The engine failed on this request, more than once."""
+    """The engine failed on this request more than once."""
 
     reason = "ENGINE_FAILED"
 
 
 class PoisonRequest(InternalError):
-    """Workers died under this request: it is tried on no other, and refused for a minute."""
+    """Workers died under this request. No further worker gets it, and its prompt is refused for a minute."""
 
     reason = "POISON_REQUEST"
 
 
 def as_router_error(error: BaseException) -> RouterError:
-    """The answer for any exception: itself, the first of ours in a group, or INTERNAL without a word of it."""
+    """Return the error for the client: itself, the first of ours in a group, or INTERNAL without details."""
     if isinstance(error, RouterError):
         return error
     if isinstance(error, BaseExceptionGroup):
@@ -242,7 +244,7 @@ def as_router_error(error: BaseException) -> RouterError:
 
 
 def is_gone(error: Exception) -> bool:
-    """Whether it is the client's connection that has failed, in a group maybe."""
+    """Return True if the client's connection has failed, also within a group."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup(ConnectionError) is not None
     return isinstance(error, ConnectionError)

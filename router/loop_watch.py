@@ -1,7 +1,6 @@
-"""How long the event loop stands still.
+"""Loop watch: measures how long the event loop stands still.
 
-While a callback runs nobody else is served: every token of every stream waits for it. `LoopWatch` measures that. Does
-not own what runs on the loop.
+While a callback runs, every token of every stream waits. Does not own what runs on the loop.
 """
 
 import asyncio
@@ -19,24 +18,28 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 0.005
 ALARM_SECONDS = 0.05
 START_SECONDS = 60.0
-"""Seconds for which a router starts. Workers then load their models on the same cores, so pauses are usual."""
+"""Startup time of a router. Workers then load their models on the same cores, so pauses are usual."""
 START_ALARM_SECONDS = 1.0
 ALARM_PAUSE_SECONDS = 10.0
-"""Between two warnings at least."""
+"""Least time between two warnings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """What was seen of a loop for a while. Pauses are from tick to tick: nothing held the loop for longer than the
-    worst, and it may have been a tick less."""
+    """Pauses of an event loop over some time. A pause lasts from tick to tick.
+
+    No callback blocked the loop for longer than the worst pause. It may have been shorter by one tick.
+    """
 
     num_ticks: int = 0
     num_late: int = 0
-    """By more than LATE_SECONDS."""
+    """Ticks late by more than LATE_SECONDS."""
     worst_seconds: float = 0.0
     worst_computing_seconds: float = 0.0
-    """The longest that the loop's own thread was busy in one pause. What a pause is longer than that is the machine's
-    fault or another thread's: there was no processor to run on, or no interpreter lock."""
+    """Longest computation of the loop's own thread within one pause.
+
+    The rest of a pause has other causes: no free processor, or another thread with the interpreter lock.
+    """
 
     def __str__(self) -> str:
         return (
@@ -47,8 +50,11 @@ class Lateness:
 
 
 class LoopWatch:
-    """Sleeps for a moment, again and again, and notes how long it was away. Counted from the tick before and not from
-    when it should have woken: a callback that begins with the sleep would seem shorter by all of it."""
+    """Sleeps for one tick again and again, and measures its absence.
+
+    The measure starts at the last tick, not at the expected end of the sleep. Otherwise a callback that begins with the
+    sleep would seem shorter.
+    """
 
     def __init__(
         self,
@@ -58,7 +64,7 @@ class LoopWatch:
         thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.lag = Histogram(by_name(ROUTER_METRICS)["loop_lag_seconds"])
-        """Of all ticks, whoever has taken what was seen."""
+        """Lateness of all ticks. `take` does not reset it."""
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._thread_clock = thread_clock
@@ -71,12 +77,12 @@ class LoopWatch:
         return self._seen
 
     def take(self) -> Lateness:
-        """What was seen since the last call of this."""
+        """Return the pauses since the last call of `take`."""
         seen, self._seen = self._seen, Lateness()
         return seen
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         last, last_computing = self._clock(), self._thread_clock()
         while True:
             await asyncio.sleep(self._tick_seconds)
@@ -85,7 +91,7 @@ class LoopWatch:
             last, last_computing = now, computing
 
     def note(self, pause_seconds: float, computing_seconds: float) -> None:
-        """One tick: how long after the one before, and for how long the loop's thread computed meanwhile."""
+        """Count one tick: the time since the last one, and the loop thread's computing time within it."""
         seen = self._seen
         self.lag.observe(max(pause_seconds - self._tick_seconds, 0.0))
         self._seen = Lateness(

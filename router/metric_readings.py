@@ -1,7 +1,7 @@
-"""All of a router's readings at one moment, under the names of the table (proto/metrics/table.py).
+"""Metric readings of a router at one moment, under the names of the table (proto/metrics/table.py).
 
-Owns where each is found. Does not own what becomes of requests (generation/metrics.py) nor how readings leave the
-process (actor.py, __main__.py). To be taken on the event loop, once a second: it looks at each request that is held.
+Owns where each value is found. Does not own request metrics (generation/metrics.py) or how readings leave the process
+(actor.py, __main__.py). Called on the event loop once a second. It looks at each held request.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ def router_source(config: RouterConfig, router_id: str) -> Source:
 
 
 async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Histogram) -> Readings:
-    """Asks the index how it is, unless somebody just did."""
+    """Return all readings. It asks the index for its state, unless the last answer is fresh."""
     condition = await current_condition(parts.placer.prefix_lookup, parts.fleet.view)
     return {
         **parts.metrics.readings(),

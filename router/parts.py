@@ -1,6 +1,6 @@
-"""The parts of a router, put together by its config.
+"""Parts of a router, built from its config.
 
-Owns which part is given what. Does not own how long they live nor what serves them (server.py).
+Owns the dependencies between parts. Does not own their lifetimes or what serves them (server.py).
 """
 
 import asyncio
@@ -27,12 +27,14 @@ from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.router.tokenizing.service import TokenizerService
 
 DIRECTORY_SECONDS = 1.0
-"""How often the index is asked which workers live, and how long that may take."""
+"""Interval and timeout of reading the index's directory of workers."""
 
 
 async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
-    """They live as long as the stack; and the index, whose directory lists workers. Raises OSError, ValueError or
-    TokenizingError for a model folder that cannot be used."""
+    """Build the parts, which live as long as the stack. Return also the index, whose directory lists workers.
+
+    Raises OSError, ValueError or TokenizingError for a model folder that cannot be used.
+    """
     folder = await asyncio.to_thread(resolve_model, config.model, patterns=TOKENIZER_FILES)
     tokenizer_folder = await asyncio.to_thread(resolve_tokenizer, config.tokenizer, folder)
     tokenizing = await stack.enter_async_context(
@@ -96,7 +98,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
 
 
 def _index(config: RouterConfig, stack: AsyncExitStack) -> PrefixIndex | None:
-    """A connection of its own for each who asks: placement gives up far sooner than the directory."""
+    """Connect to the index. Placement and directory have a connection each, because their timeouts differ."""
     if config.redis_url is None:
         return None
     client = connect(config.redis_url, timeout_seconds=DIRECTORY_SECONDS)

@@ -1,8 +1,8 @@
-"""One router process: its parts, its gRPC server, its background work, its end.
+"""Router server: one router process with its parts, its gRPC server, its background work, and its end.
 
-Owns lifetimes and where worker addresses come from: the config, the supervisor (`set_workers`) and, where there is no
-supervisor, records in the index that a worker has signed with the cluster secret. Everything else is in the parts that
-it puts together. Runs inside any asyncio loop.
+Owns lifetimes, and where worker addresses come from. Those are the config, the supervisor (`set_workers`) and, without
+a supervisor, records in the index that workers have signed with the cluster secret. Everything else is in the parts
+(parts.py). Runs inside any asyncio loop.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from blockyard.proto.index.contract import PrefixIndex, PrefixIndexError
 from blockyard.proto.metrics.prometheus import exposition
 from blockyard.proto.metrics.readings import Readings
 from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_loopback
 from blockyard.proto.security.tls import listen, server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
@@ -50,13 +51,15 @@ logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 0.2
 MAX_DISCOVERED_WORKERS = 1024
-"""Of those that Redis tells of. A link takes memory and connects again and again, even where nobody listens."""
+"""Most workers found through Redis. A link takes memory and keeps trying to connect, even to a dead address."""
 PAGES_A_LOOK = 4
-"""Of 256 records: as many as workers are discovered. Forged records for all 65,535 berths are gone through in 64 looks,
-and what they cost is some 40 ms of each second."""
+"""Pages of 256 records, as many as the most discovered workers.
+
+Forged records for all 65,535 berths take 64 rounds, and about 40 ms of each second.
+"""
 READINGS_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
-"""For calls that are left when the grace is over to hear of it."""
+"""Time for calls that outlive the grace period to receive their error."""
 SERVICES = tuple(
     descriptor.services_by_name[name].full_name
     for descriptor, name in (
@@ -68,39 +71,48 @@ SERVICES = tuple(
 
 
 class RouterServer:
-    """`start`, serve, `stop`; each once. A background task that fails ends the server, is logged and sets `failed`."""
+    """Server of one router: `start`, serve, `stop`, each once.
+
+    A background task that fails ends the server, is logged and sets `failed`.
+    """
 
     def __init__(
         self, config: RouterConfig, *, owns_process: bool = False, router_id: str = "router"
     ) -> None:
-        """`owns_process`: nothing but this server lives in it, so that the garbage collector may be set for it.
-        `router_id` is its name in metrics."""
+        """`owns_process`: nothing else runs in the process, so the garbage collector may be tuned for this server.
+
+        `router_id` is its name in metrics.
+        """
         self._config = config
         self.metric_source = router_source(config, router_id)
         self._owns_process = owns_process
         self.failed = asyncio.Event()
-        """Nothing is served any more, and nothing here will cure it."""
+        """Set when nothing is served any more. Only a new process helps."""
         self.loop_watch = LoopWatch(config.loop_tick_seconds)
         self.http_address = ""
-        """Of the gateway, once it serves; empty where there is none."""
+        """Address of the gateway once it serves. Empty: none."""
         self.intake = Intake()
-        """Of requests that are not whole yet."""
+        """Requests that have not arrived completely."""
         self._supervised: tuple[str, ...] = ()
         self._listed: frozenset[str] = frozenset()
         self._forged = 0
         self.readings: Readings = {}
-        """Of the metrics, a second old at most; empty until it serves."""
+        """Metrics, at most a second old. Empty until the server serves."""
         self._fleet: Fleet | None = None
         self._stopping = asyncio.Event()
         self._grace_seconds = 0.0
+        # `start` and `stop` await the one task, whose lifetime spans both calls.
+        self._tasks = BackgroundTasks(on_failure=None)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Serves from now on: the address "host:port". Raises OSError, ValueError or TokenizingError for a model
-        folder it cannot use, RuntimeError for a port it cannot have."""
+        """Start to serve and return the address "host:port".
+
+        Raises OSError, ValueError or TokenizingError for a model folder that cannot be used, and RuntimeError for a
+        port that cannot be bound.
+        """
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # The one task without a group: its life spans two calls, and `stop` awaits it.
-        serving = self._serving = asyncio.create_task(self._serve(started))
+        serving = self._serving = self._tasks.start(self._serve(started), name="router")
         await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
@@ -108,7 +120,7 @@ class RouterServer:
         return started.result()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Health says NOT_SERVING and new requests are refused; those that run have the grace to finish."""
+        """Refuse new requests and let running ones finish within the grace period. Health reports NOT_SERVING."""
         self._grace_seconds = grace_seconds
         self._stopping.set()
         if self._serving is not None:
@@ -123,16 +135,16 @@ class RouterServer:
 
     @property
     def ready_incarnations(self) -> tuple[str, ...]:
-        """The lives of workers that get requests from here."""
+        """Return the incarnations that get requests from this router."""
         return tuple(worker.incarnation for worker in self._fleet.view.ready()) if self._fleet else ()
 
     def set_workers(self, addresses: Sequence[str]) -> None:
-        """The supervisor's list, "host:port" each; adds to the config's and to those discovered in the index."""
+        """Set the supervisor's list of addresses "host:port". The config's and discovered workers stay."""
         self._supervised = tuple(addresses)
         self._tell_fleet()
 
     async def _serve(self, started: "asyncio.Future[str]") -> None:
-        # What an operator may have got wrong first: the rest takes seconds.
+        # First what an operator may have got wrong: the rest takes seconds.
         config = self._config
         page_token = config.page_token_sha256
         token_file = TokenFile(config.auth_file, page_token_sha256=page_token) if config.auth_file else None
@@ -144,7 +156,7 @@ class RouterServer:
                 stack.enter_context(spared_by_garbage_collection())
             self._fleet = parts.fleet
             self._tell_fleet()
-            # The group inside: what `_listen` raises is for the caller of `start` and must not come in a group.
+            # The group is inside, because the caller of `start` must not get an error of `_listen` in a group.
             bounds = CallBounds(
                 ledger=parts.ledger,
                 default_timeout_seconds=config.default_timeout_seconds,
@@ -195,7 +207,7 @@ class RouterServer:
         try:
             await duty
         except Exception:
-            logger.critical("the router has failed and serves no more", exc_info=True)
+            logger.critical("the router has failed and stopped serving", exc_info=True)
             self.failed.set()
             raise
 
@@ -204,7 +216,7 @@ class RouterServer:
         self, calls: Calls, gate: CallGate, credentials: grpc.ServerCredentials | None
     ) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
         config = self._config
-        # Unless it is shared on purpose, a taken port is an error, not a share of its traffic.
+        # Without `reuse_port` a taken port must be an error, not a share of its traffic.
         facts = calls.parts.facts
         text_bytes = facts.max_text_bytes(facts.max_position_embeddings)
         options = (*server_options(text_bytes=text_bytes), ("grpc.so_reuseport", int(config.reuse_port)))
@@ -239,15 +251,17 @@ class RouterServer:
             async with asyncio.timeout(self._grace_seconds):
                 await parts.registry.until_idle()
         except TimeoutError:
-            logger.warning("%d requests outlived the grace", len(parts.registry.records()))
+            logger.warning(
+                "%d requests were still running after the grace period", len(parts.registry.records())
+            )
 
     async def _keep_health(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
-        """SERVING while a worker is ready. Looks at intervals, because silence is no event."""
-        told = None
+        """Report SERVING while a worker is ready. It polls, because silence is no event."""
+        reported = None
         while True:
             is_ready = bool(parts.fleet.view.ready())
-            if is_ready is not told and not parts.registry.is_draining:
-                told = is_ready
+            if is_ready is not reported and not parts.registry.is_draining:
+                reported = is_ready
                 response = health_pb2.HealthCheckResponse
                 status = response.SERVING if is_ready else response.NOT_SERVING
                 for service in ("", *SERVICES):
@@ -260,9 +274,11 @@ class RouterServer:
             await asyncio.sleep(READINGS_SECONDS)
 
     async def _follow_directory(self, index: PrefixIndex, fleet: Fleet) -> None:
-        """Learns the workers whose signed records are in the index, PAGES_A_LOOK pages at a time.
+        """Read the workers with signed records in the index, PAGES_A_LOOK pages at a time.
 
-        An old record may be there still, or again: its worker has ended, and nobody else passes for it (tls.py)."""
+        A record of an ended worker may still be there, or be written back. No other process can pass for its worker
+        (tls.py).
+        """
         directory = Directory(
             secret=self._config.cluster_secret,
             cluster=self._config.cluster,
@@ -277,7 +293,7 @@ class RouterServer:
                         if directory.next_after == 0:
                             break
             except (PrefixIndexError, TimeoutError):
-                logger.debug("the index did not say which workers live")
+                logger.debug("the index returned no list of workers")
             self._note_forged(directory.num_forged)
             self._listed = directory.addresses
             self._tell_fleet()
@@ -297,9 +313,9 @@ def _warn_of_openness(config: RouterConfig) -> None:
     if is_loopback(config.host):
         return
     if config.auth_file is None:
-        logger.warning("whoever reaches %s may call everything: there is no auth file", config.host)
+        logger.warning("no auth file: anyone who reaches %s may call every method", config.host)
     if config.tls is None:
-        logger.warning("prompts and tokens go over %s in plaintext: there is no TLS", config.host)
+        logger.warning("no TLS: prompts and tokens cross %s in plaintext", config.host)
 
 
 def _version() -> str:

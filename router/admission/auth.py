@@ -1,8 +1,9 @@
-"""Who may call what: bearer tokens, their roles, and the one table of methods. Pure.
+"""Authentication and authorisation: bearer tokens, their roles, and the table of methods. Pure.
 
-Default-deny: a method that the table does not name is nobody's, whatever the role. Tokens are known by their sha256
-alone, so the file of them gives none away; they are drawn with 256 bits, which no guess finds and which need no salt.
-Does not own what the file says (token_entries.py), where it lies (token_file.py) nor how a refusal travels
+No role may call a method that the table does not name. Only the sha256 of each token is stored, so the auth file
+reveals no token. Tokens have 256 random bits: they cannot be guessed and need no salt.
+
+Does not own the contents of the file (token_entries.py), its path (token_file.py) or how a refusal is sent
 (services/interceptor.py).
 """
 
@@ -15,11 +16,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 
+from blockyard.proto.naming.headers import AUTHORIZATION
 from blockyard.router.admission.rate_limits import NO_LIMIT, RateLimit
 from blockyard.router.errors import Forbidden, Unauthenticated
-
-AUTHORIZATION_KEY = "authorization"
-"""Of a call's metadata: `Bearer TOKEN`."""
 
 
 class Role(StrEnum):
@@ -30,31 +29,31 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Whoever showed a token."""
+    """The caller that a token proves."""
 
     name: str
     role: Role
     tenant: str
-    """Whose requests and prefixes are his."""
+    """Tenant that owns the caller's requests and prefixes."""
     limit: RateLimit = NO_LIMIT
-    """Of all tokens of this name together."""
+    """Shared by all tokens of this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownToken:
     principal: Principal
     expires: float | None = None
-    """Unix seconds; None: never."""
+    """Unix seconds. None: the token never expires."""
 
 
 LIVE_PAGE = Principal(name="live-page", role=Role.VIEWER, tenant="live-page")
-"""Of Ray's dashboard, on a cluster that `up` has started."""
+"""Principal of Ray's dashboard, on a cluster that `up` has started."""
 PRINCIPAL: ContextVar[Principal | None] = ContextVar("blockyard_principal", default=None)
-"""Of the call that is being served; None where clients are not authenticated."""
+"""Caller of the call in progress. None where clients are not authenticated."""
 
 
 def principal_name() -> str:
-    """For the audit log."""
+    """Return the caller's name for the audit log."""
     principal = PRINCIPAL.get()
     return "anonymous" if principal is None else principal.name
 
@@ -69,7 +68,7 @@ _USERS = frozenset({Role.USER, Role.ADMIN})
 _VIEWERS = frozenset({Role.VIEWER, Role.ADMIN})
 _ADMINS = frozenset({Role.ADMIN})
 OPEN = None
-"""For everybody, without a token."""
+"""Anyone may call the method without a token."""
 
 METHOD_ROLES: Mapping[str, frozenset[Role] | None] = {
     **_methods(
@@ -98,7 +97,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role] | None] = {
 
 
 class TokenTable:
-    """Principals by token, and the limits of tenants, as parsed."""
+    """Principals by token, and the rate limits of tenants."""
 
     def __init__(
         self,
@@ -107,8 +106,8 @@ class TokenTable:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`known`: by the sha256 of each one's token."""
-        # Found under a key that nobody knows: how long a look-up takes then says nothing of any digest.
+        """`known` maps the sha256 of each token to the token's record."""
+        # The table is keyed by an HMAC under a random key. The time of a look-up then reveals nothing about a digest.
         self._key = secrets.token_bytes(32)
         self._known = {self._blinded(digest): token for digest, token in known.items()}
         self._tenant_limits = tenant_limits or {}
@@ -118,12 +117,12 @@ class TokenTable:
         return len(self._known)
 
     def find(self, token: str) -> Principal | None:
-        """None also for a token that has expired."""
+        """Return the token's principal, or None if the token is unknown or has expired."""
         known = self._find(token)
         return None if known is None or self._is_over(known) else known.principal
 
     def has_expired(self, token: str) -> bool:
-        """False for one that is not known."""
+        """Return True if the token is known and has expired."""
         known = self._find(token)
         return known is not None and self._is_over(known)
 
@@ -143,35 +142,35 @@ class TokenTable:
 def authenticate(
     method: str, metadata: Iterable[tuple[str, str | bytes]], tokens: TokenTable
 ) -> Principal | None:
-    """Who calls; None for a method that is open to everybody. Raises Unauthenticated."""
+    """Return the caller, or None if the method is open to anyone. Raises Unauthenticated."""
     if method in METHOD_ROLES and METHOD_ROLES[method] is OPEN:
         return None
     token = _bearer_token(metadata)
     principal = tokens.find(token)
     if principal is None:
         if tokens.has_expired(token):
-            # Only whoever shows the token itself is told.
+            # Only a caller that has the token itself learns this.
             raise Unauthenticated("this token has expired")
         raise Unauthenticated("this token is not known here")
     return principal
 
 
 def check_role(method: str, principal: Principal) -> None:
-    """Raises Forbidden."""
+    """Check that the principal's role may call the method. Raises Forbidden."""
     roles = METHOD_ROLES.get(method) or frozenset()
     if principal.role not in roles:
         raise Forbidden(f"the role {principal.role} may not make this call")
 
 
 def check_admin(field: str) -> None:
-    """Of the call at hand; a cluster without authentication lets anybody. Raises Forbidden."""
+    """Check that the caller is an admin. Without authentication any caller passes. Raises Forbidden."""
     principal = PRINCIPAL.get()
     if principal is not None and principal.role is not Role.ADMIN:
         raise Forbidden(f"{field}: is for admins")
 
 
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    shown = [value for key, value in metadata if key == AUTHORIZATION_KEY]
+    shown = [value for key, value in metadata if key == AUTHORIZATION]
     if len(shown) != 1 or not isinstance(shown[0], str):
         raise Unauthenticated("one bearer token is required: `authorization: Bearer TOKEN`")
     scheme, _, token = shown[0].partition(" ")

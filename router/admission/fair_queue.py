@@ -1,15 +1,14 @@
-"""Whose turn it is among tenants that wait: deficit round robin (Shreedhar & Varghese, SIGCOMM 1995).
+"""Fair queues: deficit round robin among waiting tenants (Shreedhar & Varghese, SIGCOMM 1995).
 
-Each tenant has a queue of its own, in order of tickets. Tenants are visited in turn; a visit adds a quantum of tokens
-times the tenant's weight to what it may spend, and its requests go as long as that covers their cost. So all who wait
-get tokens in proportion to their weights, whatever the sizes and the numbers of their requests. With one tenant
-this is one queue in order of tickets.
+Each tenant has a queue, ordered by ticket. A visit to a tenant adds one quantum of tokens, times the tenant's weight,
+to its budget. The tenant's requests leave while the budget covers their cost. So waiting tenants receive tokens in
+proportion to their weights, whatever the size or number of their requests. A single tenant has one plain queue.
 
-Departing from the paper, a quantum may be smaller than a request: rounds in which nobody could go are added up at
-once, so that finding the first costs two walks over the waiting tenants at most, and O(1) amortised while requests cost
-no more than a quantum.
+One difference from the paper: a quantum may be smaller than a request. Rounds in which no request can leave are added
+up at once. Finding the first request takes at most two passes over the waiting tenants. It takes amortised O(1) while
+requests cost at most a quantum.
 
-Pure. Does not own the waiting itself (dispatch/waiting_line.py) nor how many may wait (ledger.py).
+Pure. Does not own the waiting itself (dispatch/waiting_line.py) or how many requests may wait (ledger.py).
 """
 
 import heapq
@@ -21,17 +20,21 @@ from math import ceil
 from blockyard.proto.naming.identifiers import NAME_RULE, is_name
 
 QUANTUM_TOKENS = 1024
-"""What a tenant of weight 1 may spend at a visit: an ordinary request. Smaller ones take turns more finely."""
+"""Budget that one visit gives a tenant of weight 1. It covers an ordinary request. Smaller values alternate more
+often."""
 LEAST_HEAP_TICKETS = 16
-"""Below twice so many a queue is not tidied."""
+"""A heap is never rebuilt below twice this length."""
 MIN_WEIGHT = 0.001
 MAX_WEIGHT = 1000.0
 ADDRESS_SIGN = "@"
-"""Begins what stands for a client without a name, an address: no name has it."""
+"""Prefix of the name that stands for a client without a name: its address. No tenant's name contains it."""
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Shares by tenant; who is not named has 1, and "" is each address that names no tenant. Raises ValueError."""
+    """Return weights by tenant. Raises ValueError.
+
+    A tenant that is not listed has weight 1. The name "" stands for every address without a tenant.
+    """
     for tenant, weight in weights.items():
         if not is_name(tenant):
             raise ValueError(f"a tenant's name must be {NAME_RULE}, not {tenant!r}")
@@ -47,7 +50,7 @@ def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
 
 
 def parse_weights(pairs: Sequence[str]) -> dict[str, float]:
-    """Weights given as "name=weight". Raises ValueError that says what is wrong with which."""
+    """Parse weights given as "name=weight". Raises ValueError with the pair that is wrong."""
     weights: dict[str, float] = {}
     for pair in pairs:
         tenant, _, text = pair.partition("=")
@@ -63,20 +66,23 @@ def parse_weights(pairs: Sequence[str]) -> dict[str, float]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """A request's place among those of its tenant; lower ones go first."""
+    """Position of a request among those of its tenant. Lower tickets leave first."""
 
     rank: float
-    """The time of arrival, later by some seconds for each step of priority: nobody who waits is passed for ever."""
+    """Arrival time, shifted by some seconds per step of priority. No request can therefore wait for ever."""
     number: int
-    """Decides between equals: the order of arrival."""
+    """Order of arrival. Breaks ties of rank."""
     tenant: str = ""
     cost_tokens: int = 0
-    """Its prompt, cached or not, and `max_tokens` for each output. What is cached is known only for one worker and one
-    moment, and what will be generated not at all: a tenant pays for what it asks for, so that no guess can be gamed."""
+    """All prompt tokens, cached or not, plus `max_tokens` for each output.
+
+    Cached tokens are known for one worker at one moment, and generated tokens not at all. A tenant pays for what it
+    requests, so a client gains nothing by a false estimate.
+    """
     is_paid: bool = False
-    """It had its turn."""
+    """The request has left the queue and its tenant has paid for it."""
     waited_seconds: float = 0.0
-    """In line, over all the times that it stood there."""
+    """Total time in the queue, over all stays."""
 
     def __lt__(self, other: "Ticket") -> bool:
         return (self.rank, self.number) < (other.rank, other.number)
@@ -84,17 +90,17 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One that has waiting requests."""
+    """A tenant with waiting requests."""
 
     quantum_tokens: float
     deficit_tokens: float = 0.0
-    """What it may spend; below 0 where a request went that was no longer the first."""
+    """Remaining budget. Below 0 after a request that left although it was no longer the first."""
     is_visited: bool = False
-    """This visit's quantum is in the deficit."""
+    """The quantum of the current visit is already in the deficit."""
     is_ahead: bool = False
     waiting: set[Ticket] = field(default_factory=set)
     order: list[Ticket] = field(default_factory=list)
-    """A heap; those who left are dropped when they come to its top, or when they are most of it."""
+    """A heap. It drops removed tickets when they reach its top, or when they are most of it."""
 
     def first(self) -> Ticket | None:
         while self.order and self.order[0] not in self.waiting:
@@ -116,7 +122,7 @@ class _Tenant:
 
 
 class TenantQueues:
-    """Those who wait. A tenant without any is forgotten, with what it could have spent."""
+    """Waiting requests, by tenant. A tenant without waiting requests is forgotten together with its budget."""
 
     def __init__(
         self, weights: Mapping[str, float] | None = None, *, quantum_tokens: float = QUANTUM_TOKENS
@@ -124,9 +130,9 @@ class TenantQueues:
         self._weights = checked_weights(weights or {})
         self._quantum_tokens = quantum_tokens
         self._rotation: OrderedDict[str, _Tenant] = OrderedDict()
-        """By name: the one that is visited, then those that follow."""
+        """Tenants by name, in order of visit. The first is being visited."""
         self._ahead: deque[_Tenant] = deque()
-        """Those with a request that came back: it is looked at before the rotation goes on."""
+        """Tenants with a request that came back. They are served before the rotation goes on."""
 
     def __contains__(self, ticket: Ticket) -> bool:
         tenant = self._rotation.get(ticket.tenant)
@@ -136,8 +142,8 @@ class TenantQueues:
         return sum(len(tenant.waiting) for tenant in self._rotation.values())
 
     def add(self, ticket: Ticket) -> None:
-        """A request that comes back after its turn has its cost returned and goes ahead of other tenants."""
-        assert ticket not in self, "a request stands in line once"
+        """Add a request. If it comes back after it has paid, refund its cost and put its tenant ahead of the others."""
+        assert ticket not in self, "the request is already in the queue"
         tenant = self._rotation.get(ticket.tenant)
         if tenant is None:
             tenant = _Tenant(self._quantum_tokens * weight_of(ticket.tenant, self._weights))
@@ -151,7 +157,7 @@ class TenantQueues:
                 self._ahead.append(tenant)
 
     def remove(self, ticket: Ticket, *, had_turn: bool) -> None:
-        """It goes on and pays, or leaves without."""
+        """Remove a request, which pays if it `had_turn`."""
         tenant = self._rotation[ticket.tenant]
         tenant.remove(ticket)
         if had_turn:
@@ -161,7 +167,7 @@ class TenantQueues:
             del self._rotation[ticket.tenant]
 
     def first(self) -> Ticket | None:
-        """Whose turn it is; the same one until somebody comes or leaves."""
+        """Return the next request. It stays the same until a request is added or removed."""
         while self._ahead:
             tenant = self._ahead[0]
             ticket = tenant.first()
@@ -172,7 +178,8 @@ class TenantQueues:
         return self._first_in_rotation() if self._rotation else None
 
     def check_invariants(self) -> None:
-        """Raises AssertionError. Takes time in proportion to all who wait."""
+        """Raise AssertionError if the state is inconsistent. Takes time in proportion to the number of waiting
+        requests."""
         tenants = list(self._rotation.values())
         assert all(tenant.is_ahead for tenant in self._ahead)
         assert not any(tenant.is_visited for tenant in tenants[1:])
@@ -180,7 +187,9 @@ class TenantQueues:
             assert tenant.waiting, "a tenant without requests"
             assert tenant.waiting <= set(tenant.order)
             gone = len(tenant.order) - len(tenant.waiting)
-            assert gone <= max(len(tenant.waiting), 2 * LEAST_HEAP_TICKETS), "a queue of those who left"
+            assert gone <= max(len(tenant.waiting), 2 * LEAST_HEAP_TICKETS), (
+                "too many removed tickets in a heap"
+            )
 
     def _first_in_rotation(self) -> Ticket:
         num_fruitless = 0
@@ -200,7 +209,7 @@ class TenantQueues:
                 self._skip_fruitless_rounds()
 
     def _skip_fruitless_rounds(self) -> None:
-        """All the rounds that pass before somebody can go, but for the last one."""
+        """Add the quanta of all rounds in which no request can leave. In the next round one can."""
         tenants = self._rotation.values()
         rounds = min(_visits_needed(tenant) for tenant in tenants) - 1
         for tenant in tenants:

@@ -1,27 +1,27 @@
-"""Who may come in: the ledger of what is admitted now.
+"""Admission ledger: counts the requests and prompt tokens that are admitted now, and refuses more than the limits.
 
-`AdmissionLedger` charges requests, by their outputs, and prompt tokens, estimated from bytes before anything costly is
-done with them, and refuses beyond the limits. Pure: time and chance come from outside. Does not own who among the
-admitted goes first (fair_queue.py), their waiting (dispatch/waiting_line.py), nor whether a worker has room
-(cluster/gate.py).
+`AdmissionLedger` charges each request for its outputs and its prompt tokens. Tokens are estimated from bytes, before
+any costly work. Pure: the clock and the random source are arguments. Does not own the order of admitted requests
+(fair_queue.py), their waiting (dispatch/waiting_line.py) or the room of a worker (cluster/gate.py).
 
-Tokens are those of prompts alone. The ledger guards what the router itself spends: tokenising, ids and names that it
-keeps until the end. `max_tokens` costs it nothing, is mostly far above what is generated and the whole context where it
-is left out, so that charging it would refuse requests for tokens that never come. KV that grows with outputs is
-guarded where it lies: workers admit by blocks and preempt.
+The ledger protects the router's own resources: tokenizing, and the ids and block names that it keeps. So it counts
+prompt tokens alone. `max_tokens` costs the router nothing, and charging it would refuse requests without need. It is
+usually far above the number of generated tokens, and the whole context if left out. Workers protect their KV cache
+themselves: they admit by blocks and preempt.
 
-While several tenants are active none holds more than its share of either limit, by weight. A tenant is active
-while it has something admitted, running or waiting, and, once refused, until it should have come back. Alone it may
-take all but a sixteenth, which is for whoever comes next. What it held when another
-came is not taken from it, but nothing is added until it is within its share. A tenant that holds nothing is never above
-its share, however small that is. Where clients have no names, their addresses are the tenants.
+Shares of tenants:
+- While several tenants are active, no tenant may grow beyond its share of a limit, by weight.
+- A tenant is active while it has an admitted request. After a refusal it stays active until it should have come back.
+- A tenant that is active alone may take all but 1/16 of a limit. The rest stays free for the next tenant.
+- A tenant above its share keeps what it holds but gets nothing more.
+- A tenant that holds nothing is never above its share, however small the share is.
+- Where clients have no names, their addresses are the tenants.
 
-Names cost nothing, so those that were refused and hold nothing weigh no more together than those that hold something:
-at most half of a limit stays free for them. That is enough for each to be let in when it comes back, and what it
-holds then counts in full.
+Tenant names are free to invent, so all refused tenants together reserve at most half of a limit. This lets each of them
+in when it comes back, and then it counts in full.
 
-A request that is larger than a limit on its own is let in when nothing else is, and refused while anything runs: on a
-router that is never empty it never enters, and its refusal says so.
+A request larger than a limit is admitted only when no other request is. On a router that is never empty it is never
+admitted, and the refusal says so.
 """
 
 import random
@@ -37,45 +37,45 @@ from blockyard.router.admission.retry_delay import MAX_DELAY_SECONDS, Completion
 from blockyard.router.errors import Overloaded
 
 BYTES_PER_TOKEN = 4
-"""Of text, for an estimate that costs nothing; real tokenizers take 3 to 5."""
+"""Bytes of text per token, for a free estimate. Real tokenizers have 3 to 5."""
 RETURN_GRACE_SECONDS = 5.0
-"""A refused tenant is expected so long after the time at which it was told to come back, and then forgotten."""
+"""A refused tenant counts as active for this long after its retry time."""
 MAX_REFUSED_TENANTS = 1024
-"""Remembered at once; of more, those are forgotten first who were to come back first."""
+"""The most refused tenants that are remembered. Beyond it, those with the earliest retry times are forgotten first."""
 REQUESTS = "requests (max_requests)"
 TOKENS = "prompt tokens (max_tokens_admitted)"
 NEWCOMERS_PART = 16
-"""One part in so many of each limit is not for a tenant that alone holds all the rest."""
+"""1/16 of each limit stays free for new tenants where one tenant holds all the rest."""
 WEIGHT_UNITS = 1000
-"""Weights are counted in whole units, so that shares are exact."""
+"""Weights are counted in whole units of 1/1000, so that shares are exact."""
 
 
 def text_bytes(*texts: str) -> int:
-    """As UTF-8. Megabytes are not encoded for it: of ASCII, which most long texts are, a character is a byte."""
+    """Return the number of UTF-8 bytes. ASCII text, as most long texts are, is not encoded: a character is a byte."""
     return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 def estimate_tokens(text_bytes: int) -> int:
-    """Prompt tokens expected of a text; at least one."""
+    """Return the expected number of prompt tokens, at least 1."""
     return text_bytes // BYTES_PER_TOKEN + 1
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """One active tenant's."""
+    """Holdings of one active tenant."""
 
     weight_units: int
     requests: int = 0
     tokens: int = 0
     expected_until: float = 0.0
-    """It was refused and may come back until then."""
+    """A refused tenant is active until then."""
     returns_at: float = 0.0
-    """When the last one that was refused has been told to come back: the next one comes after it."""
+    """Retry time of the tenant's last refusal. The next refusal gets a later one."""
 
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """What one request holds of the ledger."""
+    """Charge of one request: what it holds in the ledger."""
 
     outputs: int
     tokens: int
@@ -83,7 +83,7 @@ class Charge:
     _all_tokens: CompletionRate
 
     def correct(self, tokens: int) -> None:
-        """The prompt has so many tokens. Never refuses: the work of counting them is done."""
+        """Replace the estimate by the real number of prompt tokens. Never refuses: tokenizing is done already."""
         added = tokens - self.tokens
         self.tokens = tokens
         self._account.tokens += added
@@ -91,7 +91,7 @@ class Charge:
 
 
 class AdmissionLedger:
-    """What is admitted now. A charge is given back exactly as it stands at its end."""
+    """Ledger of what is admitted now. The end of a request gives back exactly what its charge holds then."""
 
     def __init__(
         self,
@@ -111,17 +111,17 @@ class AdmissionLedger:
         self._tokens = CompletionRate(clock)
         self._active: dict[str, _Account] = {}
         self._active_units = 0
-        """The sum of their weights."""
+        """Sum of the weights of active tenants."""
         self._holding_units = 0
-        """Of those among them that hold something."""
+        """Sum of the weights of active tenants that hold something."""
         self._refused: dict[str, _Account] = {}
-        """Those of the active that were refused and may come back."""
+        """Active tenants that were refused and may come back."""
         self._forgotten_next: list[tuple[float, str]] = []
-        """A heap with one entry for each of the refused: the time is right, or too early after another refusal."""
+        """A heap with one entry per refused tenant. An entry's time is exact, or too early after another refusal."""
 
     @property
     def requests(self) -> int:
-        """One with several outputs counts as so many."""
+        """Number of admitted requests. A request with several outputs counts once per output."""
         return self._requests.held
 
     @property
@@ -134,9 +134,9 @@ class AdmissionLedger:
 
     @contextmanager
     def charge(self, tokens: int, *, outputs: int = 1, tenant: str = "") -> Iterator[Charge]:
-        """Holds a request's outputs and its tokens for the life of the context. Raises Overloaded beyond a limit.
+        """Hold a request's outputs and tokens for the life of the context. Raises Overloaded beyond a limit.
 
-        A request larger than a limit is let in when nothing else is: it could else never run.
+        A request larger than a limit is admitted when no other request is. Otherwise it could never run.
         """
         self._forget_refused()
         account = self._account(tenant)
@@ -168,32 +168,36 @@ class AdmissionLedger:
         of_tenant: int,
         of_all: CompletionRate,
         limit: int,
-        told: str,
+        limit_name: str,
     ) -> None:
-        """One limit for one more request. Raises Overloaded."""
+        """Check one limit for one more request. Raises Overloaded."""
         if not self._requests.held:
             return
         if amount > limit:
-            text = f"this one alone is above the limit of {limit} {told} and runs only when nothing else does"
+            text = f"this request alone exceeds the limit of {limit} {limit_name} and runs only when no other does"
             self._refuse(tenant, account, of_all.seconds_to_free(of_all.held), text)
         is_alone = bool(account.requests) and self._holding_units == account.weight_units
         room = limit - limit // NEWCOMERS_PART if is_alone else limit
         if of_all.held + amount > room:
             self._refuse(
-                tenant, account, of_all.seconds_to_free(amount), f"the limit of {limit} {told} is reached"
+                tenant,
+                account,
+                of_all.seconds_to_free(amount),
+                f"the limit of {limit} {limit_name} is reached",
             )
         share = limit * account.weight_units // self._shared_units
         if account.requests and of_tenant + amount > share:
-            text = f"this tenant's share of {share} of the limit of {limit} {told} is reached"
+            text = f"this tenant's share of {share} of the limit of {limit} {limit_name} is reached"
             self._refuse(tenant, account, of_all.seconds_to_free(amount, held=of_tenant), text)
 
     @property
     def _shared_units(self) -> int:
-        """What a limit is divided by. Of an asker that holds something: at least its own."""
+        """Return the divisor of a limit. It is at least the weight of a tenant that holds something."""
         return min(self._active_units, 2 * self._holding_units)
 
-    def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, told: str) -> NoReturn:
-        """The refused of a tenant are told to come back one after another, at the rate at which room is made."""
+    def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, reason: str) -> NoReturn:
+        """Refuse a request. A tenant's refused requests get successive retry times, at the rate at which room is
+        made."""
         now = self._clock()
         expected_seconds = max(account.returns_at - now, 0.0) + seconds_to_free
         account.returns_at = now + min(expected_seconds, MAX_DELAY_SECONDS)
@@ -203,7 +207,7 @@ class AdmissionLedger:
             self._refused[tenant] = account
             heappush(self._forgotten_next, (account.expected_until, tenant))
         raise Overloaded(
-            f"{told}: come back in {delay_seconds:.1f} s",
+            f"{reason}: come back in {delay_seconds:.1f} s",
             retry_after_seconds=delay_seconds,
         )
 

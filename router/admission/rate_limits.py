@@ -1,14 +1,14 @@
-"""How much a token and a tenant may ask for in a minute, and what they have asked for: token buckets.
+"""Rate limits: token buckets that bound the requests and tokens of an API token and of a tenant per minute.
 
-A bucket holds a minute's worth at most, is full at first and fills evenly. A call takes one request from each bucket
-of its token and its tenant, and the tokens that it may need: its prompt's and all that it may generate. What it did not
-need goes back at its end. A call that is refused takes nothing from any of them.
+A bucket holds one minute's worth, starts full and fills evenly. A call takes one request from each bucket of its API
+token and its tenant. It also takes the tokens that it may need: its prompt and everything that it may generate. The
+unused part goes back at the end of the call. A refused call takes nothing.
 
-A call that alone needs more than a minute's worth takes a full bucket. What it really used beyond that is owed: the
-bucket falls below zero and lets nobody in until it has filled again.
+A call that needs more than a minute's worth takes a full bucket. What it uses beyond that is debt: the bucket falls
+below zero and refuses calls until it has filled again.
 
-Pure: time comes from outside. Each router has buckets of its own. Does not own who has which limit (token_entries.py)
-nor what is admitted at once (ledger.py).
+Pure: the clock is an argument. Each router has its own buckets. Does not own the limits (token_entries.py) or how much
+may be admitted at once (ledger.py).
 """
 
 import time
@@ -23,14 +23,14 @@ from blockyard.router.errors import RateLimited
 MINUTE_SECONDS = 60.0
 MAX_PER_MINUTE = 10**12
 MAX_BUCKETS = 65_536
-"""More than an auth file can name; of more, those are forgotten first that are full."""
+"""More than an auth file can name. Beyond it, full buckets are forgotten first."""
 Kind = Literal["requests", "tokens"]
 KINDS: tuple[Kind, ...] = ("requests", "tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLimit:
-    """What one token or one tenant may ask for; None is without a limit."""
+    """Requests and tokens per minute of one API token or tenant. None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -44,18 +44,18 @@ NO_LIMIT = RateLimit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limited:
-    """Somebody with a limit."""
+    """An API token or tenant that has a limit."""
 
     key: Hashable
-    """Under which it is counted."""
+    """Key of its buckets."""
     told: str
-    """What a refusal calls it."""
+    """Name in a refusal."""
     limit: RateLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How a bucket stands now."""
+    """State of a bucket at one moment."""
 
     per_minute: int
     remaining: int
@@ -66,9 +66,9 @@ class Standing:
 class _Bucket:
     per_minute: int
     level: float
-    """Below 0: owed."""
+    """Below 0: debt."""
     at: float
-    """When the level was that."""
+    """Time of the level, in seconds."""
 
     def fill(self, per_minute: int, now: float) -> None:
         filled = self.level + max(now - self.at, 0.0) * self.per_minute / MINUTE_SECONDS
@@ -80,30 +80,30 @@ class _Bucket:
 
 
 class RateCharge:
-    """What one call has taken; at its end all goes back but for what it used."""
+    """Charge of one call. Its end gives back all that the call did not use."""
 
     def __init__(self, taken: Sequence[tuple[_Bucket, Kind, float]], clock: Callable[[], float]) -> None:
         self._taken, self._clock = taken, clock
         self._used: dict[Kind, int] = {"requests": 1, "tokens": 0}
 
     def use(self, tokens: int) -> None:
-        """So many in all."""
+        """Record the total number of tokens used."""
         self._used = {"requests": 1, "tokens": tokens}
 
     def void(self) -> None:
-        """The call was refused elsewhere: it used nothing."""
+        """Record that the call used nothing, because it was refused elsewhere."""
         self._used = {"requests": 0, "tokens": 0}
 
-    def settle(self) -> None:
+    def give_back(self) -> None:
         now = self._clock()
         for bucket, kind, amount in self._taken:
-            # What fills it meanwhile may not depend on whether another call has looked at it.
+            # Fill the bucket first. The result must not depend on whether another call looked at it meanwhile.
             bucket.fill(bucket.per_minute, now)
             bucket.level = min(bucket.level + amount - self._used[kind], bucket.per_minute)
 
 
 class RateLimits:
-    """One for each router."""
+    """The buckets of one router."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -114,7 +114,7 @@ class RateLimits:
 
     @contextmanager
     def charge(self, limited: Sequence[Limited], *, tokens: int) -> Iterator[RateCharge]:
-        """Takes what a call may need for the life of the context. Raises RateLimited, and then has taken nothing."""
+        """Take what a call may need for the life of the context. Raises RateLimited and then takes nothing."""
         taken: list[tuple[_Bucket, Kind, float]] = []
         refusals: list[tuple[float, str]] = []
         for one, kind in product(limited, KINDS):
@@ -134,10 +134,10 @@ class RateLimits:
         try:
             yield charge
         finally:
-            charge.settle()
+            charge.give_back()
 
     def standing(self, limited: Sequence[Limited], kind: Kind) -> Standing | None:
-        """Of the bucket with the least left; None where nothing limits."""
+        """Return the state of the bucket with the least left, or None if no limit applies."""
         buckets = [bucket for one in limited if (bucket := self._bucket(one, kind)) is not None]
         if not buckets:
             return None
@@ -149,7 +149,7 @@ class RateLimits:
         )
 
     def _bucket(self, one: Limited, kind: Kind) -> _Bucket | None:
-        """Filled up to now; None without a limit."""
+        """Return the bucket, filled up to now, or None if there is no limit."""
         per_minute = one.limit.of(kind)
         if per_minute is None:
             return None
@@ -162,7 +162,8 @@ class RateLimits:
         return bucket
 
     def _make_room(self, now: float) -> None:
-        """Names come from the auth file alone, so this is for a file whose names change all the time."""
+        """Forget full buckets. Names come from the auth file, so this happens only if the file's names change all the
+        time."""
         if len(self._buckets) < MAX_BUCKETS:
             return
         for key, bucket in list(self._buckets.items()):

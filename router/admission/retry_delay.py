@@ -1,6 +1,6 @@
-"""When a refused request should come back: once what is held now is expected to have made room for it.
+"""Retry delay: estimates when the requests held now will have made room for a refused one.
 
-Pure but for the clock it is given. Does not own who is refused (ledger.py, dispatch/waiting_line.py).
+Pure: the clock is an argument. Does not own the refusals (ledger.py, dispatch/waiting_line.py).
 """
 
 import time
@@ -8,21 +8,20 @@ from collections.abc import Callable
 from math import exp
 
 SMOOTHING_SECONDS = 10.0
-"""Of time in which something was held: nothing is learned while nobody is here."""
+"""Time constant of the average. Only time in which something was held counts."""
 FIRST_GUESS_SECONDS = 1.0
-"""How long anything is held, until something was seen to end."""
+"""Assumed duration of a request until the first one has ended."""
 MIN_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 30.0
 SPREAD = 0.25
-"""The share of a delay by which chance may lengthen it, or all who were sent away together would return together."""
+"""Jitter: a random lengthening of the delay by at most this part. It keeps refused clients from returning together."""
 
 
 class CompletionRate:
-    """What is held now, and how fast it goes: what ended, over the time that things were held, both smoothed.
+    """The amount held now, and the rate at which it ends: what ended, divided by the time it was held, both smoothed.
 
-    The time is that of all which is held, added up, so that what is still running counts too and a standstill is
-    noticed. By Little's law the rate of a hundred that are held a second each is a hundred a second, also where so many
-    were never here before.
+    The time is the sum over everything held. Running requests count too, so a standstill is noticed. By Little's law,
+    100 requests held for a second each end at 100 a second, even if there were never 100 before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,12 +41,12 @@ class CompletionRate:
         self._ended += amount
 
     def change(self, amount: int) -> None:
-        """What is held turned out to be so much more, or less; nothing has ended."""
+        """Correct the amount held. Nothing has ended."""
         self._pass_time()
         self.held += amount
 
     def seconds_to_free(self, amount: int, held: int | None = None) -> float:
-        """Until so much has ended of all that is held, or of `held` of it."""
+        """Return the seconds until `amount` has ended, of everything held or of `held`."""
         self._pass_time()
         each_held_seconds = self._held_seconds / max(self._ended, 1e-9)
         return amount * each_held_seconds / max(self.held if held is None else held, 1)
@@ -63,6 +62,6 @@ class CompletionRate:
 
 
 def retry_delay_seconds(expected_seconds: float, chance: float) -> float:
-    """What to tell a client, never less than expected within the bounds; `chance` is from 0 to 1."""
+    """Return the delay to send, within the bounds and never shorter than expected. `chance` is from 0 to 1."""
     longest = MAX_DELAY_SECONDS / (1 + SPREAD)
     return min(max(expected_seconds, MIN_DELAY_SECONDS), longest) * (1 + SPREAD * chance)

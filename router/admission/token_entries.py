@@ -1,8 +1,8 @@
-"""What stands in the auth file: entries of tokens with their limits and ends, and limits of tenants. Pure.
+"""Contents of the auth file: tokens with their limits and expiry, and limits of tenants. Pure.
 
-Either a list of entries, or an object with that list under `tokens` and limits by tenant under `tenants`. Several
-entries may have one name, as while a token is rotated: they differ in token and end alone, and all but one have an end.
-Does not own what a role may do (auth.py) nor where the file lies (token_file.py).
+The file is a list of entries, or an object with that list under `tokens` and limits by tenant under `tenants`. Several
+entries may share a name, for example during rotation. They differ only in token and expiry, and at most one of them
+never expires. Does not own what a role may do (auth.py) or the file's path (token_file.py).
 """
 
 import json
@@ -19,7 +19,7 @@ from blockyard.router.admission.auth import LIVE_PAGE, KnownToken, Principal, Ro
 from blockyard.router.admission.rate_limits import KINDS, MAX_PER_MINUTE, RateLimit
 
 MAX_TOKENS = 10_000
-"""Entries, and tenants."""
+"""The most entries, and the most tenants."""
 TOKEN_BYTES = 32
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIMITS = frozenset(f"{kind}_per_minute" for kind in KINDS)
@@ -30,7 +30,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """An auth file's contents, as JSON has them."""
+    """Contents of an auth file, as JSON values."""
 
     entries: Sequence[Entry] = ()
     tenants: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Document:
 
 
 def parse_document(text: str) -> Document:
-    """Its entries are not looked at. Raises ValueError."""
+    """Parse the file without checking its entries. Raises ValueError."""
     if not text.strip():
         raise ValueError("it is empty")
     try:
@@ -51,7 +51,7 @@ def parse_document(text: str) -> Document:
     tenants: Any = {}
     if isinstance(document, dict):
         if "tokens" not in document or document.keys() - {"tokens", "tenants"}:
-            raise ValueError("it must be a JSON list, or an object with tokens and maybe tenants")
+            raise ValueError("it must be a JSON list, or an object with `tokens` and optionally `tenants`")
         document, tenants = document["tokens"], document.get("tenants", {})
     if not isinstance(document, list) or not isinstance(tenants, dict):
         raise ValueError("it must be a JSON list, or an object with a list `tokens` and an object `tenants`")
@@ -61,8 +61,11 @@ def parse_document(text: str) -> Document:
 
 
 def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTable:
-    """Without entries nobody is known. `page_token_sha256` is the live page's own, which is in no file. Raises
-    ValueError with a sentence that names the entry, and nothing of any token."""
+    """Parse and check the whole file. Without entries no token is known.
+
+    `page_token_sha256` is the live page's token, which is in no file. Raises ValueError, which names the entry and
+    reveals no token.
+    """
     document = parse_document(text)
     known: dict[bytes, KnownToken] = {}
     of_name: dict[str, list[KnownToken]] = {}
@@ -78,8 +81,8 @@ def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTab
     return TokenTable(known | _page(page_token_sha256, known), limits)
 
 
-def nobody(page_token_sha256: str | None) -> TokenTable:
-    """Knows no token of any file."""
+def no_tokens(page_token_sha256: str | None) -> TokenTable:
+    """Return a table that knows no token of any file."""
     return TokenTable(_page(page_token_sha256, {}))
 
 
@@ -88,46 +91,48 @@ def _page(page_token_sha256: str | None, known: Mapping[bytes, KnownToken]) -> d
     return {} if digest is None or digest in known else {digest: KnownToken(principal=LIVE_PAGE)}
 
 
-def _check_one_name(token: KnownToken, earlier: Sequence[KnownToken], told: str) -> None:
+def _check_one_name(token: KnownToken, earlier: Sequence[KnownToken], label: str) -> None:
     for other in earlier:
         if token.expires is None and other.expires is None:
             raise ValueError(
-                f"{told} is taken by an earlier one: all but one of a name need an end (expires)"
+                f"{label} is used by an earlier entry: all entries of a name but one need `expires`"
             )
         if token.principal != other.principal:
-            raise ValueError(f"{told} has another role, tenant or limit in an earlier one")
+            raise ValueError(f"{label} has another role, tenant or limit in an earlier entry")
 
 
 def _parsed(entry: Any, number: int) -> tuple[bytes, KnownToken]:
     if not isinstance(entry, dict):
-        raise ValueError(f"entry {number} is no JSON object")
+        raise ValueError(f"entry {number} is not a JSON object")
     name = entry.get("name")
     # Do not repeat an invalid name: it may be a token in the wrong field.
     if not isinstance(name, str) or not is_id(name):
         raise ValueError(f"entry {number}: name must be {NAME_RULE}, not empty")
-    told = f"entry {number} ({name})"
+    label = f"entry {number} ({name})"
     if entry.keys() - _FIELDS:
-        raise ValueError(f"{told} has fields besides {', '.join(sorted(_FIELDS))}")
+        raise ValueError(f"{label} has fields besides {', '.join(sorted(_FIELDS))}")
     digest = entry.get("token_sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise ValueError(f"{told}: token_sha256 must be 64 digits of [0-9a-f], as `blockyard token new` says")
+        raise ValueError(
+            f"{label}: token_sha256 must be 64 digits of [0-9a-f], as `blockyard token new` prints"
+        )
     role = entry.get("role")
     if not isinstance(role, str) or role not in set(Role):
-        raise ValueError(f"{told}: role must be one of {', '.join(Role)}")
+        raise ValueError(f"{label}: role must be one of {', '.join(Role)}")
     tenant = entry.get("tenant", name)
     if not isinstance(tenant, str) or not is_id(tenant):
-        raise ValueError(f"{told}: tenant must be {NAME_RULE}, not empty")
-    principal = Principal(name=name, role=Role(role), tenant=tenant, limit=_limit(entry, told))
-    expires = None if entry.get("expires") is None else parse_time(entry["expires"], told).timestamp()
+        raise ValueError(f"{label}: tenant must be {NAME_RULE}, not empty")
+    principal = Principal(name=name, role=Role(role), tenant=tenant, limit=_limit(entry, label))
+    expires = None if entry.get("expires") is None else parse_time(entry["expires"], label).timestamp()
     return bytes.fromhex(digest), KnownToken(principal=principal, expires=expires)
 
 
-def _limit(given: Mapping[str, Any], told: str) -> RateLimit:
+def _limit(given: Mapping[str, Any], label: str) -> RateLimit:
     limits: dict[str, int] = {}
     for name in sorted(_LIMITS & given.keys()):
         value = given[name]
         if type(value) is not int or not 1 <= value <= MAX_PER_MINUTE:
-            raise ValueError(f"{told}: {name} must be a whole number from 1 to {MAX_PER_MINUTE}")
+            raise ValueError(f"{label}: {name} must be a whole number from 1 to {MAX_PER_MINUTE}")
         limits[name] = value
     return RateLimit(**limits)
 
@@ -135,25 +140,25 @@ def _limit(given: Mapping[str, Any], told: str) -> RateLimit:
 def _tenant_limit(tenant: str, given: Any) -> RateLimit:
     if not is_id(tenant):
         raise ValueError(f"tenants: a name must be {NAME_RULE}, not empty")
-    told = f"tenants: {tenant}"
+    label = f"tenants: {tenant}"
     if not isinstance(given, dict) or given.keys() - _LIMITS:
-        raise ValueError(f"{told} must have nothing besides {', '.join(sorted(_LIMITS))}")
-    return _limit(given, told)
+        raise ValueError(f"{label} must have nothing besides {', '.join(sorted(_LIMITS))}")
+    return _limit(given, label)
 
 
-def parse_time(value: Any, told: str) -> datetime:
-    """A time as RFC 3339 writes it, in UTC. Raises ValueError."""
+def parse_time(value: Any, label: str) -> datetime:
+    """Parse a UTC time as in RFC 3339. Raises ValueError."""
     try:
         time = datetime.fromisoformat(value)
         is_utc = "T" in value and time.utcoffset() == timedelta(0)
     except (TypeError, ValueError):
         is_utc = False
     if not is_utc:
-        raise ValueError(f"{told}: expires must be a time in UTC, such as 2026-12-31T00:00:00Z")
+        raise ValueError(f"{label}: expires must be a time in UTC, such as 2026-12-31T00:00:00Z")
     return time
 
 
-# What `blockyard token` does with entries
+# For `blockyard token`.
 
 
 def new_token(
@@ -164,7 +169,7 @@ def new_token(
     limit: RateLimit | None = None,
     expires: datetime | None = None,
 ) -> tuple[str, Entry]:
-    """A token, and the entry by which routers know it. Raises ValueError as parse_tokens does."""
+    """Return a new token and its entry. Raises ValueError as `parse_tokens` does."""
     token, digest = _drawn()
     limits = {} if limit is None else {f"{kind}_per_minute": limit.of(kind) for kind in KINDS}
     optional = {"tenant": tenant, "expires": None if expires is None else _written(expires), **limits}
@@ -177,9 +182,12 @@ def new_token(
 def rotated(
     entries: Sequence[Entry], name: str, *, overlap_seconds: float, now: datetime
 ) -> tuple[str, list[Entry]]:
-    """A new token of this name, and the entries with it: earlier ones of the name end after the overlap, or when they
-    would have ended before it. The new one lasts as long as the longest of them would have. Raises ValueError, also
-    where they have all ended: the new one would be refused from the beginning."""
+    """Return a new token of this name, and all entries with it.
+
+    Earlier entries of the name expire after the overlap, or at their own expiry if that is earlier. The new one expires
+    when the last of them would have. Raises ValueError, also if all of them have expired: the new token would be
+    refused at once.
+    """
     earlier = _of_name(entries, name)
     last = max(earlier, key=_end)
     if _end(last) <= now:
@@ -200,7 +208,7 @@ def rotated(
 
 
 def revoked(entries: Sequence[Entry], name: str) -> list[Entry]:
-    """The entries without those of this name. Raises ValueError where there is none."""
+    """Return the entries without those of this name. Raises ValueError if there are none."""
     gone = _of_name(entries, name)
     return [entry for entry in entries if entry not in gone]
 

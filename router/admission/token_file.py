@@ -1,8 +1,8 @@
-"""The file of tokens: read at start, watched while the router runs.
+"""Auth file: read at start and watched while the router runs.
 
-Owns who else may read the file and what becomes of a bad one: at the start an error, later the end of all its tokens,
-unless it is mended within GRACE_SECONDS. So whoever deletes the file, or spoils it, revokes everybody; an editor that
-writes it in two parts revokes nobody. Does not own what is in it (token_entries.py).
+Owns the check of the file's permissions, and what happens if the file is bad. At start that is an error. Later all its
+tokens end, unless the file is good again within GRACE_SECONDS. So deleting or breaking the file revokes all tokens, and
+an editor that writes it in two parts revokes none. Does not own the file's contents (token_entries.py).
 """
 
 import asyncio
@@ -12,22 +12,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.secret_files import read_secret_file
 from blockyard.router.admission.auth import TokenTable
-from blockyard.router.admission.token_entries import nobody, parse_tokens
+from blockyard.router.admission.token_entries import no_tokens, parse_tokens
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
 GRACE_SECONDS = 10.0
-"""From the first look that finds no good file to the end of the tokens that were known before it."""
+"""Time from the first check that finds a bad file to the end of the tokens known before."""
 
 _Version = tuple[int, ...]
-"""What changes with a file's contents or with who may read it: inode, size, mode, owner, times of the last changes."""
+"""Attributes that change with the file's contents or permissions: inode, size, mode, owner, and times of change."""
 
 
 class TokenFile:
-    """`tokens` is what is good now. Raises ValueError for a file that cannot be used."""
+    """Watches the auth file. `tokens` are the valid ones now. Raises ValueError for a file that cannot be used."""
 
     def __init__(
         self,
@@ -36,38 +37,35 @@ class TokenFile:
         page_token_sha256: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`page_token_sha256` is of a token that is known beside the file's."""
+        """`page_token_sha256` is a further token, which is not in the file."""
         self._path = Path(path)
         self._page_token_sha256 = page_token_sha256
         self._clock = clock
         self.tokens, self._version = _read(self._path, page_token_sha256)
         self._complaint = ""
         self._bad_since: float | None = None
-        """When the file was first found bad; None while it is good."""
+        """When the file was first found bad. None while it is good."""
 
     async def follow(self) -> None:
-        """Looks again and again. A look that hangs, as on a lost file server, is a bad file."""
-        look: asyncio.Future[TokenTable | str | None] | None = None
-        try:
+        """Check the file at intervals. A check that hangs, for example on a lost file server, counts as a bad file."""
+        check: asyncio.Task[TokenTable | str | None] | None = None
+        async with BackgroundTasks(on_failure=None) as tasks:
             while True:
                 await asyncio.sleep(POLL_SECONDS)
-                look = look or asyncio.ensure_future(asyncio.to_thread(self._look))
-                await asyncio.wait({look}, timeout=POLL_SECONDS)
-                if look.done():
-                    self._take(look.result())
-                    look = None
+                check = check or tasks.start(asyncio.to_thread(self._look), name="auth file")
+                await asyncio.wait({check}, timeout=POLL_SECONDS)
+                if check.done():
+                    self._take(check.result())
+                    check = None
                 else:
                     self._take(f"auth file {self._path} cannot be read: it takes too long")
-        finally:
-            if look is not None:
-                look.cancel()
 
     def refresh(self) -> None:
-        """Takes what has changed."""
+        """Check the file once and take what has changed."""
         self._take(self._look())
 
     def _look(self) -> TokenTable | str | None:
-        """What is new: tokens, or what is wrong with the file."""
+        """Return new tokens, what is wrong with the file, or None if it has not changed."""
         try:
             if self._bad_since is None and _version(self._path.stat()) == self._version:
                 return None
@@ -84,7 +82,7 @@ class TokenFile:
                 pass
             case TokenTable():
                 self.tokens, self._bad_since, self._complaint = news, None, ""
-                logger.info("%d tokens are known now", len(news))
+                logger.info("auth file read again: %d tokens", len(news))
             case str():
                 self._take_complaint(news)
 
@@ -93,14 +91,13 @@ class TokenFile:
         if self._bad_since is None:
             self._bad_since = now
         has_grace = now - self._bad_since < GRACE_SECONDS
-        told = (
-            f"{complaint}: {'its tokens end soon unless it is mended' if has_grace else 'no token is good'}"
-        )
-        if told != self._complaint:
-            logger.error("%s", told)
-        self._complaint = told
+        effect = "its tokens end soon unless the file is repaired" if has_grace else "no token is valid"
+        message = f"{complaint}: {effect}"
+        if message != self._complaint:
+            logger.error("%s", message)
+        self._complaint = message
         if not has_grace:
-            self.tokens = nobody(self._page_token_sha256)
+            self.tokens = no_tokens(self._page_token_sha256)
 
 
 def _read(path: Path, page_token_sha256: str | None) -> tuple[TokenTable, _Version]:

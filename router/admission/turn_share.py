@@ -1,7 +1,7 @@
-"""At most so many costly steps in one turn of the event loop.
+"""Limits the number of costly steps in one tick of the event loop.
 
-When the loop was busy, hundreds of writers become ready at once, and all that is ready runs before anybody else, timers
-and arrivals included. Does not own which steps are costly (generation/output.py).
+After a busy moment hundreds of writers become ready at once. The loop runs all of them before any timer or arrival.
+Does not own which steps are costly (generation/output.py).
 """
 
 import asyncio
@@ -9,22 +9,23 @@ from collections import deque
 
 
 class TurnShare:
-    """One for all who share the loop. Whoever finds no room waits for a later turn, in the order in which they came.
+    """Permits for costly steps, shared by tasks of one loop. A task that gets no permit waits for a later tick, in
+    order.
 
-    While somebody waits no turn has more than its share. A turn in which the first ones come may have nearly twice
-    that: the loop does not say where one turn ends and the next begins.
+    While any task waits, no tick exceeds the limit. The tick in which the first ones arrive may have nearly twice as
+    many, because the loop does not report where a tick ends.
     """
 
     def __init__(self, most_a_turn: int) -> None:
         assert most_a_turn > 0
         self._most_a_turn = most_a_turn
         self._num_taken = 0
-        """In this turn."""
+        """Permits taken in this tick."""
         self._num_called = 0
-        """Their turn has come, but they have not run yet."""
+        """Waiters that were called and have not run yet."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_following = False
-        """`_begin_turn` is to run in the next turn: always so while somebody waits."""
+        """`_begin_turn` is scheduled for the next tick. Always true while a task waits."""
 
     async def take(self) -> None:
         if self._waiting or self._num_called or self._num_taken >= self._most_a_turn:
@@ -33,14 +34,14 @@ class TurnShare:
         self._follow()
 
     async def _stand_in_line(self) -> None:
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         self._follow()
         try:
-            await place
+            await waiter
         finally:
-            # One that is cancelled once it was called leaves its share unused.
-            if place.done() and not place.cancelled():
+            # A task that is cancelled after its call leaves its permit unused.
+            if waiter.done() and not waiter.cancelled():
                 self._num_called -= 1
 
     def _follow(self) -> None:
@@ -52,11 +53,11 @@ class TurnShare:
         self._is_following = False
         self._num_taken = num_called = 0
         if self._waiting:
-            # First, so that the next turn begins before those who are called now run in it.
+            # Schedule it first, so that the next tick begins before the waiters called now run in it.
             self._follow()
         while self._waiting and num_called < self._most_a_turn:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 num_called += 1
         self._num_called += num_called

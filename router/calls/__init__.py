@@ -1,4 +1,4 @@
-"""What surrounds every call, whichever protocol it came by: authentication, deadline, limits, and its domain handler.
+"""Calls: authentication, deadline, limits and the domain handler of a call, the same for all protocols.
 
 Does not own gRPC (../services/) or HTTP (../openai/).
 """

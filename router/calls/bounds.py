@@ -1,8 +1,7 @@
-"""What bounds every call that costs work: a deadline, the client's or ours, its client's share of what is admitted, and
-what its token and tenant may ask for in a minute.
+"""Bounds of every call that costs work: its deadline, its client's share of admission, and limits per minute.
 
-Does not own the limits themselves (config.py, admission/ledger.py, admission/rate_limits.py), what a tenant may be
-called (request/validation.py) nor who may call what (admission/auth.py).
+Does not own the limits (config.py, admission/ledger.py, admission/rate_limits.py), the form of a tenant's name
+(request/validation.py) or permissions (admission/auth.py).
 """
 
 import asyncio
@@ -13,52 +12,53 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Protocol
 from urllib.parse import unquote
 
+from blockyard.proto.naming import headers
 from blockyard.router.admission.auth import PRINCIPAL, Role
 from blockyard.router.admission.fair_queue import ADDRESS_SIGN
 from blockyard.router.admission.ledger import AdmissionLedger, Charge
 from blockyard.router.admission.rate_limits import NO_LIMIT, Limited, RateCharge, RateLimit, RateLimits
 from blockyard.router.errors import DeadlinePassed, Forbidden, Overloaded
-from blockyard.router.request.validation import TENANT_KEY, valid_tenant
+from blockyard.router.request.validation import valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
-"""A longer one is clamped: nobody waits for it."""
+"""A longer deadline is cut to this."""
 IPV6_CLIENT_BITS = 64
-"""A machine has as many addresses behind them as it likes."""
+"""Bits of an IPv6 network that identify a client. One machine may use any address within its network."""
 
 
 class CallContext(Protocol):
-    """What bounds a call, whatever protocol it came by. gRPC's own context is one."""
+    """Facts about a call that bound it, for any protocol. gRPC's own context is one."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def time_remaining(self) -> float | None:
-        """Until the client's deadline; None where it has set none."""
+        """Return the seconds until the client's deadline, or None if it has set none."""
 
     def peer(self) -> str:
-        """The other end of the connection, as gRPC writes it: "ipv4:127.0.0.1:1234"."""
+        """Return the other end of the connection, as gRPC writes it: "ipv4:127.0.0.1:1234"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whose call it is."""
+    """The client of a call."""
 
     tenant: str
-    """Proven where clients authenticate, else as the call says, and "" where it says nothing."""
+    """Proven where clients authenticate. Otherwise as the call says, or ""."""
     realm: str
-    """Whoever is in another one shares neither prefixes nor ids of requests: the tenant where it is proven, else ""."""
+    """The proven tenant, or "". Callers of different realms share neither prefixes nor request ids."""
     client: str
-    """For shares and turns: the tenant, or where there is none the address."""
+    """Key of its share of admission and its queue: the tenant, or the address if there is none."""
     limited: tuple[Limited, ...] = ()
-    """Whose limits a minute it counts against."""
+    """Limits per minute that apply to the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBounds:
-    """One for each router, shared by its services."""
+    """Bounds of calls, shared by all services of a router."""
 
     ledger: AdmissionLedger
     default_timeout_seconds: float
-    """For a call without a deadline."""
+    """Used for a call without a deadline."""
     rates: RateLimits = field(default_factory=RateLimits)
     limit_of_tenant: Callable[[str], RateLimit] = lambda tenant: NO_LIMIT
 
@@ -67,13 +67,14 @@ class CallBounds:
         return self.default_timeout_seconds if left is None else min(left, MAX_DEADLINE_SECONDS)
 
     def caller(self, context: CallContext) -> Caller:
-        """Raises InvalidRequest, and Forbidden for who names a tenant that is not his and is no admin."""
+        """Return the call's client. Raises InvalidRequest; Forbidden if a caller other than an admin names another
+        tenant."""
         named = valid_tenant(context.invocation_metadata() or ())
         principal = PRINCIPAL.get()
         if principal is None:
             return Caller(tenant=named, realm="", client=named or client_address(context.peer()))
         if named not in ("", principal.tenant) and principal.role is not Role.ADMIN:
-            raise Forbidden(f"{TENANT_KEY}: this token is not that tenant's")
+            raise Forbidden(f"{headers.TENANT}: this token does not belong to that tenant")
         tenant = named or principal.tenant
         of_token = Limited(key=("token", principal.name), told="this token", limit=principal.limit)
         of_tenant = Limited(key=("tenant", tenant), told="this tenant", limit=self.limit_of_tenant(tenant))
@@ -82,8 +83,10 @@ class CallBounds:
 
     @asynccontextmanager
     async def admitted(self, context: CallContext, tokens: int) -> AsyncIterator[Charge]:
-        """Charged and within the deadline; of the limits a minute it takes a request alone. Raises InvalidRequest,
-        Forbidden, Overloaded, RateLimited, DeadlinePassed."""
+        """Charge the call and apply its deadline. Of the limits per minute it takes one request and no tokens.
+
+        Raises InvalidRequest, Forbidden, Overloaded, RateLimited or DeadlinePassed.
+        """
         with self.charged(self.caller(context), tokens) as (charge, _):
             async with self.deadline(context):
                 yield charge
@@ -92,8 +95,11 @@ class CallBounds:
     def charged(
         self, caller: Caller, prompt_tokens: int, *, outputs: int = 1, generated_tokens: int | None = None
     ) -> Iterator[tuple[Charge, RateCharge]]:
-        """Held for the life of the context. Without `generated_tokens` no token counts against a limit a minute. Raises
-        Overloaded, RateLimited; then nothing is taken of any."""
+        """Charge the call for the life of the context. Without `generated_tokens` no tokens count against limits per
+        minute.
+
+        Raises Overloaded or RateLimited, and then takes nothing.
+        """
         tokens = 0 if generated_tokens is None else prompt_tokens + generated_tokens
         with self.rates.charge(caller.limited, tokens=tokens) as rate, ExitStack() as held:
             try:
@@ -107,7 +113,7 @@ class CallBounds:
 
     @asynccontextmanager
     async def deadline(self, context: CallContext) -> AsyncIterator[None]:
-        """Raises DeadlinePassed."""
+        """Apply the call's deadline to the context. Raises DeadlinePassed."""
         try:
             async with asyncio.timeout(self.seconds_left(context)):
                 yield
@@ -116,13 +122,13 @@ class CallBounds:
 
 
 def caller_client(peer: str) -> str:
-    """Whoever is charged before a call is read: the tenant where it is proven, else the address of `peer`."""
+    """Return the client to charge before a call is read: the proven tenant, or the address in `peer`."""
     principal = PRINCIPAL.get()
     return client_address(peer) if principal is None else principal.tenant
 
 
 def client_address(peer: str) -> str:
-    """What stands for a client that has no name: its address, without the port; of IPv6 the network."""
+    """Return the name of a client without a name: its address without the port, or its network for IPv6."""
     kind, _, rest = peer.partition(":")
     try:
         host = ip_address(unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0])

@@ -1,8 +1,7 @@
-"""What stands before and behind every handler, whatever protocol the call came by: who calls, what a failure is
-answered with, and how a cancelled call ends.
+"""Call gate: authenticates a call, maps its failure to an answer, and frees a cancelled call. All protocols share it.
 
-Owns the audit of refusals and the log line of an internal failure. Does not own the rules (admission/auth.py) nor how
-an answer travels (services/interceptor.py, openai/routes.py).
+Owns the audit of refusals and the log line of an internal failure. Does not own the rules (admission/auth.py) or how an
+answer is sent (services/interceptor.py, openai/routes.py).
 """
 
 import asyncio
@@ -28,25 +27,25 @@ logger = logging.getLogger(__name__)
 audit = logging.getLogger("blockyard.audit")
 
 ENDS_A_TURN = 8
-"""Cancelled calls whose frames are freed in one turn of the event loop."""
+"""Cancelled calls whose frames are freed in one tick of the event loop."""
 FAULTS = (InternalError, WorkerLost, DeadlinePassed)
-"""Whose requests are told in the log: they had been taken in, and nobody wanted them to fail."""
+"""Errors that are logged at INFO: the request had been admitted, and its client did not end it."""
 UNKNOWN_LOG_SECONDS = 10.0
-"""Calls without a known token are counted, and told so often at most: whoever makes them must not fill the log."""
+"""Least time between two log lines about unknown tokens. It keeps a hostile client from filling the log."""
 
 
 class CallGate:
-    """One for each router, shared by its protocols."""
+    """Gate of one router, shared by its protocols."""
 
     def __init__(self, tokens: Callable[[], TokenTable] | None) -> None:
-        """`tokens`: those of now; None where clients are not authenticated."""
+        """`tokens` returns the table that is valid now. None where clients are not authenticated."""
         self._tokens = tokens
         self._num_unknown = 0
-        self._told_at = -UNKNOWN_LOG_SECONDS
+        self._logged_at = -UNKNOWN_LOG_SECONDS
         self._ends = TurnShare(ENDS_A_TURN)
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """From now on the caller is PRINCIPAL. Raises Unauthenticated, Forbidden."""
+        """Authenticate the caller and set PRINCIPAL. Raises Unauthenticated or Forbidden."""
         PRINCIPAL.set(None)
         REQUEST_ID.set("")
         if self._tokens is None:
@@ -61,14 +60,16 @@ class CallGate:
                 check_role(method, principal)
             except Forbidden:
                 # A method's name is the client's text, unless it is one of ours.
-                told = method if method in METHOD_ROLES else "an unknown method"
-                audit.warning("denied: %s as %s called %s", principal.name, principal.role, told)
+                shown = method if method in METHOD_ROLES else "an unknown method"
+                audit.warning("denied: %s as %s called %s", principal.name, principal.role, shown)
                 raise
         PRINCIPAL.set(principal)
 
     async def free(self, error: asyncio.CancelledError) -> None:
-        """Of a call that was cancelled. A task group's frame and the error that ended it hold one another: freed here,
-        a few calls a turn, it costs little; left to the garbage collector, many that end in one moment stop the loop.
+        """Free the frames of a cancelled call.
+
+        The frame of a task group and the error that ended it refer to each other. Freeing a few of them per tick is
+        cheap. If the garbage collector frees many at once, the loop stops.
         """
         await self._ends.take()
         clear_frames(error.__traceback__)
@@ -76,21 +77,21 @@ class CallGate:
     def _count_unknown(self) -> None:
         self._num_unknown += 1
         now = time.monotonic()
-        if now - self._told_at >= UNKNOWN_LOG_SECONDS:
-            audit.warning("%d calls came without a token that is known", self._num_unknown)
-            self._num_unknown, self._told_at = 0, now
+        if now - self._logged_at >= UNKNOWN_LOG_SECONDS:
+            audit.warning("%d calls came without a known token", self._num_unknown)
+            self._num_unknown, self._logged_at = 0, now
 
 
 def answer_to(error: Exception, method: str) -> RouterError:
-    """What the client is told; what went wrong in here is logged."""
+    """Return the error to send to the client. An internal failure is logged."""
     answer = as_router_error(error)
     if request_id := REQUEST_ID.get():
-        # The name by which an operator finds the lines about it, also where the router drew it.
+        # Operators find the log lines of the request by this id, also where the router drew it.
         answer.metadata["request_id"] = request_id
         level = logging.INFO if isinstance(answer, FAULTS) else logging.DEBUG
         logger.log(level, "%s ended: %s", method, answer.reason)
     if type(answer) is InternalError:
-        # The exception's text may quote the request: log where it was raised, not what it says.
+        # The exception's text may quote the request. Log where it was raised instead.
         logger.error("%s failed: %s at %s", method, type(error).__name__, _origin(error))
     return answer
 

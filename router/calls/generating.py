@@ -1,8 +1,8 @@
-"""A call that generates, from its admission to its last delta, or tokenises, whatever protocol it came by.
+"""Calls that generate or tokenize, from admission to the last delta, for all protocols.
 
-Owns the order of admission, client, deadline and registry, and the turns of the event loop that arrivals and writes
-take. The end of a call, whoever ends it, cancels the handler's task and with it everything that the request holds. Does
-not own messages on the wire (services/inference.py, openai/) nor what a request does (generation/generation.py).
+Owns the order of admission, client, deadline and registry, and the share of the event loop that arrivals and writes
+take. The end of a call, whatever its cause, cancels the handler's task and frees everything that the request holds.
+Does not own messages (services/inference.py, openai/) or the work of a request (generation/generation.py).
 """
 
 import asyncio
@@ -30,24 +30,28 @@ from blockyard.router.request.validation import (
 )
 
 WRITES_A_TURN = 12
-"""One takes 40 to 60 us in gRPC itself. With 256 streams from 4 workers every fourth tick of 5 ms was late at 32, every
-twelfth at 12."""
+"""Deltas written in one tick of the event loop. A write takes 40 to 60 us in gRPC itself.
+
+With 256 streams from 4 workers, 32 writes delayed every 4th tick of 5 ms, and 12 writes every 12th.
+"""
 
 ARRIVALS_A_TURN = 4
-"""Requests that are checked and admitted in one turn of the event loop: a burst comes in one."""
+"""Requests that are checked and admitted in one tick of the event loop. A burst arrives in one tick."""
 
 CALLS_PART = 8
 LEAST_OUTPUTS_A_CALL = 16
 
 
 def outputs_a_call(max_requests: int) -> int:
-    """Outputs of one call that run at once, of all that a router admits: the rest of a call of many prompts waits
-    behind what others have sent meanwhile."""
+    """Return how many outputs of one call may run at once.
+
+    This is a part of what the router admits. The rest of a call with many prompts waits behind newer calls of others.
+    """
     return min(max(max_requests // CALLS_PART, LEAST_OUTPUTS_A_CALL), max(max_requests // 2, 1))
 
 
 class Calls:
-    """One for each router, shared by its protocols."""
+    """Calls of one router, shared by its protocols."""
 
     def __init__(
         self, parts: RouterParts, bounds: CallBounds, *, slow_reader_seconds: float, outputs_a_call: int
@@ -63,16 +67,19 @@ class Calls:
     async def deltas(
         self, request: inference_pb2.GenerateRequest, context: CallContext, *, waits: bool = False
     ) -> AsyncIterator[tuple[str, AsyncIterator[Delta]]]:
-        """An admitted request's id and output; all that it holds is given back at the end. It runs in the calling task,
-        which runs no other meanwhile. One that `waits` is not refused by a limit, but comes back when it would be told
-        to."""
+        """Yield an admitted request's id and its output. The end of the context frees everything that the request
+        holds.
+
+        It runs in the calling task, which runs no other request meanwhile. With `waits` a refusal by a limit is not
+        raised: the call retries after the delay that the refusal gives.
+        """
         parts = self.parts
         with parts.metrics.call() as note:
             await self._arrivals.take()
             caller = self.bounds.caller(context)
             note.tenant = caller.tenant
             valid = admit(parts, request)
-            REQUEST_ID.set(valid.request_id)  # of this call's task, to its end
+            REQUEST_ID.set(valid.request_id)  # for this call's task, until it ends
             if valid.policy is not None:
                 check_admin("policy")
             deadline = parts.clock() + self.bounds.seconds_left(context)
@@ -91,7 +98,7 @@ class Calls:
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        """Raises any RouterError."""
+        """Tokenize a prompt. Raises any RouterError."""
         parts = self.parts
         check_model(request, parts.facts)
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
@@ -105,7 +112,7 @@ class Calls:
     async def detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        """Raises any RouterError."""
+        """Decode tokens to text. Raises any RouterError."""
         parts = self.parts
         check_detokenize(request, parts.facts, max_model_len=parts.max_model_len)
         skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -116,7 +123,7 @@ class Calls:
     async def _admitted(
         self, held: ExitStack, valid: ValidGeneration, caller: Caller, *, waits: bool
     ) -> tuple[Charge, RateCharge]:
-        """What it is charged, in `held`. Raises Overloaded, RateLimited."""
+        """Enter the call's charges in `held` and return them. Raises Overloaded or RateLimited."""
         outputs = valid.sampling.num_sequences
         generated_tokens = outputs * (valid.sampling.max_tokens or self.parts.max_model_len)
         while True:
@@ -131,14 +138,16 @@ class Calls:
                 await asyncio.sleep(refusal.retry_after_seconds)
 
     async def deliver(self, deltas: AsyncIterator[Delta], write: Callable[[Delta], Awaitable[None]]) -> None:
-        """Writes every piece. Raises SlowReader, in a group."""
+        """Write every delta. Raises SlowReader, in a group."""
         await deliver(deltas, write, slow_reader_seconds=self.slow_reader_seconds, share=self._writes)
 
 
 @contextmanager
 def _counted(rate: RateCharge, record: RequestRecord) -> Iterator[None]:
-    """Against the limits a minute in the end: what was tokenised and generated, or nothing for a call that was sent
-    away before anything was."""
+    """Count tokenized and generated tokens against the limits per minute when the call ends.
+
+    A call that is refused before anything was generated counts nothing.
+    """
     was_sent_away = False
     try:
         yield

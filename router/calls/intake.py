@@ -1,9 +1,9 @@
-"""Bounds requests that a client is still sending: their number, size and time.
+"""Intake: bounds the number, size and time of requests that clients are still sending.
 
-Admission (admission/ledger.py) charges whole requests alone. The incomplete ones are charged here, to one budget of
-bytes for all protocols of a router, and one client has half of it at most. An ordinary request is whole at once and is
-never charged: whoever fills the budget keeps out what is large or slow, and nothing else. Does not own how bytes are
-read (services/interceptor.py, openai/http/body.py).
+The ledger (admission/ledger.py) charges complete requests alone. Incomplete ones are charged here, to one budget of
+bytes for all protocols of a router. One client may hold at most half of it. An ordinary request arrives at once and is
+never charged, so a full budget keeps out only large or slow requests. Does not own how bytes are read
+(services/interceptor.py, openai/http/body.py).
 """
 
 import asyncio
@@ -16,42 +16,42 @@ from blockyard.router.calls.bounds import caller_client
 from blockyard.router.errors import DeadlinePassed, Overloaded
 
 MESSAGE_SECONDS = 10.0
-"""For the whole of a message."""
+"""Deadline for a complete message."""
 PROMPT_SECONDS = 0.25
-"""A message that takes longer is charged, as if it were the largest: gRPC does not say how much of it is there."""
+"""A message that takes longer is charged as if it had the largest size: gRPC does not report how much has arrived."""
 MAX_INCOMPLETE = 4096
-"""Messages at once. One that is whole counts too until the event loop comes to it."""
+"""The most incomplete messages at once. A complete one counts until the event loop reads it."""
 BUDGET_BYTES = 256 * 2**20
 RETRY_SECONDS = 2.0
 T = TypeVar("T")
 
 
 class Charge:
-    """The bytes that one incomplete request holds of the budget."""
+    """Bytes of the budget that one incomplete request holds."""
 
     def __init__(self, intake: "Intake", client: str) -> None:
         self._intake, self._client = intake, client
         self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Raises Overloaded."""
+        """Take more bytes. Raises Overloaded."""
         self._intake.take(self._client, num_bytes)
         self.num_bytes += num_bytes
 
 
 class Intake:
-    """One for each router, shared by its protocols."""
+    """Incomplete requests of one router, shared by its protocols."""
 
     def __init__(self, *, budget_bytes: int = BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes
         self.held_bytes = 0
         self._held_by: Counter[str] = Counter()
         self.num_incomplete = 0
-        """Messages, charged or not."""
+        """Number of incomplete messages, charged or not."""
 
     @contextmanager
     def charge(self, peer: str) -> Iterator[Charge]:
-        """`peer` is the other end of the connection, as gRPC writes it."""
+        """Hold bytes for one request. `peer` is the other end of the connection, as gRPC writes it."""
         client = caller_client(peer)
         charge = Charge(self, client)
         try:
@@ -63,45 +63,46 @@ class Intake:
                 del self._held_by[client]
 
     def take(self, client: str, num_bytes: int) -> None:
-        """Raises Overloaded."""
+        """Take bytes of the budget for a client. Raises Overloaded."""
         if self.held_bytes + num_bytes > self._budget_bytes:
-            self._refuse("too many large requests are on their way")
+            self._refuse("too many large requests are being received")
         if self._held_by[client] + num_bytes > self._budget_bytes // 2:
-            self._refuse("too many large requests of this client are on their way")
+            self._refuse("too many large requests of this client are being received")
         self.held_bytes += num_bytes
         self._held_by[client] += num_bytes
 
     async def message(
         self, reading: Callable[[], Awaitable[T]], *, most_bytes: int, peer: Callable[[], str]
     ) -> T:
-        """What `reading` returns. Raises Overloaded, and DeadlinePassed where it is not whole in time."""
+        """Return the result of `reading`. Raises Overloaded, or DeadlinePassed if the message is not complete in
+        time."""
         if self.num_incomplete >= MAX_INCOMPLETE:
-            self._refuse("too many requests are on their way")
+            self._refuse("too many requests are being received")
         loop = asyncio.get_running_loop()
         refusal: list[Overloaded] = []
 
         def charge_late() -> None:
             try:
                 stack.enter_context(self.charge(peer())).grow(most_bytes)
-                patience.reschedule(loop.time() + MESSAGE_SECONDS - PROMPT_SECONDS)
+                limit.reschedule(loop.time() + MESSAGE_SECONDS - PROMPT_SECONDS)
             except Overloaded as error:
                 refusal.append(error)
-                patience.reschedule(loop.time())
+                limit.reschedule(loop.time())
 
         self.num_incomplete += 1
         timer = loop.call_later(PROMPT_SECONDS, charge_late)
         with ExitStack() as stack:
             try:
-                async with asyncio.timeout(None) as patience:
+                async with asyncio.timeout(None) as limit:
                     return await reading()
             except TimeoutError:
                 if refusal:
                     raise refusal[0] from None
-                raise DeadlinePassed(f"the message was not whole within {MESSAGE_SECONDS:g} s") from None
+                raise DeadlinePassed(f"the message was not complete within {MESSAGE_SECONDS:g} s") from None
             finally:
                 timer.cancel()
                 self.num_incomplete -= 1
 
     @staticmethod
-    def _refuse(told: str) -> NoReturn:
-        raise Overloaded(f"{told}: come back in {RETRY_SECONDS:g} s", retry_after_seconds=RETRY_SECONDS)
+    def _refuse(reason: str) -> NoReturn:
+        raise Overloaded(f"{reason}: come back in {RETRY_SECONDS:g} s", retry_after_seconds=RETRY_SECONDS)

@@ -19,12 +19,9 @@ A mistake that the client can detect is a ValueError or TypeError before anythin
 from dataclasses import dataclass
 
 import grpc
+from blockyard.proto.naming import headers
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
-
-DETAILS_KEY = "grpc-status-details-bin"
-PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""The same delay for gRPC's own retries. Used where a proxy has removed the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +124,7 @@ def from_rpc(
     # Every error that a call raises is also a Call; the base class declares nothing.
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     trailing = dict(error.trailing_metadata() or ())
-    packed = trailing.get(DETAILS_KEY, b"")
+    packed = trailing.get(headers.STATUS_DETAILS, b"")
     failure = from_status(error.code(), error.details() or "", packed if isinstance(packed, bytes) else b"")
     if isinstance(failure, UnavailableError) and not failure.reason:
         # No router sent this status. gRPC's text lists sockets and addresses, not the fate of the call.
@@ -135,7 +132,7 @@ def from_rpc(
         failure = UnavailableError(message, code=failure.code)
         failure.never_began = not has_begun and _is_silent(error.details() or "")
     if failure.retry_delay_seconds is None:
-        failure.retry_delay_seconds = _pushback_seconds(trailing.get(PUSHBACK_KEY))
+        failure.retry_delay_seconds = _pushback_seconds(trailing.get(headers.RETRY_PUSHBACK_MS))
     return failure
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import MAX_NAME_CHARS, is_id
 from blockyard.router.client.errors import (
     BlockyardError,
@@ -117,7 +118,7 @@ def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str
 
     Raises ValueError for a token or tenant that no router accepts, and TypeError for one that is not text.
     """
-    metadata = () if token is None else (("authorization", f"Bearer {_checked_token(token)}"),)
+    metadata = () if token is None else ((headers.AUTHORIZATION, f"Bearer {_checked_token(token)}"),)
     if tenant is None:
         return metadata
     if not isinstance(tenant, str):
@@ -126,7 +127,7 @@ def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str
         raise ValueError(
             f"tenant: must be 1 to {MAX_NAME_CHARS} letters, digits or any of . _ : -, not {tenant[:40]!r}"
         )
-    return (*metadata, ("blockyard-tenant", tenant))
+    return (*metadata, (headers.TENANT, tenant))
 
 
 def _checked_token(token: str) -> str:

@@ -1,10 +1,10 @@
-"""What this router has placed on one worker and has not seen the end of: the requests, sums over them, and the prefixes
-that they are about to store.
+"""Bookings: the requests that this router has placed on one worker and that still run, with sums over them.
 
     placed -> (waits here until the worker has room) -> sent -> started -> over
 
-Pure. Sums are kept as they change, because every placement looks at every worker. Does not own what the worker itself
-says of its load, nor the two together (view.py).
+Bookings include the prefixes that these requests will soon store. Pure. The sums are kept up to date, because every
+placement reads those of every worker. Does not own the load that the worker reports, or the combination of the two
+(view.py).
 """
 
 from collections import Counter, deque
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Placed:
-    """A request that this router has put on a worker and that is not over."""
+    """A request that this router has placed on a worker and that has not ended."""
 
     address: str
     names: Sequence[bytes]
-    """Of the prompt's full blocks."""
+    """Names of the prompt's full blocks."""
     prompt_tokens: int
     uncached_tokens: int
-    """Of them, those that the worker was expected to compute."""
+    """Prompt tokens that the worker is expected to compute."""
     blocks: int
-    """That it was expected to take from its pool."""
+    """Blocks that the request is expected to take from the worker's pool."""
     promised_blocks: int = 0
-    """That the index, not speculation, said the worker had cached for it."""
+    """Blocks cached on the worker according to the index, without speculation."""
     sent: bool = False
     started: bool = False
     report: int = 0
-    """How many reports of the worker had been heard when it was sent."""
+    """Number of the worker's load reports that had arrived when the request was sent."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class Sums:
     prompt_tokens: int = 0
     blocks: int = 0
     unstarted: int = 0
-    """Those of the requests without a first token."""
+    """Requests without a first token."""
     unstarted_tokens: int = 0
-    """That they have to compute."""
+    """Prompt tokens that unstarted requests have to compute."""
 
     def count(self, placed: Placed, sign: int) -> None:
         self.requests += sign
@@ -55,14 +55,14 @@ class Sums:
 
 
 class Bookings:
-    """Of one life of a worker."""
+    """Bookings on one incarnation of a worker."""
 
     def __init__(self) -> None:
         self.waiting = Sums()
-        """Of those that were not sent yet: no report counts them."""
+        """Requests that have not been sent. No load report counts them."""
         self.sent = Sums()
         self.unreported = Sums()
-        """Of those sent since the worker's last report, which cannot count them."""
+        """Requests sent since the worker's last load report, which does not count them."""
         self.prefixes = Speculation()
         self._open: set[Placed] = set()
         self._num_reports = 0
@@ -85,7 +85,7 @@ class Bookings:
             sums.count(placed, 1)
 
     def start(self, placed: Placed, *, stored_at: float) -> None:
-        """Its first output came. What it has stored counts as such without us from `stored_at` on."""
+        """Record the first output. From `stored_at` on the index is trusted to have the request's prefix."""
         for sums in self._sums(placed):
             sums.count_unstarted(placed, -1)
         placed.started = True
@@ -99,7 +99,7 @@ class Bookings:
             self.prefixes.forget(placed.names)
 
     def reported(self) -> None:
-        """The worker told its load."""
+        """Record a load report of the worker."""
         self.unreported = Sums()
         self._num_reports += 1
 
@@ -117,19 +117,19 @@ class Bookings:
         self.prefixes.check_invariants(placed.names for placed in self._open if not placed.started)
 
     def _sums(self, placed: Placed) -> list[Sums]:
-        """That count it."""
+        """Return the sums that include the request."""
         if not placed.sent:
             return [self.waiting]
         return [self.sent, self.unreported] if placed.report == self._num_reports else [self.sent]
 
 
 class Speculation:
-    """Names of blocks that placed requests will store, by how many of them will, and of those just stored."""
+    """Names of blocks that placed requests will store or have just stored, with the number of those requests."""
 
     def __init__(self) -> None:
         self._counts: Counter[bytes] = Counter()
         self._fading: deque[tuple[float, Sequence[bytes]]] = deque()
-        """Stored names and when the index may be trusted to have them; in order of that time."""
+        """Stored names and the time from which the index is trusted to have them, in order of that time."""
 
     def expect(self, names: Sequence[bytes]) -> None:
         self._counts.update(names)
@@ -145,7 +145,8 @@ class Speculation:
         self._fading.append((time, names))
 
     def depth(self, names: Sequence[bytes], now: float) -> int:
-        """Leading names that are spoken for. Whoever placed block i placed all before it, so bisection is exact."""
+        """Return the number of leading names that are expected. A request that stores block i stores all before it, so
+        bisection is exact."""
         while self._fading and self._fading[0][0] <= now:
             self.forget(self._fading.popleft()[1])
         if not names or names[0] not in self._counts:
@@ -165,4 +166,4 @@ class Speculation:
             counts.update(names)
         for _, names in self._fading:
             counts.update(names)
-        assert self._counts == counts, "speculative names do not add up"
+        assert self._counts == counts, "counts of speculative names are wrong"

@@ -1,7 +1,7 @@
-"""Which workers a router believes in that takes their addresses from Redis, where others may write, or delete all.
+"""Directory: chooses the worker addresses to connect to, from records in Redis, which others may write or delete.
 
-Owns the check of records, the bound on addresses, and when one is given up. Pure: it takes pages of the index's
-directory in turn. Does not own the reading of Redis (server.py) nor connections (fleet.py).
+Owns the check of records, the bound on addresses, and when an address is dropped. Pure: it takes the pages of the
+index's directory one by one. Does not own the reading of Redis (server.py) or connections (fleet.py).
 """
 
 import random
@@ -11,12 +11,15 @@ from blockyard.proto.index.contract import DirectoryPage
 from blockyard.proto.security.cluster_identity import is_genuine
 
 MAX_REPLACED = 16
-"""Addresses that give way to new ones in a page. Each new address is one more connection to try."""
+"""The most addresses that one page replaces. Each new address is one more connection to try."""
 
 
 class Directory:
-    """A pass goes from the first page to the last. In Redis may be more than one look can read, and old records too:
-    only who knows the secret can sign one, but whoever has read it may write it back."""
+    """Addresses of workers with a signed record. A pass goes from the first page to the last.
+
+    Redis may hold more records than one read returns, and old ones too. Only a holder of the secret can sign a record,
+    but anyone who has read a record can write it back.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class Directory:
         has_failed: Callable[[str], bool],
         rng: random.Random | None = None,
     ) -> None:
-        """`has_failed`: whether the last attempt to connect to an address failed."""
+        """`has_failed` tells whether the last attempt to connect to an address failed."""
         self.next_after = 0
         """The berth after which the next page begins."""
         self.num_forged = 0
@@ -46,8 +49,11 @@ class Directory:
         return frozenset(self._addresses)
 
     def take(self, page: DirectoryPage) -> None:
-        """The page after `next_after`. At the end of a pass it gives up addresses that the pass has not shown, but
-        none that still answers: Redis may have lost a record, or hide it."""
+        """Take the page after `next_after`. At the end of a pass, drop addresses that were not seen in it and do not
+        answer.
+
+        An address that still answers is kept, because Redis may have lost or hidden its record.
+        """
         genuine = [
             record.address
             for record in page.records
@@ -62,7 +68,8 @@ class Directory:
             self._end_pass()
 
     def _admit(self, new: list[str]) -> None:
-        """Beyond the bound, new addresses replace only those that fail, at random, so that each has its turn."""
+        """Add new addresses. At the bound, replace only addresses that fail, at random, so that each new one is tried
+        in time."""
         excess = len(self._addresses) + len(new) - self._max_addresses
         if excess > 0:
             failed = [address for address in self._addresses if self._has_failed(address)]

@@ -1,7 +1,7 @@
-"""What a worker says of one request, out of the columns in which it says it of many.
+"""Events of one request, unpacked from the columns of a worker's step message.
 
-Pure. Owns the events that a request's sink gets. Does not own the stream (link.py) nor what follows from an
-event (generation/relay.py).
+Pure. Owns the events that a request's sink gets. Does not own the stream (link.py) or the reaction to an event
+(generation/relay.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,37 +18,37 @@ class Tokens:
     """Tokens of this output generated before these, by any worker."""
     token_ids: list[int]
     finish_reason: int
-    """FinishReason of the contract; 0 while the output runs on."""
+    """FinishReason of the contract. 0 while the output runs."""
     stop_token: int | None
     cached_tokens: int
     index: int = 0
-    """Which of the request's outputs."""
+    """Index of the output within the request."""
     logprobs: Sequence[inference_pb2.TokenLogprob] = ()
-    """One for each token, or none at all."""
+    """One per token, or none."""
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
     cumulative_logprob: float | None = None
-    """Of a finished beam."""
+    """Set for a finished beam."""
     beam_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The worker will not run it, or not any further."""
+    """The worker does not run the request, or does not continue it."""
 
     reason: int
     """RejectReason of the contract."""
     detail: str = ""
-    """Fit for the client; empty where the reason says all."""
+    """A text for the client. Empty if the reason is enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The stream ended; what the worker still computes nobody will see."""
+    """The stream ended. No further output of the worker can arrive."""
 
     was_sent: bool = True
-    """False where the link was down already: the worker never heard of the request."""
+    """False if the link was down already: the worker never received the request."""
     is_death: bool = True
-    """False where it was given up for its silence, or ended the stream properly."""
+    """False if the worker was only silent for too long, or ended the stream with status OK."""
 
 
 Event = Tokens | Refused | Lost
@@ -56,8 +56,8 @@ Sink = Callable[[Event], None]
 
 
 def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused]]:
-    """(handle, event), the rows in order and then the failures. Raises ValueError for columns that contradict each
-    other."""
+    """Return (handle, event) pairs: first the rows in order, then the failures. Raises ValueError for inconsistent
+    columns."""
     details = _details(step)
     token_ids = list(step.token_ids)
     indexes = list(step.indexes) or [0] * len(step.handles)
@@ -76,7 +76,7 @@ def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused]
         )
         events.append((handle, tokens if detail is None else _with_details(tokens, detail)))
     if end != len(token_ids) or any(row >= len(indexes) for row in details):
-        raise ValueError("columns that do not add up")
+        raise ValueError("columns of different lengths")
     failed = zip(step.failed_handles, step.failed_reasons, strict=True)
     return events + [(handle, Refused(reason=reason)) for handle, reason in failed]
 
@@ -95,7 +95,7 @@ def _rows(step: session_pb2.StepOutput, indexes: list[int]) -> Iterator[tuple[in
 
 
 def _details(step: session_pb2.StepOutput) -> dict[int, session_pb2.RowDetails]:
-    """By row. Copies: a part of a message keeps all of it in memory, and these wait for their client."""
+    """Return details by row. They are copies: a part of a message keeps the whole message in memory."""
     found: dict[int, session_pb2.RowDetails] = {}
     for detail in step.details:
         if detail.row in found:

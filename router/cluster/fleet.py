@@ -1,7 +1,7 @@
-"""All workers together: one link to each known address, one view of them, one identity that they must share.
+"""Fleet: one link to each known worker address, one view of all workers, and the model identity that they share.
 
-Joins link.py (connections) to view.py (beliefs). Does not own where addresses come from
-(server.py) nor requests (generation/relay.py).
+Connects link.py (connections) to view.py (state). Does not own where addresses come from (server.py) or requests
+(generation/relay.py).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """What makes workers interchangeable. The first accepted worker's holds for the router's life."""
+    """Properties in which all workers must agree. The first accepted worker sets them for the router's lifetime."""
 
     model_fingerprint: str
     block_size: int
@@ -31,7 +31,7 @@ class ModelIdentity:
     max_model_len: int
     vocab_size: int
     index_stride_blocks: int = 1
-    """The prefix index knows every so manieth block of a prefix."""
+    """The prefix index has every Nth block of a prefix."""
 
     @classmethod
     def of(cls, hello: session_pb2.Hello) -> "ModelIdentity":
@@ -45,7 +45,7 @@ class ModelIdentity:
         )
 
     def root(self, *, cluster_secret: str, salt: str, tenant: str = "") -> bytes:
-        """The name that the names of a prompt's blocks are chained from: a tenant's own, or public."""
+        """Return the root of a prompt's chain of block names: a tenant's own root, or the public one."""
         return root_name(
             cluster_secret=cluster_secret,
             model_fingerprint=self.model_fingerprint,
@@ -56,7 +56,7 @@ class ModelIdentity:
         )
 
     def difference(self, hello: session_pb2.Hello) -> str | None:
-        """Why a worker cannot serve beside the first, in words; None if it can."""
+        """Return why a worker cannot serve beside the first one, or None if it can."""
         if hello.model_fingerprint != self.model_fingerprint:
             return "another model or data type (--dtype) than the first worker's"
         if hello.block_size != self.block_size:
@@ -72,7 +72,7 @@ class ModelIdentity:
 
 
 class Fleet(LinkEvents):
-    """`run` keeps the links up; `set_addresses` may be called at any time."""
+    """Links to all workers. `run` keeps them up. `set_addresses` may be called at any time."""
 
     def __init__(
         self,
@@ -99,22 +99,22 @@ class Fleet(LinkEvents):
         self._open_channel = open_channel
         self._rng = rng or random.Random()
         self._code = code
-        """The code version of this router; empty: it compares none."""
+        """Code version of this router. Empty: versions are not compared."""
         self._wanted: frozenset[str] = frozenset()
         self._rearrange = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` whenever anything was heard of a worker or a worker came or went."""
+        """Call `listener` whenever a worker is heard, added or removed."""
         self._listeners.append(listener)
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """The workers to be linked to. One that is no longer named stays while its connection does."""
+        """Set the workers to connect to. A worker that is no longer listed stays while its connection does."""
         self._wanted = frozenset(addresses)
         self._rearrange.set()
 
     def has_failed(self, address: str) -> bool:
-        """Whether the last attempt to connect to it failed."""
+        """Return True if the last attempt to connect to the address failed."""
         link = self.links.get(address)
         return link is not None and link.has_failed
 
@@ -136,13 +136,13 @@ class Fleet(LinkEvents):
 
     def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
         if address not in self.links:
-            return "no longer wanted"
+            return "the address is no longer listed"
         refusal = self._refusal(address, hello)
         if refusal is None:
             self.identity = self.identity or ModelIdentity.of(hello)
             self.view.accepted(address, hello)
             if self._code and hello.version != self._code:
-                # Messages are read across versions: it serves. But nobody should run so without knowing.
+                # The worker serves, because messages are compatible across versions. The operator should know.
                 logger.warning(
                     "worker %s at %s runs blockyard %s, this router %s",
                     hello.worker_id,
@@ -199,11 +199,11 @@ class Fleet(LinkEvents):
         if hello.tokenizer_fingerprint != self._tokenizer_fingerprint:
             return "another tokenizer than the router's"
         if hello.block_size < 1 or hello.max_model_len < 1 or hello.vocab_size < 1:
-            return "a greeting without block size, context or vocabulary"
+            return "a hello without block size, context or vocabulary"
         if hello.stalled_seconds > self._stall_seconds:
             return f"its engine has finished no step for {hello.stalled_seconds:.0f} s"
         if (namesake := self.view.namesake(address, hello)) is not None:
-            return f"another worker is called {hello.worker_id} already, at {namesake}: --worker-id tells them apart"
+            return f"worker id {hello.worker_id} is already in use at {namesake}: choose another --worker-id"
         return self.identity.difference(hello) if self.identity else None
 
     def _changed(self) -> None:

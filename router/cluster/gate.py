@@ -1,62 +1,66 @@
-"""Whether one worker may get one more request.
+"""Worker gate: decides whether one worker may get one more request.
 
-Keeps the router from hammering a worker whose short queue is full: after a BUSY, one request goes for each place known
-to be free. Pure: time comes from the caller. Does not own the waiting of those that found no worker
-(dispatch/waiting_line.py) nor the choice of one (placement/policies.py).
+It spares a worker whose short queue is full. After a BUSY it admits one request for each queue position that is known
+to be free. Pure: the caller gives the time. Does not own requests that wait for any worker (dispatch/waiting_line.py)
+or the choice of a worker (placement/policies.py).
 """
 
 from dataclasses import dataclass
 
 PROBE_SECONDS = 0.1
-"""A worker that said BUSY gets one request to try after so long, even if nothing was heard of it. For as long its
-load reports may be older than its BUSY and are not believed when they say that nobody waits there."""
-OFFERED_PLACES = 4
-"""For each report that nobody waits. If a long line rushed in at the first, most of it would come back."""
+"""Time after a BUSY until one request is sent as a probe, even without news of the worker.
+
+For the same time a load report may be older than the BUSY, so its empty queue is ignored.
+"""
+OFFERED_PERMITS = 4
+"""Requests admitted per report of an empty queue. If all waiting requests went at once, most would be refused."""
 REPORT_SECONDS = 0.02
-"""Reports may be so much older than the last request that was sent: each would offer the same places again."""
+"""A load report may be this much older than the last request sent. Otherwise each report would offer the same
+positions."""
 
 
 @dataclass(slots=True)
 class WorkerGate:
-    """Whether one worker may get one more request. Open until it says BUSY."""
+    """Gate of one worker. Open until the worker answers BUSY."""
 
     is_shut: bool = False
-    places: int = 0
-    """While shut: requests that left the worker's queue and have not been replaced."""
+    permits: int = 0
+    """While shut: queue positions that became free and have not been filled."""
     probe_at: float = 0.0
     shut_at: float = 0.0
-    """When it last said BUSY."""
+    """Time of the last BUSY."""
     offered_at: float = 0.0
-    """When, while shut, it last had places that somebody took or that were new."""
+    """While shut: when positions were last offered or taken."""
 
     def admits(self, now: float) -> bool:
-        return not self.is_shut or self.places > 0 or now >= self.probe_at
+        return not self.is_shut or self.permits > 0 or now >= self.probe_at
 
     def took_one(self, now: float) -> None:
         if self.is_shut:
-            self.places = max(self.places - 1, 0)
+            self.permits = max(self.permits - 1, 0)
             self.probe_at = now + PROBE_SECONDS
             self.offered_at = now
 
     def freed_one(self) -> None:
         if self.is_shut:
-            self.places += 1
+            self.permits += 1
 
     def shut(self, now: float) -> None:
-        """It said BUSY. Its words come in order: whatever place it freed before, it was full when it said so."""
+        """Record a BUSY. Messages arrive in order, so any position freed before was filled again."""
         self.is_shut = True
-        self.places = 0
+        self.permits = 0
         self.shut_at = now
         self.probe_at = now + PROBE_SECONDS
 
-    def nobody_waits(self, now: float) -> None:
-        """The worker reported an empty queue: a few may go to it, and once nobody takes that up, all who come."""
+    def queue_was_empty(self, now: float) -> None:
+        """Record a report of an empty queue: offer a few positions, and open the gate once no request has taken
+        them."""
         if now < self.shut_at + PROBE_SECONDS:
             return
-        if self.places == 0:
+        if self.permits == 0:
             if now < self.offered_at + REPORT_SECONDS:
                 return
-            self.places = OFFERED_PLACES
+            self.permits = OFFERED_PERMITS
             self.offered_at = now
         elif now >= self.offered_at + PROBE_SECONDS:
             self.is_shut = False

@@ -1,11 +1,11 @@
-"""The router's one long-lived stream to one worker: connect, check, keep alive, route outputs, connect again.
+"""Engine link: the router's one long-lived stream to one worker.
 
-Every request that is open on a stream (open_requests.py) ends with it: its sink gets `Lost`, and the relay places it
-elsewhere. Any message is a sign of life; a stream that is silent
-for too long is ended like a broken one, because a hung process keeps its connections, and so is that of a worker which
-answers but whose engine gets nothing done. Does not own what the columns
-of a step say (events.py), what is believed of the worker (view.py) nor what becomes of a request
-(generation/relay.py).
+The link connects, checks the worker, keeps the stream alive, routes messages, and reconnects. Every open request
+(open_requests.py) ends with its stream: its sink gets `Lost`, and the relay places it on another worker. Any message
+shows that the worker is alive. The link ends a stream that is silent for too long, because a hung process keeps its
+connections open. It also ends the stream of a worker whose engine makes no progress.
+
+Does not own the content of a step (events.py), the worker's state (view.py) or a request's life (generation/relay.py).
 """
 
 import asyncio
@@ -29,26 +29,30 @@ logger = logging.getLogger(__name__)
 
 PING_SECONDS = 0.5
 LEAST_SLEEP_SECONDS = 0.001
-"""What is left after a sleep may be less than a clock tells apart, and would be slept for ever."""
+"""Lower bound of a sleep. A remaining time below the clock's resolution would otherwise be slept for ever."""
 HELLO_SECONDS = 5.0
-"""A process that takes connections but says nothing is hung or no worker."""
+"""A process that accepts connections but sends nothing is hung or not a worker."""
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 2.0
 ROWS_A_TURN = 8
-"""What a row sets off, its text and a write, takes about 0.1 ms. Of 256 streams all at once held up the loop, and with
-it every other stream, for 21 ms; 32 in a turn for 10, 8 for 6."""
+"""Rows routed in one tick of the event loop. One row causes about 0.1 ms of work: its text and a write.
+
+All rows of 256 streams at once block the loop, and so all other streams, for 21 ms. With 32 per tick it is 10 ms, with
+8 it is 6 ms.
+"""
 INSPECT_SECONDS = 2.0
-"""Deadline of what a worker is asked about its pool and its sequences."""
+"""Deadline of questions to a worker about its pool and sequences."""
 
 CHANNEL_OPTIONS = (
-    # Prompts' log-probabilities come in one message, several requests' together.
+    # One message may carry prompt log-probabilities of several requests.
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", 16 * 1024 * 1024),
-    # A fresh connection for each life of the link: a shared one might be half-open.
+    # Use a new connection for each stream: a shared one might be half-open.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # A router that reads slowly must hold the worker's writes back, because the worker merges the steps that wait.
-    # By default gRPC hides it: it widens the window by measured bandwidth to megabytes, thousands of old steps.
+    # A router that reads slowly must slow down the worker's writes, because the worker merges the steps that wait. By
+    # default gRPC prevents this: it widens the window by measured bandwidth to megabytes, which is thousands of old
+    # steps.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 16 * 1024),
 )
@@ -56,7 +60,7 @@ CHANNEL_OPTIONS = (
 
 _Call = grpc.aio.StreamStreamCall[session_pb2.ToWorker, session_pb2.ToRouter]
 OpenChannel = Callable[[str], grpc.aio.Channel]
-"""How a worker's address becomes a connection."""
+"""Opens a connection to a worker's address."""
 
 
 def open_insecure_channel(address: str) -> grpc.aio.Channel:
@@ -64,10 +68,10 @@ def open_insecure_channel(address: str) -> grpc.aio.Channel:
 
 
 class LinkEvents:
-    """What a link tells its owner. The owner overrides all of it."""
+    """Notifications of a link to its owner. The owner overrides all of them."""
 
     def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
-        """Why this worker is not to be used; None admits it."""
+        """Return why this worker must not be used, or None to accept it."""
         raise NotImplementedError
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
@@ -84,7 +88,7 @@ class LinkEvents:
 
 
 class EngineLink:
-    """`run` keeps the link up until it is cancelled; the other methods may be called at any time."""
+    """Link to one worker. `run` keeps it up until it is cancelled. The other methods may be called at any time."""
 
     def __init__(
         self,
@@ -97,8 +101,8 @@ class EngineLink:
         open_channel: OpenChannel = open_insecure_channel,
         rng: random.Random | None = None,
     ) -> None:
-        """A worker is given up after `lost_seconds` without a word, and when its engine has had work for
-        `stall_seconds` without finishing a step."""
+        """The link ends a stream after `lost_seconds` of silence. It also does if the engine has work but finishes no
+        step for `stall_seconds`."""
         self.address = address
         self._events = events
         self._lost_seconds = lost_seconds
@@ -117,12 +121,12 @@ class EngineLink:
 
     @property
     def is_up(self) -> bool:
-        """Connected to a worker that was accepted."""
+        """True while connected to an accepted worker."""
         return self._outgoing is not None
 
     @property
     def has_failed(self) -> bool:
-        """The last attempt to connect came to nothing. Not yet after the end of a connection that was up."""
+        """True if the last attempt to connect failed. It is still False right after an accepted connection ends."""
         return self._has_failed and not self.is_up
 
     async def run(self) -> None:
@@ -140,13 +144,16 @@ class EngineLink:
             backoff_seconds = min(backoff_seconds * 2, LAST_BACKOFF_SECONDS)
 
     def stop(self) -> None:
-        """To be called before `run` is cancelled: a task group whose child fails in that very moment reports the
-        failure and swallows the cancellation."""
+        """Prepare the end of `run`; call it before cancelling `run`.
+
+        Without it, a task group whose child fails at the moment of cancellation reports the failure and drops the
+        cancellation.
+        """
         self._is_stopped = True
 
     def submit(self, submit: session_pb2.Submit, sink: Sink, outputs: Iterable[int] = (0,)) -> int:
-        """Sends a request for these outputs under a handle of this link's choosing. A link that is down answers
-        `Lost` at once."""
+        """Send a request for these outputs and return its new handle. On a link that is down the sink gets `Lost` at
+        once."""
         self._next_handle += 1
         handle = self._next_handle
         submit.handle = handle
@@ -158,37 +165,39 @@ class EngineLink:
         return handle
 
     def cancel(self, handle: int, index: int | None = None) -> None:
-        """Nothing more comes for this handle, or for one output of it. Unknown or over, nothing happens."""
+        """End a request, or one output of it: its sink gets nothing more. An unknown or ended handle is ignored."""
         is_to_be_told, index = self._open.cancel(handle, index)
         if is_to_be_told and self._outgoing is not None:
             cancel = session_pb2.Cancel(handle=handle, index=index)
             self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
 
     async def block_pool(self, request: cluster_pb2.GetBlockPoolRequest) -> cluster_pb2.BlockPool:
-        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        """Return the worker's block pool. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
         pool: cluster_pb2.BlockPool = await self.call("GetBlockPool", request, INSPECT_SECONDS)
         return pool
 
     async def list_blocks(self, request: cluster_pb2.ListBlocksRequest) -> cluster_pb2.ListBlocksResponse:
-        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        """Return one page of blocks. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
         page: cluster_pb2.ListBlocksResponse = await self.call("ListBlocks", request, INSPECT_SECONDS)
         return page
 
     async def find_blocks(self, request: cluster_pb2.FindBlocksRequest) -> cluster_pb2.FindBlocksResponse:
-        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        """Return the blocks found. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
         found: cluster_pb2.FindBlocksResponse = await self.call("FindBlocks", request, INSPECT_SECONDS)
         return found
 
     async def list_sequences(
         self, request: cluster_pb2.ListSequencesRequest
     ) -> cluster_pb2.ListSequencesResponse:
-        """Raises grpc.aio.AioRpcError, ConnectionError where the link is down."""
+        """Return one page of sequences. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
         page: cluster_pb2.ListSequencesResponse = await self.call("ListSequences", request, INSPECT_SECONDS)
         return page
 
     async def call(self, method: str, request: Message, timeout_seconds: float) -> Any:
-        """Any method of EngineService but the session. Raises grpc.aio.AioRpcError, ConnectionError where the link is
-        down or goes down meanwhile."""
+        """Call any method of EngineService except Session.
+
+        Raises grpc.aio.AioRpcError, or ConnectionError if the link is down or goes down during the call.
+        """
         call = getattr(self._connected_stub(), method)
         try:
             return await call(request, timeout=timeout_seconds)
@@ -196,7 +205,7 @@ class EngineLink:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # By the channel, which has been closed.
+            # The channel has been closed and has cancelled the call.
             raise ConnectionError("the worker is not connected any more") from None
 
     def _connected_stub(self) -> EngineServiceStub:
@@ -205,14 +214,14 @@ class EngineLink:
         return self._stub
 
     async def _one_stream(self) -> tuple[bool, str]:
-        """Runs one stream to its end: whether it ever was up, and why it ended."""
+        """Run one stream to its end. Return whether it was up, and why it ended."""
         was_up, is_death = False, True
         try:
             async with self._open_stream() as call:
                 hello = await self._read_hello(call)
                 refusal = self._events.accept(self.address, hello)
                 if refusal is not None:
-                    # Left alone for as long as the longest backoff: only a restart can change it.
+                    # Wait for the longest backoff: only a restart of the worker can change the refusal.
                     await asyncio.sleep(LAST_BACKOFF_SECONDS)
                     return False, refusal
                 was_up = True
@@ -251,11 +260,11 @@ class EngineLink:
             async with asyncio.timeout(HELLO_SECONDS):
                 message = await call.read()
         except TimeoutError:
-            raise StreamOver("no greeting came") from None
+            raise StreamOver("no hello message came") from None
         if not isinstance(message, session_pb2.ToRouter):
             raise StreamOver(f"refused with {(await call.code()).name}")
         if message.WhichOneof("message") != "hello":
-            raise StreamOver("the first message was no greeting")
+            raise StreamOver("the first message was not a hello")
         return message.hello
 
     async def _converse(self, call: _Call) -> None:
@@ -282,7 +291,7 @@ class EngineLink:
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
 
     async def _watch(self) -> None:
-        """Ends the conversation as soon as the worker has been silent for long enough."""
+        """Raise NoDeath as soon as the worker has been silent for too long."""
         while True:
             left_seconds = self._last_heard + self._lost_seconds - self._clock()
             if left_seconds <= 0:
@@ -323,7 +332,7 @@ class EngineLink:
         raise how(f"the worker ended the stream with {code.name}")
 
     async def _route(self, step: session_pb2.StepOutput) -> None:
-        """Deals the columns out to the rows' sinks, few in each turn of the loop."""
+        """Deliver the rows of a step to their sinks, a few per tick of the event loop."""
         try:
             events = events_of(step)
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""The requests that one worker has of this router: who hears of which handle, and which outputs have not ended.
+"""Open requests of one link: the sink of each handle, and the outputs that have not ended.
 
-Owns the table alone. How messages travel is the link's (link.py).
+Owns the table alone. The link (link.py) owns the messages.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ class _Open:
 
     sink: Sink
     outputs: set[int]
-    """Those that have not ended."""
+    """Outputs that have not ended."""
 
 
 class OpenRequests:
-    """By handle. An output that ends leaves its request open as long as there are others."""
+    """Open requests by handle. A request stays open until its last output ends."""
 
     def __init__(self) -> None:
         self._by_handle: dict[int, _Open] = {}
@@ -31,8 +31,10 @@ class OpenRequests:
         self._by_handle[handle] = _Open(sink, set(outputs))
 
     def cancel(self, handle: int, index: int | None) -> tuple[bool, int | None]:
-        """Nothing more comes for this handle, or for one output of it. Whether the worker is to be told, and of which
-        output: None for the whole request."""
+        """End a request, or one output of it: its sink gets nothing more.
+
+        Return whether to tell the worker, and which output to cancel. None stands for the whole request.
+        """
         request = self._by_handle.get(handle)
         if request is None or (index is not None and index not in request.outputs):
             return False, None
@@ -44,7 +46,8 @@ class OpenRequests:
         return True, None
 
     def deal(self, handle: int, event: Tokens | Refused) -> None:
-        """A request that was cancelled meanwhile has no sink any more. Of an output that was, the sink knows."""
+        """Pass an event to the request's sink. A cancelled request has no sink. The sink itself ignores a cancelled
+        output."""
         request = self._by_handle.get(handle)
         if request is None:
             return

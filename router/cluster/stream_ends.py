@@ -1,4 +1,5 @@
-"""How a stream to a worker ends: what its tasks raise, what operators are told, and that nothing of it is kept."""
+"""Ends of a stream to a worker: the exceptions of its tasks, and the reason that operators see. Keeps no frame
+alive."""
 
 import traceback
 
@@ -6,16 +7,19 @@ import grpc
 
 
 class StreamOver(Exception):
-    """Ends the tasks of a stream; its text is the reason that operators see."""
+    """Ends the tasks of a stream. Its text is the reason that operators see."""
 
 
 class NoDeath(StreamOver):
-    """The worker has not ended, as far as we know, or has said goodbye."""
+    """The stream is over, but the worker is not known to have died: it is silent, or ended the stream with status
+    OK."""
 
 
 def forget_frames(error: BaseException) -> None:
-    """A group and the frames that it came through hold each other, and those the call, whose connection stays open
-    for as long: until the garbage collector comes by."""
+    """Break the reference cycle between an exception group and its frames.
+
+    The frames refer to the call, whose connection would stay open until the next garbage collection.
+    """
     traceback.clear_frames(error.__traceback__)
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
@@ -30,7 +34,8 @@ def first_reason(group: BaseExceptionGroup[BaseException]) -> str:
 
 
 def ended_with(error: grpc.aio.AioRpcError) -> str:
-    """Only gRPC's own text of a failed connection is looked at, and nothing that the other side has said."""
+    """Return the reason in words. It reads only gRPC's own text of a failed connection, and nothing that the peer
+    sent."""
     if error.code() is grpc.StatusCode.UNAVAILABLE and "handshake" in (error.details() or "").lower():
-        return "the TLS handshake failed: another cluster name, another cluster secret or other certificates"
+        return "the TLS handshake failed: the cluster name, the cluster secret or the certificates differ"
     return f"stream ended with {error.code().name}"

@@ -1,12 +1,12 @@
-"""What this router believes of each worker: who it is, whether it lives, how loaded it is, what it will soon
+"""Cluster view: the state of each worker as this router knows it: identity, liveness, load, and what it will soon
 cache.
 
-Pure: events go in, snapshots come out, time comes from an injected clock. A worker's state follows from how
-long it has been silent. What this router has placed counts at once, as load and as a speculative prefix, so
-that many simultaneous requests of one group do not scatter before the first of them is reported stored.
+Pure: events go in, snapshots come out, the clock is an argument. A worker's state follows from how long it has been
+silent. A placed request counts at once, as load and as a speculative prefix. So simultaneous requests with a common
+prefix go to one worker before the index has that prefix.
 
-Does not own connections (link.py), the sums over what was placed (bookings.py), the choice (placement/policies.py) or
-the index (dispatch/prefix_lookup.py).
+Does not own connections (link.py), sums over placed requests (bookings.py) or the index (dispatch/prefix_lookup.py).
+Nor does it choose a worker (placement/policies.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,23 +26,23 @@ from blockyard.router.placement.scoring import Candidate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedDepth:
-    """How much of a prompt a worker holds, by the index."""
+    """Leading blocks of a prompt that a worker has cached, according to the index."""
 
     blocks: int = 0
     """Leading blocks on its GPU."""
     host_blocks: int = 0
-    """Those that follow them and are in its host memory."""
+    """Blocks that follow them and are in its host memory."""
 
 
 class Usual(NamedTuple):
-    """The cluster's rates, in tokens a second; 0 where nobody has measured one."""
+    """Typical rates of the cluster, in tokens per second. 0 if no worker has measured one."""
 
     prefill: float
     decode: float
 
 
 class LinkState(Enum):
-    """What the connection itself knows; silence comes on top of it."""
+    """State of the connection itself, regardless of silence."""
 
     CONNECTING = auto()
     ACCEPTED = auto()
@@ -64,7 +64,7 @@ NOTHING_CACHED = CachedDepth()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerView:
-    """One address and the life of a worker that last answered there."""
+    """One address, and the incarnation that last answered there."""
 
     address: str
     link: LinkState = LinkState.CONNECTING
@@ -73,10 +73,10 @@ class WorkerView:
     load: cluster_pb2.WorkerLoad = field(default_factory=cluster_pb2.WorkerLoad)
     rates: WorkerRates = field(default_factory=WorkerRates)
     index: cluster_pb2.WorkerIndex | None = None
-    """What it last said of its part of the prefix index."""
+    """The worker's last report about its part of the prefix index."""
     last_heard: float | None = None
     is_draining: bool = False
-    """It said that it takes nothing new."""
+    """The worker has announced that it takes no new requests."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
@@ -104,13 +104,14 @@ class ClusterView:
         self._config = config or PlacementConfig()
         self._workers: dict[str, WorkerView] = {}
         self.promised_blocks = 0
-        """Blocks that the index promised of the workers chosen, for all requests that came to their first token."""
+        """Blocks cached on the chosen workers according to the index, over all requests that reached their first
+        token."""
         self.stale_blocks = 0
-        """Those of them that were not reused."""
+        """Promised blocks that were not reused."""
         self.reused_blocks = 0
-        """All that were reused by the same requests, promised or not."""
+        """All blocks that these requests reused, promised or not."""
 
-    # What happened
+    # Events
 
     def known(self, address: str) -> None:
         self._workers.setdefault(address, WorkerView(address=address))
@@ -119,8 +120,10 @@ class ClusterView:
         self._workers.pop(address, None)
 
     def accepted(self, address: str, hello: session_pb2.Hello) -> None:
-        """A worker introduced itself and is of our model: nothing is placed on it. A life that comes back keeps the
-        age of its rates."""
+        """Record a worker that introduced itself and serves our model. No request is placed on it yet.
+
+        An incarnation that comes back keeps the age of its rates.
+        """
         now, before = self._clock(), self._workers.get(address)
         is_same = (
             before is not None and before.hello is not None and before.hello.incarnation == hello.incarnation
@@ -137,7 +140,7 @@ class ClusterView:
         worker.rates.report(hello.load, now)
 
     def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
-        """A worker introduced itself and is not to be used: whether that is news."""
+        """Record a worker that must not be used. Return True if this is news."""
         before = self._workers.get(address)
         self._workers[address] = WorkerView(
             address=address, link=LinkState.REFUSED, hello=hello, reason=reason, last_heard=self._clock()
@@ -145,7 +148,8 @@ class ClusterView:
         return before is None or before.link is not LinkState.REFUSED or before.reason != reason
 
     def disconnected(self, address: str, reason: str) -> None:
-        """The stream ended. Who was here stays visible as lost; what was placed there is void."""
+        """Record the end of the stream. The worker stays visible as lost. Requests placed on it are no longer
+        booked."""
         worker = self._workers.get(address)
         if worker is None or worker.link is LinkState.REFUSED:
             return
@@ -155,7 +159,7 @@ class ClusterView:
         worker.booked = Bookings()
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
-        """Any message is a sign of life; some bring a load report."""
+        """Record a message of the worker, with a load report in some cases."""
         worker = self._workers[address]
         now = worker.last_heard = self._clock()
         if load is not None:
@@ -163,7 +167,7 @@ class ClusterView:
             worker.rates.report(load, now)
             worker.booked.reported()
             if load.waiting == 0:
-                worker.gate.nobody_waits(now)
+                worker.gate.queue_was_empty(now)
 
     def placed(
         self,
@@ -189,7 +193,7 @@ class ClusterView:
 
     @contextmanager
     def without(self, placed: Placed) -> Iterator[None]:
-        """For one that was not sent yet, to choose again: as if it had not been placed."""
+        """Take a request that was not sent yet off the books, for a new choice of its worker."""
         worker = self._workers.get(placed.address)
         if worker is None or placed not in worker.booked:
             yield
@@ -201,20 +205,22 @@ class ClusterView:
             worker.booked.add(placed)
 
     def sent(self, placed: Placed) -> None:
-        """It goes to its worker now."""
+        """Record that the request is now sent to its worker."""
         worker = self._workers.get(placed.address)
         if worker is not None and placed in worker.booked:
             worker.booked.send(placed)
             worker.gate.took_one(self._clock())
 
     def has_room(self, address: str) -> bool:
-        """Whether one more request would find a place in the worker's own queue now, as far as can be known."""
+        """Return True if one more request should find a position in the worker's own queue."""
         worker = self._workers.get(address)
         return worker is not None and self._has_room(worker, self._clock())
 
     def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
-        """Its first output came: the prompt is stored, and soon the index says so. `cached_tokens` is what of the
-        prompt was reused, where that is to be held against the index's promise."""
+        """Record the first output: the prompt is stored, and the index will soon know it.
+
+        `cached_tokens` is the reused part of the prompt. None: do not compare it with the index's promise.
+        """
         worker = self._workers.get(placed.address)
         if worker is None or placed.started or placed not in worker.booked:
             return
@@ -227,13 +233,13 @@ class ClusterView:
             self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 
     def draining(self, address: str, is_draining: bool = True) -> None:
-        """The worker takes nothing new, or does again. What it has goes on."""
+        """Record whether the worker takes new requests. Running ones continue."""
         worker = self._workers.get(address)
         if worker is not None:
             worker.is_draining = is_draining
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
-        """It finished, was cancelled or rejected; `busy` says that the worker's queue was full."""
+        """Record that a request finished, was cancelled or was rejected. `busy`: the worker's queue was full."""
         worker = self._workers.get(placed.address)
         if worker is None or placed not in worker.booked:
             return
@@ -241,10 +247,10 @@ class ClusterView:
         if busy:
             worker.gate.shut(self._clock())
         elif placed.sent and not placed.started:
-            # One that had started left its place in the worker's queue then.
+            # A started request has already left its position in the worker's queue.
             worker.gate.freed_one()
 
-    # What follows from it
+    # State that follows from the events
 
     def state(self, worker: WorkerView) -> WorkerState:
         match worker.link:
@@ -285,22 +291,24 @@ class ClusterView:
             and now - worker.last_heard < self._suspect_seconds
         )
 
-    def is_alive(self, life: tuple[str, str]) -> bool:
-        """Whether this incarnation is connected at this address, however silent."""
-        address, incarnation = life
+    def is_alive(self, worker_key: tuple[str, str]) -> bool:
+        """Return True if this incarnation is connected at this address, however long it has been silent."""
+        address, incarnation = worker_key
         worker = self._workers.get(address)
         return worker is not None and worker.link is LinkState.ACCEPTED and worker.incarnation == incarnation
 
     def find(self, worker_id: str) -> WorkerView | None:
-        """By id; among several lives the one heard last."""
-        lives = [
+        """Return the worker of this id. Among several incarnations it is the one heard last."""
+        known = [
             worker for worker in self._workers.values() if worker.hello and worker.worker_id == worker_id
         ]
-        return min(lives, key=self.silence_seconds, default=None)
+        return min(known, key=self.silence_seconds, default=None)
 
     def namesake(self, address: str, hello: session_pb2.Hello) -> str | None:
-        """Where another worker of this name is that has been heard just now; None if it is nowhere. One that has
-        ended, or hangs, does not keep its successor out."""
+        """Return the address of another worker with this name that was heard recently, or None.
+
+        A worker that has ended or hangs does not keep its successor out.
+        """
         return next(
             (
                 worker.address
@@ -315,7 +323,7 @@ class ClusterView:
         )
 
     def incarnations(self) -> dict[WorkerId, Incarnation]:
-        """Of the workers that may get a request: whose index entries count."""
+        """Return the incarnations that may get requests, by worker id. Only their index entries count."""
         return {worker.worker_id: worker.incarnation for worker in self.ready()}
 
     def candidates(
@@ -324,8 +332,10 @@ class ClusterView:
         prompt_tokens: int,
         depths: Mapping[WorkerId, CachedDepth],
     ) -> list[Candidate]:
-        """The workers that may take a prompt with these block names, with room now or later; `depths` is what the
-        index said."""
+        """Return the workers that may take a prompt with these block names, now or after waiting.
+
+        `depths` holds the cached blocks of each worker, according to the index.
+        """
         now, ready = self._clock(), self.ready()
         usual = Usual(
             prefill=typical(worker.rates.prefill.tokens_per_second for worker in ready),
@@ -342,7 +352,7 @@ class ClusterView:
         booked, hello = worker.booked, worker.hello
         if booked.sent.unstarted >= self._config.max_unstarted or not worker.gate.admits(now):
             return False
-        # A shut gate counts places itself, and more exactly.
+        # A shut gate counts queue positions itself, and more exactly.
         if worker.gate.is_shut or hello is None or not hello.max_waiting:
             return True
         return worker.load.waiting + booked.unreported.unstarted < hello.max_waiting
@@ -364,9 +374,9 @@ class ClusterView:
         on_gpu = max(depth.blocks, worker.booked.prefixes.depth(names, now))
         anywhere = max(depth.blocks + depth.host_blocks, on_gpu)
         cached_tokens = usable_cached_tokens(on_gpu, prompt_tokens, block_size)
-        # A report has everybody's requests, but none that were sent after it; our books have ours, whether the worker
-        # has seen them or not. Both are too low at worst, so the larger is the better, and counts no request twice.
-        # Those that wait here for the worker are in neither.
+        # A load report counts the requests of all routers, except those sent after it. Our bookings count our own
+        # requests, whether or not the worker has seen them. Both can only be too low, so the larger is closer, and
+        # counts no request twice. Neither includes requests that wait here for the worker.
         return Candidate(
             address=worker.address,
             worker_id=worker.worker_id,
@@ -391,5 +401,5 @@ class ClusterView:
 
 
 def usable_cached_tokens(depth_blocks: int, prompt_tokens: int, block_size: int) -> int:
-    """Tokens of a cached prefix that save work: the last prompt token is always computed, so that it has logits."""
+    """Return the tokens of a cached prefix that save work. The last prompt token is always computed, for its logits."""
     return min(depth_blocks * block_size, (prompt_tokens - 1) // block_size * block_size)

@@ -1,4 +1,4 @@
-"""Finds a worker for each request: looks up its prefix, places it, and lets it wait until a worker has room.
+"""Dispatch: looks up a request's prefix, places the request, and lets it wait until its worker has room.
 
-Does not own the choice itself (../placement/).
+Does not own the choice of the worker (../placement/).
 """

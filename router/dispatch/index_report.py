@@ -1,7 +1,7 @@
-"""What a router says of the whole prefix index: whether it can be relied on, how large it is, how fast and how right.
+"""Report on the whole prefix index for operators: its state, its size, and the speed and accuracy of look-ups.
 
-Owns how the workers' own words and this router's look-ups become one state. Does not own either of them
-(worker/indexing/report.py, prefix_lookup.py). What stands in a reason is for operators and names no error of Redis.
+Owns how the workers' reports and this router's look-ups become one state. Does not own either of them
+(worker/indexing/report.py, prefix_lookup.py). A reason is written for operators and quotes no error of Redis.
 """
 
 import math
@@ -17,27 +17,27 @@ from blockyard.router.dispatch.prefix_lookup import IndexHealth, PrefixLookup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What is known of one ready life of a worker. Two lives of one worker have one each."""
+    """The index part of one ready incarnation. Two incarnations of one worker have one each."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     index: cluster_pb2.WorkerIndex | None
-    """What it said of its part of the index; None of one that said nothing."""
+    """The incarnation's last report on its part of the index, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexCondition:
     state: cluster_pb2.IndexState
     reason: str = ""
-    """Why it is not EXACT."""
+    """Why the state is not EXACT."""
     is_available: bool = False
-    """Placement has its look-ups answered."""
+    """The index answers look-ups of placement in time."""
 
 
 def index_condition(
     health: IndexHealth | None, parts: Sequence[Part], *, timeout_seconds: float
 ) -> IndexCondition:
-    """`health` None: there is no index. `timeout_seconds` is what a look-up may take."""
+    """Return the state of the index. `health` None: there is no index. `timeout_seconds` bounds a look-up."""
     if health is None:
         return IndexCondition(
             state=cluster_pb2.INDEX_STATE_ABSENT, reason="the routers were started without Redis"
@@ -51,7 +51,7 @@ def index_condition(
 
 
 def _reason(health: IndexHealth, parts: Sequence[Part], timeout_seconds: float) -> str:
-    """Why the index is not to be relied on; empty if it is."""
+    """Return why the index is not reliable, or ""."""
     if not health.answers:
         return "Redis does not answer"
     late = [(part.worker_id, shortcoming) for part in parts if (shortcoming := _shortcoming(part, health))]
@@ -59,23 +59,24 @@ def _reason(health: IndexHealth, parts: Sequence[Part], timeout_seconds: float) 
         others = f", and {len(late) - 1} more of {len(parts)} workers" if len(late) > 1 else ""
         return " ".join(late[0]) + others
     if not health.in_time:
-        return f"look-ups take longer than {1000 * timeout_seconds:g} ms, placement goes without for a moment"
+        return f"look-ups take longer than {1000 * timeout_seconds:g} ms: placement runs without the index for now"
     return ""
 
 
 def _shortcoming(part: Part, health: IndexHealth) -> str:
-    """Why one worker's part is not exact; empty if it is. What it says itself it says of the Redis that it tells."""
+    """Return why one worker's part is not exact, or "". The worker's own report is about the Redis that it publishes
+    to."""
     if part.index is None:
-        return "tells the index nothing"
+        return "publishes nothing to the index"
     if part.index.state != cluster_pb2.INDEX_STATE_EXACT:
-        return part.index.state_reason or "says that its part is not exact"
+        return part.index.state_reason or "reports that its part is not exact"
     if (part.worker_id, part.incarnation) not in health.standing:
         return "is not in this router's index, which lost its data, or has another Redis or cluster name"
     return ""
 
 
 async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> IndexCondition:
-    """Asks the index how it is, unless somebody just did."""
+    """Return the state of the index, at most a second old."""
     if lookup is None:
         return index_condition(None, (), timeout_seconds=0.0)
     health = await lookup.health()
@@ -83,7 +84,7 @@ async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> I
 
 
 async def index_info(lookup: PrefixLookup | None, fleet: Fleet) -> cluster_pb2.IndexInfo:
-    """Counts the whole index: for operators, not for each request."""
+    """Count the whole index. For operators, not for each request."""
     size = await lookup.info() if lookup is not None else None
     condition = await current_condition(lookup, fleet.view)
     if lookup is None:
@@ -123,6 +124,6 @@ def _parts(view: ClusterView) -> list[Part]:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The least value that `share` of them do not exceed; 0 of none."""
+    """Return the least value that `share` of the values do not exceed, or 0 if there are none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

@@ -1,7 +1,7 @@
-"""From block names to a worker that takes the request: look up, choose, book, wait until it has room.
+"""Placer: finds a worker for a prompt's block names. It looks up, chooses, books, and waits until the worker has room.
 
-Joins the index (prefix_lookup.py), beliefs (cluster/view.py), the waiting line (waiting_line.py) and the choice
-(placement/policies.py). Does not own what happens on the worker afterwards (generation/relay.py).
+Connects the index (prefix_lookup.py), the cluster view (cluster/view.py), the waiting line (waiting_line.py) and the
+choice (placement/policies.py). Does not own what happens on the worker afterwards (generation/relay.py).
 """
 
 import random
@@ -23,7 +23,7 @@ from blockyard.router.placement.sessions import SessionMemory
 
 RETRY_AFTER_SECONDS = 1.0
 CHANCE_POLICIES = frozenset({"round_robin", "two_choices"})
-"""Another look would choose another worker, but no better one."""
+"""Randomised policies: re-evaluating a waiting request would only shuffle it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,24 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the index said, and when."""
+    """Result of an index look-up, and its time."""
 
     result: LookupResult
     at: float
 
 
 class _Elsewhere(Exception):
-    """Another worker has become the better one, or this one is not ready any more."""
+    """Another worker is better now, or this one is not ready any more."""
 
     def __init__(self, found: _Found) -> None:
         self.found = found
 
 
 class Placer:
-    """One for each router. `lookup` None means that there is no index at all; `no_worker_seconds` is how long a
-    request waits while no worker is ready."""
+    """Places the requests of one router. `lookup` None: there is no index.
+
+    `no_worker_seconds` bounds how long a request waits while no worker is ready.
+    """
 
     def __init__(
         self,
@@ -79,29 +81,32 @@ class Placer:
         self._max_queue_seconds = max_queue_seconds
         self._tenant_weights = tenant_weights
         self._line = self._new_line()
-        """Of those that wait for any worker to be ready."""
+        """Requests that wait until any worker is ready."""
         self._lines: dict[str, WaitingLine] = {}
-        """By worker: of those that wait until it has room. Only those with somebody in them."""
+        """Requests that wait until their worker has room, by worker address. Holds no empty line."""
         self._turn = 0
         self._ready_at = clock()
-        """When somebody in line last saw a ready worker."""
+        """When a waiting request last saw a ready worker."""
         fleet.on_change(self._notify)
 
     async def identity(self) -> ModelIdentity:
-        """What workers are here. Raises NoWorkers where none has ever come within the bound, Overloaded."""
+        """Return the identity of the workers once it is known. Raises NoWorkers or Overloaded."""
         if self._fleet.identity is not None:
             return self._fleet.identity
         arrival, ticket = self._clock(), self.ticket()
         with self._line.standing(ticket):
-            await self._line.turn(ticket)
+            await self._line.reach_head(ticket)
             while self._fleet.identity is None:
-                self._check_patience(arrival)
-                await self._line.change(ticket)
+                self._check_worker_wait(arrival)
+                await self._line.next_change(ticket)
         return self._fleet.identity
 
     def ticket(self, priority: int = 0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
-        """A place in line for `place`; a request that comes back with the same one has lost no time. A lower priority
-        goes first, and waiting makes up for it as in the workers. Tenants go in turn, by what their requests cost."""
+        """Return a position in line for `place`. A request that comes back with the same ticket has lost no time.
+
+        Lower priorities go first, and waiting makes up for priority as on the workers. Tenants alternate by the cost of
+        their requests.
+        """
         rank = self._clock() + priority * self._priority_ageing_seconds
         return self._line.ticket(rank, tenant=tenant, cost_tokens=cost_tokens)
 
@@ -115,12 +120,14 @@ class Placer:
         deadline: float = inf,
         policy: PolicyName | None = None,
     ) -> Placed:
-        """Chooses a worker, books the request on it, and waits until it has room. Raises NoWorkers after a while
-        without a live one, Overloaded after the longest wait in line, DeadlinePassed where it is too late for any, or
-        would be by far once it is served.
+        """Choose a worker, book the request on it, and wait until it has room.
 
-        A request that waits counts as load and prefix of its worker, and goes to another as soon as that is cheaper:
-        to send it wherever there is room would scatter the sharers of a prefix just when memory is short.
+        A waiting request counts as load and prefix of its worker. It moves to another worker as soon as that is
+        cheaper. Sending it to any worker with room would spread requests with a common prefix just when memory is
+        short.
+
+        Raises NoWorkers after a time without a ready worker, and Overloaded after the longest wait. Raises
+        DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected long after it.
         """
         prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy)
         found = await self._find(names)
@@ -146,32 +153,32 @@ class Placer:
                 raise
 
     def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
-        """Its first output came."""
+        """Record the first output of a request."""
         self._fleet.view.started(placed, cached_tokens=cached_tokens)
         self._notify()
 
     def draining(self, address: str) -> None:
-        """A worker takes nothing new."""
+        """Record that a worker takes no new requests."""
         self._fleet.view.draining(address)
         self._notify()
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
-        """It is over, or goes elsewhere; `busy` says that the worker's queue was full."""
+        """Record that a request has ended or moves. `busy`: the worker's queue was full."""
         self._fleet.view.ended(placed, busy=busy)
         self._notify()
 
     async def _some_worker(self, ticket: Ticket) -> None:
-        """Until a worker is ready. Raises NoWorkers, Overloaded."""
+        """Wait until a worker is ready. Raises NoWorkers or Overloaded."""
         arrival = self._clock()
         with self._line.standing(ticket):
-            await self._line.turn(ticket)
+            await self._line.reach_head(ticket)
             while not self._fleet.view.ready():
-                self._check_patience(arrival)
-                await self._line.change(ticket)
+                self._check_worker_wait(arrival)
+                await self._line.next_change(ticket)
         self._ready_at = self._clock()
 
     async def _room(self, placed: Placed, prompt: _Prompt, found: _Found, ticket: Ticket) -> None:
-        """Until its worker has room for it and everybody before it in the worker's line has gone. Raises _Elsewhere,
+        """Wait until the request is first in its worker's line and the worker has room. Raises _Elsewhere or
         Overloaded."""
         address = placed.address
         line = self._lines.get(address)
@@ -181,10 +188,10 @@ class Placer:
             line = self._lines[address] = self._new_line()
         try:
             with line.standing(ticket):
-                await line.turn(ticket)
+                await line.reach_head(ticket)
                 chosen_at = self._clock()
                 while not self._fleet.view.has_room(address):
-                    await line.change(ticket)
+                    await line.next_change(ticket)
                     is_late = self._clock() - chosen_at >= self._config.reconsider_seconds
                     if is_late or not self._fleet.view.is_ready(address):
                         found = await self._still_the_best(placed, prompt, found)
@@ -194,7 +201,7 @@ class Placer:
                 self._lines.pop(address, None)
 
     async def _still_the_best(self, placed: Placed, prompt: _Prompt, found: _Found) -> _Found:
-        """What the index said last. Raises _Elsewhere."""
+        """Return the latest look-up. Raises _Elsewhere if the request should move."""
         if self._clock() - found.at > self._config.stale_lookup_seconds:
             found = await self._find(prompt.names)
         if prompt.policy in CHANCE_POLICIES and self._fleet.view.is_ready(placed.address):
@@ -209,7 +216,7 @@ class Placer:
         return WaitingLine(max_wait_seconds=self._max_queue_seconds, tenant_weights=self._tenant_weights)
 
     def _notify(self) -> None:
-        """Something changed that may let somebody go on."""
+        """Wake the head of each line that may go on."""
         self._line.notify()
         for address, line in self._lines.items():
             if self._fleet.view.has_room(address) or not self._fleet.view.is_ready(address):
@@ -218,7 +225,7 @@ class Placer:
     async def explain(
         self, names: Sequence[bytes], prompt_tokens: int, *, session_id: str = ""
     ) -> tuple[Placement | None, bool]:
-        """Where a prompt would be placed now, with everybody's terms, and whether the index answered."""
+        """Return the placement that a prompt would get now, with all scores, and whether the index answered."""
         found = await self._find(names)
         prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
         return self._choose(prompt, found), found.result.available
@@ -250,7 +257,7 @@ class Placer:
         return place(request, candidates, prompt.policy, self._rng, self._config)
 
     def _refuse_hopeless(self, placement: Placement, seconds_left: float) -> None:
-        """Raises DeadlineUnreachable. Only what was measured is believed."""
+        """Raise DeadlineUnreachable if the deadline cannot be met. Only measured rates count."""
         worker = self._fleet.view.at(placement.chosen.address)
         if worker is None or worker.load.prefill_tokens_per_second <= 0:
             return
@@ -290,9 +297,11 @@ class Placer:
         num_blocks = max(self._config.rendezvous_tokens // self._fleet.identity.block_size, 1)
         return names[min(num_blocks, len(names)) - 1]
 
-    def _check_patience(self, arrival: float) -> None:
-        """The bound is on the time without a ready worker, which all who stand in line share: they do not pay it
-        one after another."""
+    def _check_worker_wait(self, arrival: float) -> None:
+        """Raise NoWorkers after too long without a ready worker.
+
+        All waiting requests share this time. They do not serve it one after another.
+        """
         now = self._clock()
         if self._fleet.view.ready():
             self._ready_at = now

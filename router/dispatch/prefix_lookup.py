@@ -1,9 +1,9 @@
-"""The placement path's look at the prefix index: soon, or not at all.
+"""Prefix look-up: asks the prefix index for placement, within a short timeout.
 
-Owns the time-out, the circuit breaker, the counting of failures, and what it means that the index knows only every
-S-th block of a prefix. For operators it also owns two slower questions, each asked at most once a second however many
-want to know: who stands in the index, and how large it is. Does not own the index nor the fall-back: with
-`available=False` placement decides without prefixes. Nothing here raises.
+Owns the timeout, the circuit breaker, the count of failures, and the stride: the index has every S-th block of a
+prefix. For operators it also owns two slower queries: which incarnations are in the index, and its size. Each runs at
+most once a second, however many ask. Does not own the index or the fallback: with `available=False` placement decides
+without prefixes. Nothing here raises.
 """
 
 import asyncio
@@ -28,54 +28,56 @@ from blockyard.router.cluster.view import CachedDepth
 REMEMBERED_LOOKUPS = 1000
 LEAST_HOLDERS = 256
 HOLDERS_A_WORKER = 4
-"""Berths in the answer to a look-up: a worker has two in each life, and two lives until the earlier one's lease ends.
-Whoever forges more costs hits, and no more time than these."""
+"""Berths read per worker in one look-up: two per incarnation, and two incarnations until the older lease ends.
+
+Forged berths beyond these cost cache hits, but no time.
+"""
 INFO_SECONDS = 2.0
-"""For the counting of the whole index, which takes some 10 ms."""
+"""Timeout for counting the whole index, which takes about 10 ms."""
 _NOBODYS_NAME = bytes(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLookupConfig:
     timeout_seconds: float = 0.04
-    """What a request waits at most: less than recomputing any prefix worth finding."""
+    """The most that a request waits. Recomputing a prefix that is worth finding takes longer."""
     failures_to_open: int = 3
-    """In a row. While the breaker is open, requests do not even wait the time-out."""
+    """Failures in a row that open the breaker. While it is open, requests do not even wait for the timeout."""
     open_seconds: float = 1.0
     check_timeout_seconds: float = 1.0
-    """For the question whether the index answers at all: a busy machine is late, and late is not away."""
+    """Timeout for the check whether the index answers at all. It is long, because a busy machine may be late."""
     refresh_seconds: float = 1.0
-    """Whoever asks how the index is, or how large, is told of nothing older than this."""
+    """Greatest age of a reported state or size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
     depth_by_worker: dict[WorkerId, CachedDepth] = field(default_factory=dict)
-    """What each worker holds; who holds nothing is not in it."""
+    """Cached blocks by worker. A worker without any is missing."""
     available: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexHealth:
-    """What this router itself saw of the index."""
+    """State of the index as this router sees it."""
 
     answers: bool
-    """Within a second, to somebody who is in no hurry."""
+    """The index answers within `check_timeout_seconds`."""
     in_time: bool
-    """Look-ups are answered as soon as placement needs them; if not, it goes without."""
+    """The index answers look-ups within the timeout of placement. If not, placement goes without it."""
     standing: frozenset[tuple[WorkerId, Incarnation]]
-    """Whose lease runs there; nobody's where it does not answer."""
+    """Incarnations with a valid lease in the index. Empty if it does not answer."""
 
 
 class BreakerState(Enum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
-    """One request probes; the others still go without."""
+    """One request probes. The others still go without the index."""
 
 
 class CircuitBreaker:
-    """Pure: the caller brings the time."""
+    """Breaker of look-ups: after some failures in a row it admits none for a while. Pure: the caller gives the time."""
 
     def __init__(self, *, failures_to_open: int, open_seconds: float) -> None:
         self.state = BreakerState.CLOSED
@@ -85,7 +87,7 @@ class CircuitBreaker:
         self._reopen_at = 0.0
 
     def admits(self, now: float) -> bool:
-        """True obliges the caller to report `succeeded`, `failed` or `abandoned`."""
+        """Return True if a look-up may run. The caller must then report `succeeded`, `failed` or `abandoned`."""
         if self.state is BreakerState.CLOSED:
             return True
         if self.state is BreakerState.OPEN and now >= self._reopen_at:
@@ -104,13 +106,13 @@ class CircuitBreaker:
             self._reopen_at = now + self._open_seconds
 
     def abandoned(self) -> None:
-        """The caller was cancelled: nothing was learnt, and the next request may probe."""
+        """Record that the caller was cancelled. The result is unknown, and the next request may probe."""
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
 
 
 class PrefixLookup:
-    """One for each router; shared by all its requests."""
+    """Look-ups of one router, shared by all its requests."""
 
     def __init__(
         self,
@@ -126,14 +128,14 @@ class PrefixLookup:
             failures_to_open=self._config.failures_to_open, open_seconds=self._config.open_seconds
         )
         self.errors: Counter[ErrorKind] = Counter()
-        """Of the look-ups that are counted; probes are not."""
+        """Failures of look-ups. Probes do not count."""
         self.num_lookups = 0
         self.num_skipped = 0
-        """Requests that went without because the breaker was open."""
+        """Requests that went without the index because the breaker was open."""
         self.durations_seconds = deque[float](maxlen=REMEMBERED_LOOKUPS)
-        """Of the last look-ups that were answered."""
+        """Durations of the last answered look-ups."""
         self._standing: frozenset[tuple[WorkerId, Incarnation]] | None = None
-        """None where the last check was not answered."""
+        """None if the last check had no answer."""
         self._size: IndexInfo | None = None
         self._checked_at = self._counted_at = float("-inf")
         self._checking, self._counting = asyncio.Lock(), asyncio.Lock()
@@ -153,8 +155,11 @@ class PrefixLookup:
         *,
         stride_blocks: int = 1,
     ) -> LookupResult:
-        """How deep each worker's cached prefix of `names` is, rounded down to the stride of the index. Only the
-        incarnations that the router knows count: a dead life's blocks are lost, and a zombie is not to be fed."""
+        """Return each worker's cached prefix of `names`, rounded down to the stride of the index.
+
+        Only the incarnations that the router knows count. Blocks of an ended incarnation are lost, and an incarnation
+        that was replaced must get no requests.
+        """
         known = names[stride_blocks - 1 :: stride_blocks]
         if not known or not incarnations:
             return LookupResult(available=await self._is_available())
@@ -171,24 +176,26 @@ class PrefixLookup:
         return LookupResult(depth_by_worker=_depths(reply, incarnations, stride_blocks), available=True)
 
     async def health(self) -> IndexHealth:
-        """For operators, not for the placement path. All who ask within a second are told the same."""
+        """Return the state of the index for operators, at most `refresh_seconds` old. Not for placement."""
         async with self._checking:
             if self._clock() - self._checked_at >= self._config.refresh_seconds:
                 self._standing = await self._who_stands()
                 self._checked_at = self._clock()
         answers = self._standing is not None
-        # Without requests nobody else would close the breaker again.
+        # Without requests nothing else would close the breaker again.
         in_time = answers and await self._is_available()
         return IndexHealth(answers=answers, in_time=in_time, standing=self._standing or frozenset())
 
     async def info(self) -> IndexInfo | None:
-        """How large the index is; None where it does not say. Not for the placement path. One count at a time is under
-        way, and all who ask within a second share it."""
+        """Return the size of the index, or None if it does not answer. Not for placement.
+
+        One count runs at a time. Its result serves all callers for `refresh_seconds`.
+        """
         async with self._counting:
             if self._clock() - self._counted_at >= self._config.refresh_seconds:
                 self._size = await self._count()
                 self._counted_at = self._clock()
-                # A size and a state that are told together must be of the same moment.
+                # A size and a state in one report must be of the same moment.
                 self._checked_at = float("-inf")
         return self._size
 
@@ -208,7 +215,7 @@ class PrefixLookup:
             return None
 
     async def _is_available(self) -> bool:
-        """For who has no name to look up: where the breaker wants a probe, a name that nobody has is one."""
+        """Return True if the index answers. If the breaker needs a probe, look up a name that no block has."""
         if self._breaker.state is BreakerState.CLOSED:
             return True
         return self._breaker.admits(self._clock()) and not isinstance(
@@ -216,7 +223,7 @@ class PrefixLookup:
         )
 
     async def _ask(self, names: Sequence[bytes], *, most: int) -> list[Holder] | ErrorKind:
-        """The breaker has admitted it."""
+        """Run a look-up that the breaker has admitted."""
         try:
             async with _patient_timeout(self._config.timeout_seconds):
                 holders = await self._index.lookup(names, most=most)
@@ -232,8 +239,10 @@ class PrefixLookup:
 
 @asynccontextmanager
 async def _patient_timeout(seconds: float) -> AsyncIterator[None]:
-    """asyncio.timeout, but when the loop itself comes late to the end of it, what waits gets as much time again, and
-    at most `seconds`: the answer may lie in the socket, unread."""
+    """Apply a timeout, but extend it if the event loop itself is late: the answer may be in the socket, unread.
+
+    The extension is as long as the delay of the loop, and at most `seconds`.
+    """
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
     async with asyncio.timeout(None) as limit:

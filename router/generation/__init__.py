@@ -1,4 +1,5 @@
-"""Runs a request on workers until its last token: submit, replay after a failure, join outputs, turn tokens into text.
+"""Generation: runs a request on workers to its last token.
 
-Does not own the choice of a worker (../dispatch/), nor the protocol of the client (../services/, ../openai/).
+It submits, replays after a failure, joins outputs, and turns tokens into text. Does not own the choice of a worker
+(../dispatch/) or the client's protocol (../services/, ../openai/).
 """

@@ -1,6 +1,6 @@
-"""From the tokens of a request's outputs to their deltas: text, log-probabilities, and how each output ended.
+"""Assembly: turns the tokens of a request's outputs into deltas of text and log-probabilities.
 
-Owns the figures of a Finish. Does not own when text is safe to show (proto/text.py) nor where tokens come from
+Owns the figures of a Finish. Does not own when text is safe to show (proto/text.py) or where tokens come from
 (relay.py).
 """
 
@@ -30,19 +30,22 @@ class Assembly:
         clock: Callable[[], float],
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`prompt_token_ids` go to the client, with the first delta of each output."""
+        """`prompt_token_ids` go to the client with the first delta of each output."""
         self._outputs = [_OutputAssembly(tokenizer, sampling, record, clock=clock) for _ in range(sampling.n)]
         self._prompt_token_ids = dict.fromkeys(range(sampling.n), prompt_token_ids)
 
     def delta(self, chunk: TokenChunk) -> Delta:
-        """It has a finish where the engine or a stop string has ended the output: no more of its chunks may come."""
+        """Return the delta of a chunk. It has a finish if the engine or a stop string ended the output.
+
+        An output with a finish gets no more chunks.
+        """
         delta = self._outputs[chunk.index].delta(chunk)
         delta.prompt_token_ids = self._prompt_token_ids.pop(chunk.index, ())
         return delta
 
 
 class _OutputAssembly:
-    """One output, and the figures for its last delta."""
+    """One output, with the figures for its last delta."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class _OutputAssembly:
         reason, stop_reason = inference_pb2.FINISH_REASON_STOP, piece.stop
         if piece.stop is None and chunk.finish is not None:
             reason = chunk.finish.reason
-            # An end-of-sequence token is the model's own way to stop and names no reason.
+            # An end-of-sequence token is the model's own way to stop and gives no stop reason.
             if chunk.finish.stop_token in self._sampling.stop_token_ids:
                 stop_reason = str(chunk.finish.stop_token)
         assert self._first_token_at is not None

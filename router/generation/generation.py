@@ -1,7 +1,7 @@
-"""A request from its message to its last delta: check, admit, tokenise, relay, turn into text.
+"""Generation of one request, from its message to its last delta: check, admit, tokenize, relay, turn into text.
 
-Joins the other parts in that order and owns nothing of them. Does not own gRPC (services/inference.py), the text
-(assembly.py) nor the client's pace (output.py).
+Runs the other parts in that order and owns none of them. Does not own gRPC (services/inference.py), text (assembly.py)
+or the client's reading speed (output.py).
 """
 
 import time
@@ -51,7 +51,7 @@ from blockyard.router.tokenizing.service import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """What the services of one router share."""
+    """Objects that the services of one router share."""
 
     facts: ModelFacts
     cluster_secret: str
@@ -68,18 +68,18 @@ class RouterParts:
 
     @property
     def max_model_len(self) -> int:
-        """What the workers serve; before any came, what the model allows."""
+        """Return the workers' context length, or the model's own before any worker has come."""
         identity = self.fleet.identity
         return identity.max_model_len if identity else self.facts.max_position_embeddings
 
     def root(self, identity: ModelIdentity, salt: str, *, realm: str, is_public: bool) -> bytes:
-        """What a prompt's names begin with: only within one realm are prefixes shared, but for those made public."""
+        """Return the root of a prompt's block names. A realm shares prefixes, and all callers share public ones."""
         tenant = "" if is_public else realm
         return identity.root(cluster_secret=self.cluster_secret, salt=salt, tenant=tenant)
 
 
 def scoped_session(session_id: str, realm: str) -> str:
-    """A conversation's name that no other realm has: neither part may hold a slash."""
+    """Return a session's name that is unique across realms. Neither part can contain a slash."""
     return f"{realm}/{session_id}" if realm and session_id else session_id
 
 
@@ -93,9 +93,10 @@ async def tokenise(
     client: str,
     keep_last: int | None = None,
 ) -> Prepared:
-    """Token ids and names, with the tokeniser's failures as answers to the client. From then on the charge is exact.
+    """Tokenize a prompt, name its blocks, and correct the charge. Failures become errors for the client.
 
-    Clients take turns by the name `client`. Of a longer prompt the last `keep_last` tokens are kept."""
+    Clients alternate by the name `client`. A longer prompt keeps its last `keep_last` tokens.
+    """
     max_tokens = most_encoded_tokens(parts.max_model_len)
     try:
         prepared = await parts.tokenizing.prepare(
@@ -125,7 +126,7 @@ async def tokenise(
 
 
 def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGeneration:
-    """Raises InvalidRequest, ContextLengthExceeded, UnknownModel."""
+    """Check a request. Raises InvalidRequest, ContextLengthExceeded, UnknownModel or Unsupported."""
     tokenizer = parts.tokenizing.tokenizer
     ban_words(message.sampling, lambda word: tokenizer.encode(word, add_special_tokens=False))
     return valid_generation(message, parts.facts, max_model_len=parts.max_model_len, limits=parts.limits)
@@ -134,9 +135,9 @@ def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGe
 async def generate(
     parts: RouterParts, valid: ValidGeneration, record: RequestRecord, charge: Charge, *, deadline: float
 ) -> AsyncGenerator[Delta, None]:
-    """The outputs in pieces; `deadline` is on the parts' clock. Closing it ends the request everywhere.
+    """Yield the outputs in pieces. Closing the generator ends the request everywhere. Raises any RouterError.
 
-    Raises any RouterError.
+    `deadline` is on the clock of `parts`.
     """
     identity = await parts.placer.identity()
     prepared = await tokenise(

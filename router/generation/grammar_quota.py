@@ -1,7 +1,7 @@
-"""How many requests of one client wait for a grammar on the workers at once.
+"""Grammar quota: bounds how many requests of one client wait for a grammar on the workers at once.
 
-A worker has places for so many requests without a first token (`max_unstarted`), and grammars may take seconds each to
-compile. So that one client's do not fill all those places, its further ones wait here. Used on one event loop.
+A worker takes a limited number of requests without a first token (`max_unstarted`), and a grammar may take seconds to
+compile. The quota keeps one client from filling all these permits: its further requests wait here. For one event loop.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-PLACES_OF_A_WORKER = 8
-"""One client may take so many: a quarter of `max_unstarted`."""
+PERMITS_OF_A_WORKER = 8
+"""Permits of one client per worker: a quarter of `max_unstarted`."""
 
 
 @dataclass(slots=True)
@@ -20,19 +20,19 @@ class _Client:
     num_held: int = 0
     num_here: int = 0
 
-    def hand_out(self, num_places: int) -> None:
-        while self.waiting and self.num_held < num_places:
-            place = self.waiting.popleft()
-            if not place.done():
-                place.set_result(None)
+    def hand_out(self, num_permits: int) -> None:
+        while self.waiting and self.num_held < num_permits:
+            permit = self.waiting.popleft()
+            if not permit.done():
+                permit.set_result(None)
                 self.num_held += 1
 
 
 class GrammarPlaces:
-    """One for each router. A client without requests is forgotten."""
+    """Permits of all clients of one router. A client without requests is forgotten."""
 
     def __init__(self, num_workers: Callable[[], int]) -> None:
-        """`num_workers` counts those that are ready; a client has the places of one where there is none."""
+        """`num_workers` returns the number of ready workers. Without any, a client has the permits of one."""
         self._num_workers = num_workers
         self._clients: dict[str, _Client] = {}
 
@@ -40,43 +40,46 @@ class GrammarPlaces:
         return len(self._clients)
 
     def hand_out(self) -> None:
-        """To be called when a worker has become ready."""
+        """Give out new permits. Call it when a worker has become ready."""
         for own in self._clients.values():
             if own.waiting:
-                own.hand_out(self._num_places)
+                own.hand_out(self._num_permits)
 
     @property
-    def _num_places(self) -> int:
-        return PLACES_OF_A_WORKER * max(1, self._num_workers())
+    def _num_permits(self) -> int:
+        return PERMITS_OF_A_WORKER * max(1, self._num_workers())
 
     @asynccontextmanager
     async def place(self, client: str | None) -> AsyncIterator[Callable[[], None]]:
-        """Waits for one, in order of arrival, and keeps it until what it gives is called, or the context ends. None is
-        for a request without a grammar, which needs no place."""
+        """Wait for a permit, in order of arrival. Yield the function that returns it early; the end of the context
+        returns it too.
+
+        `client` None stands for a request without a grammar, which needs no permit.
+        """
         if client is None:
             yield lambda: None
             return
         own = self._clients.setdefault(client, _Client())
         own.num_here += 1
-        place = asyncio.get_running_loop().create_future()
-        own.waiting.append(place)
-        own.hand_out(self._num_places)
+        permit = asyncio.get_running_loop().create_future()
+        own.waiting.append(permit)
+        own.hand_out(self._num_permits)
         has_left = False
 
         def leave() -> None:
             nonlocal has_left
-            if place.done() and not place.cancelled() and not has_left:
+            if permit.done() and not permit.cancelled() and not has_left:
                 has_left = True
                 own.num_held -= 1
-                own.hand_out(self._num_places)
+                own.hand_out(self._num_permits)
 
         try:
-            await place
+            await permit
             yield leave
         finally:
             leave()
-            if place.cancelled() and place in own.waiting:
-                own.waiting.remove(place)
+            if permit.cancelled() and permit in own.waiting:
+                own.waiting.remove(permit)
             own.num_here -= 1
             if not own.num_here:
                 del self._clients[client]

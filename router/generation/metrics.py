@@ -1,7 +1,7 @@
-"""What becomes of requests, counted where clients feel it: times, tokens, ends.
+"""Request metrics as clients see them: times, tokens and outcomes.
 
-Called for each piece of each output, which costs 0.4 us (bench/metrics.py). Does not own what other parts count of
-themselves (metric_readings.py) nor how it leaves the process.
+Called for each piece of each output, which costs 0.4 us (bench/metrics.py). Does not own what other parts count
+themselves (metric_readings.py), or how metrics leave the process.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from blockyard.router.generation.registry import RequestRecord
 OK = "OK"
 CANCELLED = "CANCELLED"
 FINISHES = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
-"""In metrics and in OpenAI's API."""
+"""Names in metrics and in OpenAI's API."""
 
 
 @dataclass(slots=True)
 class TenantCount:
-    """What one tenant had so far."""
+    """Counts of one tenant."""
 
     requests: int = 0
     refusals: int = 0
@@ -35,14 +35,17 @@ class TenantCount:
 
 
 class TenantCounts:
-    """Counts by tenant. A tenant takes one of a fixed number of places with its first token. All others share one
-    place, and so do calls without a name. Refused calls take no place: made-up names would leave none."""
+    """Counts by tenant, for a bounded number of tenants.
+
+    A tenant gets its own count with its first token, while any are free. All other tenants and unnamed calls share one
+    count. A refused call gets none, because invented names would use up all of them.
+    """
 
     def __init__(self) -> None:
         self._counts = {OTHER_TENANTS: TenantCount()}
 
     def served(self, tenant: str) -> TenantCount:
-        """Return the count of a tenant that gets tokens, which takes a place if one is free."""
+        """Return the count of a tenant that gets tokens. It becomes the tenant's own if one is free."""
         if tenant and tenant not in self._counts and len(self._counts) < MOST_TENANTS:
             self._counts[tenant] = TenantCount()
         return self.of(tenant)
@@ -65,7 +68,7 @@ class CallNote:
 
 
 class RouterMetrics:
-    """One for each router; `clock` is that of its requests' arrivals."""
+    """Metrics of one router. `clock` is the clock of its requests' arrivals."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         table = by_name(METRICS)
@@ -85,7 +88,7 @@ class RouterMetrics:
 
     @contextmanager
     def call(self) -> Iterator[CallNote]:
-        """Around all of one request for generation: however it ends is counted once."""
+        """Measure one call for generation. Each outcome is counted once."""
         arrival, note = self.clock(), CallNote()
         try:
             with self._of_tenant(note):
@@ -94,7 +97,7 @@ class RouterMetrics:
             self.outcomes[CANCELLED] += 1
             raise
         except Exception as error:
-            # Over HTTP a client that goes shows as a write that fails, over gRPC as a cancelled call.
+            # Over HTTP a vanished client shows as a failed write, over gRPC as a cancelled call.
             self.outcomes[CANCELLED if is_gone(error) else as_router_error(error).reason] += 1
             raise
         self.outcomes[OK] += 1
@@ -133,7 +136,7 @@ class RouterMetrics:
 
 
 class RequestMeter:
-    """Measures one request as a context manager. The record says how it went until its first token."""
+    """Measures one request as a context manager. The record gives its times before the first token."""
 
     __slots__ = ("_began", "_last", "_metrics", "_num_generated", "_record", "_tenant")
 
@@ -142,9 +145,9 @@ class RequestMeter:
         self._record = record
         self._tenant = metrics.tenants.of(record.tenant)
         self._began = 0.0
-        """When the first piece came."""
+        """Time of the first piece."""
         self._last: dict[int, float] = {}
-        """When each output's last piece came."""
+        """Time of each output's last piece."""
         self._num_generated = 0
 
     def __enter__(self) -> Self:
@@ -156,7 +159,7 @@ class RequestMeter:
             self._metrics.request_generated.observe(self._num_generated)
 
     def piece(self, index: int, num_tokens: int) -> None:
-        """An output's next tokens go to the client."""
+        """Record that an output's next tokens go to the client."""
         metrics, now, last = self._metrics, self._metrics.clock(), self._last.get(index)
         if last is not None:
             metrics.gaps.observe(now - last)
@@ -168,7 +171,7 @@ class RequestMeter:
         self._num_generated += num_tokens
 
     def end(self, reason: inference_pb2.FinishReason) -> None:
-        """An output has ended."""
+        """Record the end of an output."""
         self._metrics.finishes[FINISHES[reason]] += 1
 
     def _begin(self, now: float) -> None:

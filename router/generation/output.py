@@ -1,7 +1,7 @@
-"""What a client has not read yet: bounded, because it is merged to one piece for each output.
+"""Output to a slow reader: unread deltas merge into one piece per output, so memory is bounded.
 
-So the engine never waits for a reader, and a busy router writes fewer, larger messages. `Outbox` holds the pieces;
-`deliver` writes them out and cuts off a client that takes nothing. Their text is made in proto/text.py.
+The engine never waits for a reader. A busy router writes fewer, larger messages. `Outbox` holds the pieces, and
+`deliver` writes them and cuts off a client that does not read. Does not own the text (proto/text.py).
 """
 
 import asyncio
@@ -16,32 +16,32 @@ from blockyard.router.errors import RouterError, SlowReader
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """The next piece of an output. Its last one carries `finish`."""
+    """The next piece of an output. The last one carries `finish`."""
 
     text: str
     token_ids: list[int]
     token_offset: int
     finish: inference_pb2.Finish | None = None
     index: int = 0
-    """Which of the request's outputs."""
+    """Index of the output within the request."""
     logprobs: list[inference_pb2.TokenLogprob] = field(default_factory=list)
-    """One for each token, if the client wants them."""
+    """One per token, if the client wants them."""
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
     prompt_token_ids: Sequence[int] = ()
-    """With the output's first piece, if the client wants them."""
+    """Sent with the output's first piece, if the client wants them."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """So many of the prompt's tokens were cached, as far as is known by now."""
+    """Cached prompt tokens, as far as known by now."""
 
     def merge(self, later: "Delta") -> None:
-        """Appends the piece that follows this one."""
+        """Append the piece that follows this one."""
         assert self.finish is None
         assert later.index == self.index
         assert later.token_offset == self.token_offset + len(self.token_ids)
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
-        # They come once, with whichever piece is the first.
+        # They come once, with the first piece.
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.prompt_token_ids = self.prompt_token_ids or later.prompt_token_ids
         self.prompt_tokens, self.cached_tokens = later.prompt_tokens, later.cached_tokens
@@ -50,10 +50,10 @@ class Delta:
 
 @dataclass(slots=True)
 class Outbox:
-    """What waits for one client, at most one piece for each output, then the end."""
+    """Unread output of one client: at most one piece per output, then the end."""
 
     _waiting: dict[int, Delta] = field(default_factory=dict)
-    """By output, in order of who has waited longest."""
+    """Pieces by output, the longest waiting first."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
     _error: RouterError | None = None
@@ -62,14 +62,14 @@ class Outbox:
         return len(self._waiting)
 
     def put(self, delta: Delta) -> None:
-        """Never waits: what an output brings while its last piece still waits becomes a part of that."""
+        """Add a piece without waiting. It merges with an unread piece of the same output."""
         waiting = self._waiting.setdefault(delta.index, delta)
         if waiting is not delta:
             waiting.merge(delta)
         self._changed.set()
 
     async def fill(self, deltas: AsyncIterator[Delta]) -> None:
-        """Takes everything; an error of ours is raised to the reader once he has read what came before it."""
+        """Take all deltas. A RouterError is raised to the reader after it has read everything before."""
         try:
             async for delta in deltas:
                 self.put(delta)
@@ -79,7 +79,7 @@ class Outbox:
         self._changed.set()
 
     async def take(self) -> Delta | None:
-        """The next piece; None at the end. Raises what ended the output early."""
+        """Return the next piece, or None at the end. Raises the error that ended the output early."""
         while not self._waiting:
             if self._error is not None:
                 raise self._error
@@ -92,13 +92,13 @@ class Outbox:
 
 @dataclass(slots=True)
 class _Pace:
-    """Since when one write has waited for its client. A timer for each write would cost more than making its text."""
+    """Watches how long one write waits for its client. A timer per write would cost more than making its text."""
 
     limit_seconds: float
     writing_since: float | None = None
 
     async def watch(self) -> None:
-        """Until cancelled. Raises SlowReader; a quarter of the limit late at most."""
+        """Raise SlowReader, at most a quarter of the limit late. Runs until cancelled."""
         while True:
             await asyncio.sleep(self.limit_seconds / 4)
             since = self.writing_since
@@ -113,7 +113,7 @@ async def deliver(
     slow_reader_seconds: float,
     share: TurnShare,
 ) -> None:
-    """Writes every piece. Raises SlowReader, in a group, where one write takes longer than the client may."""
+    """Write every piece. Raises SlowReader, in a group, if one write takes longer than the limit."""
     outbox, pace = Outbox(), _Pace(slow_reader_seconds)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.fill(deltas))

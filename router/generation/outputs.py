@@ -1,7 +1,7 @@
-"""What each output of one request has so far: joined by offset, none twice, none left out.
+"""Outputs of one request across its workers: tokens joined by offset, none doubled and none missing.
 
-Pure. Owns which outputs still run and what a replay asks for again. Does not own the way over the workers (relay.py)
-nor text (assembly.py).
+Pure. Owns which outputs still run and what a replay asks for again. Does not own the workers (relay.py) or text
+(assembly.py).
 """
 
 from collections.abc import Sequence, Set
@@ -18,9 +18,9 @@ class EngineFinish:
 
     reason: inference_pb2.FinishReason
     stop_token: int | None
-    """An end-of-sequence or stop token that did; it is the last of the output's tokens."""
+    """End-of-sequence or stop token that ended it. It is the last token of the output."""
     cumulative_logprob: float | None = None
-    """Of a beam, as the score."""
+    """Set for beams, as is the score."""
     beam_score: float | None = None
 
 
@@ -33,13 +33,13 @@ class TokenChunk:
     finish: EngineFinish | None
     index: int = 0
     logprobs: Sequence[inference_pb2.TokenLogprob] = ()
-    """One for each token, if the engine was asked."""
+    """One per token, if requested."""
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
-    """With the first chunk of output 0, if asked for."""
+    """With the first chunk of output 0, if requested."""
 
 
 class Outputs:
-    """Of one request, over all its workers."""
+    """Outputs of one request, over all its workers."""
 
     def __init__(self, sampling: session_pb2.EngineSampling) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(sampling.n or 1)]
@@ -47,27 +47,27 @@ class Outputs:
         self._is_beams = sampling.beam_width > 0
         self._wants_logprobs = sampling.HasField("logprobs")
         self.wants_prompt_logprobs = sampling.HasField("prompt_logprobs")
-        """Until they are here."""
+        """True until they have arrived."""
 
     @property
     def running(self) -> Set[int]:
-        """Indexes of the outputs that have not ended."""
+        """Return the indexes of outputs that have not ended."""
         return self._running
 
     @property
     def num_tokens(self) -> int:
-        """Of all outputs together."""
+        """Return the number of tokens of all outputs together."""
         return sum(map(len, self._tokens))
 
     def follows(self, tokens: Tokens) -> bool:
-        """Whether these can be joined to what is here. False is the worker's fault."""
+        """Return True if these tokens can be joined to the present ones. False is a fault of the worker."""
         if tokens.index not in self._running:
             return True
         has_logprobs = bool(tokens.logprobs) or not tokens.token_ids or not self._wants_logprobs
         return has_logprobs and tokens.offset <= len(self._tokens[tokens.index])
 
     def take(self, tokens: Tokens) -> TokenChunk | None:
-        """What of it is new, if anything. A finish ends the output."""
+        """Return the new part of the tokens, or None. A finish ends the output."""
         if tokens.index not in self._running:
             return None
         generated = self._tokens[tokens.index]
@@ -88,16 +88,18 @@ class Outputs:
         )
 
     def end(self, index: int) -> None:
-        """Nothing more of this output is wanted."""
+        """End an output: no more of its tokens are wanted."""
         self._running.discard(index)
 
     def resumed(self) -> bytes:
-        """The tokens that follow the prompt in a submit: those of a single sampled output."""
+        """Return the tokens after the prompt in a submit: those of a single sampled output."""
         return pack_tokens(self._tokens[0]) if len(self._tokens) == 1 and not self._is_beams else b""
 
     def continuations(self) -> list[session_pb2.Continuation]:
-        """The running ones of several outputs, once each has a token. Beams, which show nothing before their end,
-        begin anew."""
+        """Return the running outputs of several, once each has a token.
+
+        Beams send nothing before their end and start again.
+        """
         if len(self._tokens) == 1 or self._is_beams or not all(self._tokens[i] for i in self._running):
             return []
         return [
@@ -106,8 +108,10 @@ class Outputs:
         ]
 
     def submitted(self, continuations: Sequence[session_pb2.Continuation]) -> Set[int]:
-        """The outputs that a worker runs for a submit with these continuations. More than the running ones where
-        several outputs begin anew because one of them has nothing yet."""
+        """Return the outputs that a worker runs for a submit with these continuations.
+
+        There are more than the running ones if all outputs start again because one of them has no token yet.
+        """
         if continuations or self._is_beams:
             return self._running
         return set(range(len(self._tokens)))

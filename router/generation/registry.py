@@ -1,7 +1,7 @@
-"""The requests that this router holds now: by id, with how far they are, and the way to end one from outside.
+"""Request registry: the requests that this router holds now, by id, with their progress and a way to abort them.
 
-Owns uniqueness of ids within a realm (calls/bounds.py), so that no tenant finds out another's, and draining. Does not
-own what a request does (generation.py).
+Owns uniqueness of ids within a realm (calls/bounds.py), so that no tenant learns another's ids. Owns draining too. Does
+not own the work of a request (generation.py).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ RETRY_AFTER_SECONDS = 0.5
 
 class RequestState(Enum):
     QUEUED = auto()
-    """No worker has it yet, or none has it again."""
+    """No worker has the request, or no longer."""
     PLACED = auto()
     STREAMING = auto()
 
@@ -33,9 +33,9 @@ class RequestRecord:
     tenant: str = ""
     realm: str = ""
     client: str = ""
-    """Whose turn it takes among those that wait (calls/bounds.py)."""
+    """Key of the client's queue among waiting requests (calls/bounds.py)."""
     prompt_tokens: int = 0
-    """0 until the prompt is tokenised."""
+    """0 until the prompt is tokenized."""
     progress: Progress = field(default_factory=Progress)
     is_aborted: bool = False
 
@@ -47,12 +47,12 @@ class RequestRecord:
 
 
 class RequestRegistry:
-    """One for each router."""
+    """Requests of one router."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._records: dict[tuple[str, str], RequestRecord] = {}
-        """By realm and id."""
+        """Records by realm and id."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
@@ -64,7 +64,7 @@ class RequestRegistry:
     def hold(
         self, request_id: str, *, tenant: str = "", realm: str = "", client: str = ""
     ) -> Iterator[RequestRecord]:
-        """The calling task runs this request for the life of the context.
+        """Hold the request that the calling task runs, for the life of the context.
 
         Raises DuplicateRequest, RouterDraining, and RequestAborted if `abort` ended it.
         """
@@ -88,7 +88,7 @@ class RequestRegistry:
         try:
             yield record
         except asyncio.CancelledError:
-            # Like asyncio.timeout: our own cancellation becomes an error, anybody else's goes on.
+            # As in asyncio.timeout, our own cancellation becomes an error. Any other cancellation continues.
             if record.is_aborted and task.uncancel() == 0:
                 raise RequestAborted("the request was aborted") from None
             raise
@@ -98,21 +98,22 @@ class RequestRegistry:
                 self._idle.set()
 
     def abort(self, request_id: str, *, realm: str | None = None) -> None:
-        """Ends a request of this realm; None: whoever's it is. Raises UnknownRequest, for another realm's as well."""
+        """Abort a request of this realm, or of any realm for None. Raises UnknownRequest, also for another realm's
+        request."""
         records = [
             record
             for record in self._records.values()
             if record.request_id == request_id and realm in (None, record.realm)
         ]
         if not records:
-            raise UnknownRequest.of("request_id", "no such request runs here")
+            raise UnknownRequest.of("request_id", "no request of this id is running here")
         for record in records:
             if not record.is_aborted:
                 record.is_aborted = True
                 record.task.cancel()
 
     def num_waiting(self) -> int:
-        """Requests that no worker has yet, or none has again."""
+        """Return the number of requests that no worker has."""
         return sum(record.state is RequestState.QUEUED for record in self._records.values())
 
     async def until_idle(self) -> None:

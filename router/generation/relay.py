@@ -1,8 +1,8 @@
-"""One request's way over the workers: submit, take tokens, and again elsewhere if a worker fails it.
+"""Relay: runs one request on workers. It submits, takes tokens, and starts again on another worker after a failure.
 
-A replay sends what the unfinished outputs have so far with the same seed; what comes is joined by token offset
-(outputs.py), so that no token is lost or doubled whatever a worker repeats. Yields tokens, never text. Does not own
-the choice of a worker (dispatch/placer.py), nor admission, text and the client's stream (generation.py).
+A replay sends the tokens of the unfinished outputs with the same seed. New tokens are joined by offset (outputs.py). So
+no token is lost or doubled, whatever a worker repeats. Yields tokens, never text. Does not own the choice of a worker
+(dispatch/placer.py), or admission, text and the client's stream (generation.py).
 """
 
 import asyncio
@@ -29,27 +29,29 @@ from blockyard.router.errors import (
     RequestTooLarge,
     WorkerLost,
 )
-from blockyard.router.generation.losses import Life, Losses, Quarantine
+from blockyard.router.generation.losses import Losses, Quarantine, WorkerKey
 from blockyard.router.generation.outputs import Outputs, TokenChunk
 from blockyard.router.placement.config import PolicyName
 
 logger = logging.getLogger(__name__)
 
 LINK_DOWN_SECONDS = 0.01
-"""Before another try where a link was down: the view of it follows in a moment."""
+"""Wait before the next try if a link was down. The cluster view learns of it in that time."""
 
-SETTLE_SECONDS = 0.05
-"""After a worker was lost: one that dies with it is known by then. Sent there meanwhile, a request would be taken for
-what killed both."""
+LOST_WORKER_SECONDS = 0.05
+"""Wait after a lost worker. A second worker that dies at the same time is known by then.
+
+A request that went to the second worker would be blamed for both deaths.
+"""
 
 
-APART_SECONDS = 0.5
-"""After a step failed: those that were in it come back at times of their own, so that who is to blame is alone."""
+FAILURE_JITTER_SECONDS = 0.5
+"""Longest wait after a failed step. Retry with jitter, so that the failing request ends up in a batch of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A request with every default filled in and its prompt in tokens and names."""
+    """A request with all defaults filled in, its prompt as tokens, and its block names."""
 
     request_id: str
     prompt: bytes
@@ -61,48 +63,47 @@ class Generation:
     deadline: float
     """On the relay's clock."""
     priority: int = 0
-    """Lower is served earlier."""
+    """Lower values are served earlier."""
     client: str = ""
-    """Whose turn it takes, here and where a worker compiles its grammar."""
+    """Key of the client's queue, here and where a worker compiles its grammar."""
     cache_account: str = ""
-    """On whose share of the workers' caches its blocks go; empty: nobody's in particular."""
+    """Tenant whose share of the workers' caches holds its blocks. Empty: no tenant."""
     session_id: str = ""
-    """The conversation that it belongs to; empty: none."""
+    """The conversation of the request. Empty: none."""
     policy: PolicyName | None = None
-    """By which it is placed; None: the router's own."""
+    """Placement policy of the request. None: the router's own."""
 
     @property
     def identity(self) -> bytes:
-        """Of the prompt, within those that may share its prefix: another tenant's is another."""
+        """Return the prompt with its root. Tenants that share no prefixes get different values."""
         return self.block_names[:NAME_BYTES] + self.prompt
 
     @property
     def cost_tokens(self) -> int:
-        """What its tenant pays for it: all that it may compute or generate."""
+        """Return the cost for the tenant: all tokens that the request may compute or generate."""
         num_sequences = max(self.sampling.n, self.sampling.beam_width, 1)
         return self.prompt_tokens + self.sampling.max_tokens * num_sequences
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far a request is; written here, read by whoever reports on it."""
+    """Progress of a request. The relay writes it, and reports read it."""
 
     worker_id: str = ""
-    """The worker it is on, or was on last."""
+    """The current or last worker."""
     cached_tokens: int | None = None
-    """Prompt tokens reused, as the first worker that answered said."""
+    """Reused prompt tokens, as reported by the first worker that answered."""
     num_generated: int = 0
-    """Tokens, of all outputs together."""
+    """Tokens of all outputs together."""
     num_migrations: int = 0
-    """How often its worker was lost."""
+    """How often its worker was lost or failed."""
     is_placed: bool = False
     sent_at: float | None = None
-    """When a worker was first sent it, on the relay's clock."""
+    """When it was first sent to a worker, on the relay's clock."""
 
 
 class Relay:
-    """One for each router; shared by all its requests. `max_migrations`: how many workers a request may lose and still
-    go on."""
+    """Runs the requests of one router. `max_migrations`: how many lost workers a request survives."""
 
     def __init__(
         self,
@@ -121,18 +122,20 @@ class Relay:
         self._rng = rng or random.Random()
         self.num_migrations = 0
         self.num_lost = 0
-        """Requests given up because their budget of migrations was used."""
+        """Requests given up because they used all their migrations."""
         self.num_quarantined = 0
         """Requests given up because workers died under them."""
 
     async def run(
         self, generation: Generation, progress: Progress, stopped: Container[int] = ()
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Tokens to the end of the last output. Closing the generator cancels the request on its worker at once.
+        """Yield tokens to the end of the last output. Closing the generator cancels the request on its worker at once.
 
-        An output whose index the caller has put into `stopped` by the time he asks for more has ended for him: it is
-        cancelled, and the others go on. Raises InvalidRequest (a grammar), NoWorkers, WorkerLost (the budget of
-        migrations is used), PoisonRequest, RequestTooLarge, DeadlinePassed, EngineFailed.
+        The caller may put an output's index into `stopped` before it asks for more. That output is then cancelled, and
+        the others continue.
+
+        Raises InvalidRequest (a grammar), NoWorkers, Overloaded, WorkerLost (all migrations used), PoisonRequest,
+        RequestTooLarge, DeadlinePassed or EngineFailed.
         """
         self._quarantine.check(generation.identity)
         losses = Losses(max_migrations=self._max_migrations)
@@ -142,7 +145,7 @@ class Relay:
             generation.priority, tenant=generation.client, cost_tokens=generation.cost_tokens
         )
         while outputs.running:
-            # A prompt whose log-probabilities are wanted is computed whole: no cache serves it.
+            # Prompt log-probabilities need the whole prompt to be computed, so no cached block is usable.
             reusable = [] if outputs.wants_prompt_logprobs else names
             placed = await self._placer.place(
                 reusable,
@@ -164,12 +167,12 @@ class Relay:
                         attempt.cancel(chunk.index)
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
-                await asyncio.sleep(SETTLE_SECONDS)
+                await asyncio.sleep(LOST_WORKER_SECONDS)
             elif attempt.has_failed:
                 losses.add_failure(brought_tokens=attempt.brought_tokens)
                 progress.num_migrations = losses.num
                 self.num_migrations += 1
-                await asyncio.sleep(self._rng.uniform(0, APART_SECONDS))
+                await asyncio.sleep(self._rng.uniform(0, FAILURE_JITTER_SECONDS))
 
     @contextmanager
     def _submitted(
@@ -179,8 +182,8 @@ class Relay:
         progress.worker_id = worker.worker_id if worker else ""
         progress.is_placed = True
         progress.sent_at = self._clock() if progress.sent_at is None else progress.sent_at
-        life = (placed.address, worker.incarnation if worker else "")
-        attempt = _Attempt(self._fleet.links[placed.address], self._placer, placed, progress, life)
+        key = (placed.address, worker.incarnation if worker else "")
+        attempt = _Attempt(self._fleet.links[placed.address], self._placer, placed, progress, key)
         attempt.submit(self._submit(generation, outputs), outputs)
         try:
             yield attempt
@@ -192,10 +195,10 @@ class Relay:
     def _count_loss(
         self, generation: Generation, progress: Progress, losses: Losses, attempt: "_Attempt"
     ) -> None:
-        """Raises PoisonRequest, WorkerLost."""
+        """Count a lost worker. Raises PoisonRequest or WorkerLost."""
         try:
             losses.add(
-                attempt.life,
+                attempt.worker,
                 is_suspicious=attempt.saw_death and not attempt.brought_tokens,
                 is_alive=self._fleet.view.is_alive,
                 tokens_emitted=progress.num_generated,
@@ -229,7 +232,7 @@ class Relay:
 
 
 def tenant_key(tenant: str) -> int:
-    """What stands for a tenant on workers, who need no names. 0 is nobody in particular."""
+    """Return the number that stands for a tenant on workers, which need no names. 0: no tenant."""
     return int.from_bytes(sha256(tenant.encode()).digest()[:8]) | 1 if tenant else 0
 
 
@@ -237,9 +240,9 @@ class _Attempt:
     """One request on one worker."""
 
     def __init__(
-        self, link: EngineLink, placer: Placer, placed: Placed, progress: Progress, life: Life
+        self, link: EngineLink, placer: Placer, placed: Placed, progress: Progress, worker: WorkerKey
     ) -> None:
-        self.life = life
+        self.worker = worker
         self.found_busy = False
         self.was_lost = False
         self.saw_death = False
@@ -258,17 +261,19 @@ class _Attempt:
             self.cancel(index)
 
     def cancel(self, index: int | None = None) -> None:
-        """All that still runs, or one output of it."""
+        """Cancel the whole request, or one output of it."""
         self._link.cancel(self._handle, index)
 
     async def next_tokens(self, outputs: Outputs) -> Tokens | None:
-        """What the worker brings next; None where the request must go elsewhere."""
+        """Return the worker's next tokens, or None if the request must go to another worker."""
         match await self._events.get():
             case Tokens() as tokens if outputs.follows(tokens):
                 self._note(tokens)
                 return tokens
             case Tokens():
-                logger.error("worker %s left out a part of a request", self._progress.worker_id)
+                logger.error(
+                    "worker %s sent tokens that do not follow the earlier ones", self._progress.worker_id
+                )
                 self.was_lost = True
             case Lost(was_sent=True, is_death=is_death):
                 self.was_lost, self.saw_death = True, is_death
@@ -294,7 +299,7 @@ class _Attempt:
                 self.has_failed = True
             case session_pb2.REJECT_REASON_TOO_LARGE:
                 raise RequestTooLarge(
-                    "prompt, max_tokens and outputs or beams can never fit a worker together"
+                    "prompt and max_tokens, for all outputs or beams, can never fit a worker"
                 )
             case session_pb2.REJECT_REASON_DEADLINE:
                 raise DeadlinePassed("the deadline passed before the output was complete")

@@ -1,4 +1,4 @@
-"""Tells about the router over HTTP: the model, health, version, metrics, and the API's document."""
+"""Routes about the router itself: the model, health, version, metrics, and the API's document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from blockyard.router.services.inference import model_message, model_messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AboutRouter:
-    """Holds what a router says of itself."""
+    """Facts about the router."""
 
     version: str
     started: int
     """Unix seconds."""
     exposition: Callable[[], bytes]
-    """Its metrics as Prometheus' text."""
+    """Returns its metrics as Prometheus text."""
 
 
 class AboutRoutes:
@@ -63,7 +63,7 @@ class AboutRoutes:
         return Response(body=self._page, headers=PAGE_HEADERS)
 
     def _model_object(self, model: inference_pb2.Model) -> dict[str, Any]:
-        """`max_model_len` is vLLM's. The model is there since its router is."""
+        """Return a model as OpenAI's JSON. `max_model_len` is vLLM's. Its creation time is the router's start."""
         return {
             "id": model.id,
             "object": "model",

@@ -1,4 +1,4 @@
-"""A call of either route, from its JSON to its answer: the same requests, events and rules as gRPC's."""
+"""Completions: a call of either route, from its JSON to its answer, by the same rules as gRPC's calls."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -25,7 +25,7 @@ from blockyard.router.services.answers import gathered
 
 
 class Completions:
-    """One for each gateway."""
+    """Completions of one gateway."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -34,9 +34,10 @@ class Completions:
     async def answer(
         self, wanted: Wanted, call: HttpCall, request_id: str, events: EventStream
     ) -> StreamResponse:
-        """`events` is for one that streams. Raises RouterErrors, in groups too, before anything has been sent."""
+        """Answer one call. `events` is for a streaming call. Raises RouterErrors, also in groups, before anything has
+        been sent."""
         wanted.named(request_id)
-        # Several prompts are tasks of their own, with ids of their own: the call's is for what ends all of them.
+        # Several prompts have tasks and ids of their own. The call's id is for what ends all of them.
         REQUEST_ID.set(request_id)
         envelope = Envelope(
             wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
@@ -66,7 +67,7 @@ class Completions:
     async def _events(
         self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
     ) -> list[dict[str, Any]]:
-        """Sends all but the last ones, which are returned."""
+        """Send all events but the last ones, and return those."""
         wanted = envelope.wanted
         tally = Tally(wanted.outputs_a_prompt)
 
@@ -80,7 +81,7 @@ class Completions:
 
     @asynccontextmanager
     async def _outputs(self, wanted: Wanted, call: HttpCall) -> AsyncIterator[AsyncIterator[Delta]]:
-        """As `outputs`, behind their prompts where the call wants that."""
+        """Yield the deltas of `outputs`, after their prompts if the call wants an echo."""
         async with outputs(self._calls, wanted, call) as deltas:
             if wanted.echo is None:
                 yield deltas
@@ -94,7 +95,7 @@ class Completions:
             yield echoed(deltas, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
 
     async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
-        """Ends a stream that has begun: with the reason, unless its client has gone or takes nothing."""
+        """End a stream that has begun, with the reason, unless the client is gone or does not read."""
         if is_gone(error):
             return
         answer = answer_to(error, "a stream over HTTP")

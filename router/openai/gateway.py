@@ -1,6 +1,6 @@
-"""The port of OpenAI's API: its socket, TLS and lifetime, in the router's process and on its event loop.
+"""Gateway: the port of OpenAI's API, with its socket, TLS and lifetime, in the router's process and event loop.
 
-Owns what bounds a connection that nobody reads or that has vanished. Does not own requests (routes.py).
+Owns the bounds of connections that are not read or have vanished. Does not own requests (routes.py).
 """
 
 import asyncio
@@ -23,20 +23,22 @@ from blockyard.router.services.options import HANDSHAKE_SECONDS, max_connections
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
-"""For requests that are left when the grace is over to hear of it."""
+"""Time for requests that outlive the grace period to receive their error."""
 BACKLOG = 1024
 SEND_BUFFER_BYTES = 256 * 1024
-"""Of each connection, in the kernel: without a bound megabytes would wait there for a client that reads nothing."""
+"""Buffer per connection in the kernel. Without a bound megabytes would wait there for a client that does not read."""
 VANISHED_SECONDS = 15
-"""As gRPC's pings: so long after its last word a client that does not acknowledge is taken for gone."""
+"""A client that acknowledges nothing for this long counts as gone, as with gRPC's pings."""
 
 
 @asynccontextmanager
 async def gateway(
     calls: Calls, gate: CallGate, intake: Intake, config: RouterConfig, about: AboutRouter
 ) -> AsyncIterator[str]:
-    """Serves for the life of the context: "host:port", or "" where the config wants none. Raises RuntimeError for a
-    port that it cannot have, ValueError for TLS files that cannot be used."""
+    """Serve for the life of the context. Yield "host:port", or "" if the config wants no gateway.
+
+    Raises RuntimeError for a port that cannot be bound, and ValueError for TLS files that cannot be used.
+    """
     if config.http_port is None:
         yield ""
         return
@@ -64,7 +66,8 @@ async def gateway(
 
 
 def _listener(host: str, port: int, *, shares_port: bool) -> socket.socket:
-    """Those it accepts have its options. An IPv6 address is in brackets, as gRPC takes it."""
+    """Return a listening socket. Accepted connections inherit its options. An IPv6 address is in brackets, as in
+    gRPC."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),

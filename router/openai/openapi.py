@@ -1,7 +1,7 @@
-"""The API's document: what each path takes, as OpenAPI for programs and as one page for people.
+"""OpenAPI document: the fields of each path, as OpenAPI for programs and as one page for people.
 
-Made from the tables that check requests, and from the comments of the contract: nothing is described twice. Does not
-own what a path does (routes.py).
+Made from the tables that check requests and from the comments of the contract. Nothing is described twice. Does not own
+what a path does (routes.py).
 """
 
 import html
@@ -34,15 +34,15 @@ PAGE_HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A path."""
+    """Description of a path."""
 
     verb: str
     says: str
     fields: Fields | None = None
-    """The schema of its body; None if it has none."""
+    """Schema of its body. None: no body."""
     required: tuple[str, ...] = ()
     answer: str = "application/json"
-    """The type of its content."""
+    """Media type of its answer."""
 
 
 PATHS: Mapping[str, Described] = {
@@ -53,7 +53,7 @@ PATHS: Mapping[str, Described] = {
         verb="POST", says="Continues prompts.", fields=completion_request.FIELDS, required=("prompt",)
     ),
     MODELS: Described(verb="GET", says="The model that is served."),
-    f"{MODELS}/{{model}}": Described(verb="GET", says="The same, by its name."),
+    f"{MODELS}/{{model}}": Described(verb="GET", says="One model, by its name."),
     "/tokenize": Described(
         verb="POST", says="The tokens of a prompt or a chat, as in vLLM.", fields=tokens.TOKENIZE_FIELDS
     ),
@@ -65,15 +65,15 @@ PATHS: Mapping[str, Described] = {
     ),
     "/version": Described(verb="GET", says="The version of the router."),
     "/metrics": Described(verb="GET", says="The router's metrics.", answer="text/plain"),
-    "/health": Described(verb="GET", says="Whether a worker is ready: 200, or 503. Needs no token."),
+    "/health": Described(verb="GET", says="200 if a worker is ready, else 503. Needs no token."),
     "/openapi.json": Described(verb="GET", says="This document as OpenAPI."),
     "/docs": Described(verb="GET", says="This document as a page.", answer="text/html"),
 }
-"""All that there are."""
+"""All paths."""
 
 
 def document(version: str) -> dict[str, Any]:
-    """Returns the description as OpenAPI."""
+    """Return the description as OpenAPI."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "Blockyard", "version": version},
@@ -87,7 +87,7 @@ def document(version: str) -> dict[str, Any]:
 
 
 def page(version: str) -> str:
-    """Returns the description as HTML that loads nothing and runs nothing."""
+    """Return the description as HTML that loads nothing and runs nothing."""
     title = f"Blockyard {html.escape(version)}: HTTP API"
     sections = "".join(_section(path, described) for path, described in PATHS.items())
     return (
@@ -144,7 +144,7 @@ def body_schema(fields: Fields, required: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _comments() -> dict[str, str]:
-    """Returns the comments of the contract's fields, by name."""
+    """Return the comments of the contract's fields, by name."""
     found: dict[str, dict[str, str]] = {}
     message, comment = "", list[str]()
     for line in files("blockyard.proto.v1").joinpath("inference.proto").read_text().splitlines():
@@ -171,8 +171,8 @@ def _section(path: str, described: Described) -> str:
 def _rows(fields: Fields, required: Iterable[str]) -> Iterator[str]:
     for name, schema in body_schema(fields, required)["properties"].items():
         must = " (required)" if name in required else ""
-        told = f"{schema.get('description', '')}{must}"
-        yield f"<tr><td><code>{name}</code><td>{_type(schema)}<td>{html.escape(told)}</tr>"
+        text = f"{schema.get('description', '')}{must}"
+        yield f"<tr><td><code>{name}</code><td>{_type(schema)}<td>{html.escape(text)}</tr>"
 
 
 def _type(schema: Mapping[str, Any]) -> str:

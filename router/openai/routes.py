@@ -1,7 +1,7 @@
-"""Paths, who may call them, and the end of every request: an answer, an error, or nothing for a client that has gone.
+"""Routes: paths, permissions, and the end of every request.
 
-A route stands for a method of gRPC's, so that one table (admission/auth.py) says who may call it. Does not own what a
-route does (completions.py, tokens.py, about.py).
+A request ends with an answer, an error, or nothing for a client that is gone. A route stands for a gRPC method, so one
+table (admission/auth.py) has all permissions. Does not own what a route does (completions.py, tokens.py, about.py).
 """
 
 import asyncio
@@ -45,12 +45,12 @@ Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 @dataclass(frozen=True, slots=True)
 class _Route:
     method: str
-    """Of gRPC's, whose roles may call it."""
+    """gRPC method with the same permissions."""
     handler: Handler
 
 
 class Routes:
-    """One for each gateway: the handler of all its requests."""
+    """Handler of all requests of one gateway."""
 
     def __init__(
         self, calls: Calls, gate: CallGate, intake: Intake, about: AboutRouter, cors_origins: Sequence[str]
@@ -58,7 +58,7 @@ class Routes:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
         self._completions = Completions(calls)
-        tells = AboutRoutes(calls.parts, about)
+        about_routes = AboutRoutes(calls.parts, about)
         generates, lists, tokenizes, detokenizes = (
             f"/blockyard.v1.InferenceService/{name}"
             for name in ("GenerateStream", "ListModels", "Tokenize", "Detokenize")
@@ -67,21 +67,21 @@ class Routes:
         self._routes: Mapping[str, _Route] = {
             "/v1/chat/completions": _Route(generates, self._generating(chat_wanted)),
             "/v1/completions": _Route(generates, self._generating(completion_wanted)),
-            MODELS: _Route(lists, tells.models),
-            MODEL: _Route(lists, tells.model),
+            MODELS: _Route(lists, about_routes.models),
+            MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
             "/detokenize": _Route(detokenizes, self._answering(detokenized)),
-            "/version": _Route(lists, tells.version),
-            "/metrics": _Route(info, tells.metrics),
-            "/health": _Route(health, tells.health),
-            "/openapi.json": _Route(lists, tells.document),
-            "/docs": _Route(lists, tells.page),
+            "/version": _Route(lists, about_routes.version),
+            "/metrics": _Route(info, about_routes.metrics),
+            "/health": _Route(health, about_routes.health),
+            "/openapi.json": _Route(lists, about_routes.document),
+            "/docs": _Route(lists, about_routes.page),
         }
 
     async def __call__(self, request: BaseRequest) -> StreamResponse:
         notes = CallNotes(request_id=drawn_id())
         try:
-            # Before a token is asked for: a browser sends none with its question.
+            # Before authentication: a browser sends no token with a preflight.
             response: StreamResponse | None = preflight(self._cors_origins, request)
             if response is None:
                 path = self._admitted(request)
@@ -93,32 +93,32 @@ class Routes:
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            response = error_response(answer_to(error, self._told(request)), notes.names)
+            response = error_response(answer_to(error, self._logged_path(request)), notes.names)
         await self._finish(request, response, notes)
         return response
 
     def _admitted(self, request: BaseRequest) -> str | None:
-        """Before anything else is said of the request. Raises Unauthenticated, Forbidden."""
+        """Authenticate before anything else. Raises Unauthenticated or Forbidden."""
         path = self._path(request.path)
-        # A path that nobody knows needs a token too: who has none learns nothing.
+        # An unknown path needs a token too, so a caller without one learns nothing.
         self._gate.admit(self._routes[path or MODELS].method, call_metadata(request))
         return path
 
     async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if path is None:
-            raise NoSuchRoute("there is no such path here; /openapi.json names all")
+            raise NoSuchRoute("no such path: /openapi.json lists all")
         verb = PATHS[path].verb
         if request.method != verb:
-            raise MethodNotAllowed(f"only {verb} is for this path", metadata={"allow": verb})
+            raise MethodNotAllowed(f"this path allows only {verb}", metadata={"allow": verb})
         return await self._routes[path].handler(request, notes)
 
     def _path(self, path: str) -> str | None:
-        """One of ours."""
+        """Return the path if it is one of ours."""
         known = MODEL if path.startswith(f"{MODELS}/") else path
         return known if known in self._routes else None
 
-    def _told(self, request: BaseRequest) -> str:
-        """A path for the log: another than ours is the client's text."""
+    def _logged_path(self, request: BaseRequest) -> str:
+        """Return the path for the log. An unknown path is the client's text."""
         return self._path(request.path) or "a path"
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
@@ -149,7 +149,7 @@ class Routes:
             return call, await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
 
     async def _finish(self, request: BaseRequest, response: StreamResponse, notes: CallNotes) -> None:
-        """Sends what has not been sent yet, to a client that takes it."""
+        """Send the rest of the response, if the client reads it."""
         if response.prepared:
             return
         self._headed(response, request, notes)
@@ -166,5 +166,5 @@ class Routes:
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:
-            # The next request of this client finds another router.
+            # The client's next request should reach another router.
             response.force_close()

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in the shapes of vLLM: JSON to messages of gRPC's and back."""
+"""Routes /tokenize and /detokenize, in the shapes of vLLM: JSON to gRPC messages and back."""
 
 import asyncio
 from typing import Any
@@ -21,19 +21,19 @@ from blockyard.router.openai.requests.sampling import REQUEST_SCALARS
 from blockyard.router.openai.requests.unsupported import unsupported
 
 TOKENIZE_FIELDS: Fields = {
-    "prompt": text.said("This, or messages."),
+    "prompt": text.said("Either this or messages."),
     **CHAT_FIELDS,
     "model": REQUEST_SCALARS["model"],
-    "return_token_strs": boolean.said("Whether tokens are told by name as well. Default false."),
-    "add_special_tokens": boolean.said("As it is: true for a prompt, false for messages."),
+    "return_token_strs": boolean.said("Whether the answer has the tokens as strings too. Default false."),
+    "add_special_tokens": boolean.said("Must be true for a prompt and false for messages, as without it."),
 }
 DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": REQUEST_SCALARS["model"]}
 TOKENS_A_TURN = 4096
-"""The names of so many tokens are looked up in one turn of the event loop."""
+"""Tokens whose names are looked up in one tick of the event loop."""
 
 
 async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
-    """Raises any RouterError."""
+    """Tokenize a prompt or chat. Raises any RouterError."""
     request = _tokenize_request(body)
     shows_names = given(body, "return_token_strs", boolean)
     answer = await calls.tokenize(request, call)
@@ -46,7 +46,7 @@ async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
 
 
 async def detokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
-    """With special tokens, as vLLM. Raises any RouterError."""
+    """Decode tokens, including special ones, as vLLM does. Raises any RouterError."""
     refuse_others(body, DETOKENIZE_FIELDS)
     request = inference_pb2.DetokenizeRequest(
         model=given(body, "model", text),
@@ -66,7 +66,7 @@ def _tokenize_request(body: Body) -> inference_pb2.TokenizeRequest:
         request.chat.CopyFrom(chat_of(body))
     else:
         request.prompt = text("prompt", body.get("prompt"))
-    # A template writes its own special tokens; a text gets those that a completion gets.
+    # A template writes its own special tokens. A text gets those that a completion gets.
     if given(body, "add_special_tokens", boolean) not in (None, not is_chat):
         raise unsupported("add_special_tokens")
     return request

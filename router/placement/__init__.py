@@ -1,4 +1,4 @@
-"""Which worker gets a request: policies, scores and rates, as pure functions of a snapshot.
+"""Placement: policies, scores and rates that choose a worker for a request, as pure functions of a snapshot.
 
-Does not own waiting or booking (../dispatch/), nor what is known of the workers (../cluster/).
+Does not own waiting or booking (../dispatch/), or the state of the workers (../cluster/).
 """

@@ -1,15 +1,15 @@
-"""Which worker gets a request: a pure function of a snapshot.
+"""Placement policies: choose a worker for a request, as a pure function of a snapshot.
 
-- `prefix`: the least total_ms. A worker that holds the prefix but is busy loses to an idle one as soon as recomputing
-  is faster than waiting: hot prefixes replicate by themselves. Among near-equals the one that served the session last
-  wins, else chance. Without the index, rendezvous hashing of the session or the prefix between two workers.
+- `prefix`: the least total_ms. A busy worker with the prefix loses to an idle one as soon as recomputing is faster than
+  waiting, so hot prefixes replicate. Among near-equal workers the one that last served the session wins, else chance.
+  Without the index: rendezvous hashing of the session or the prefix between two workers.
 - `round_robin`: in turn.
 - `least_loaded`: the least load_ms, whatever is cached.
-- `two_choices`: of two at random the one with less load_ms (Mitzenmacher 1996).
-- `session`: rendezvous hashing of the session over all workers, past those that are loaded; without a session by load.
-- `dynamo`: the published cost of NVIDIA Dynamo's KV router, as a yardstick.
+- `two_choices`: of two random workers the one with less load_ms (Mitzenmacher 1996).
+- `session`: rendezvous hashing of the session over all workers, except loaded ones. Without a session: by load.
+- `dynamo`: the published cost of NVIDIA Dynamo's KV router, as a reference.
 
-Owns the policies. Does not own the arithmetic of the terms (scoring.py) nor what is known of workers (cluster/view.py).
+Owns the policies. Does not own the arithmetic of the terms (scoring.py) or the state of workers (cluster/view.py).
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ from blockyard.router.placement.scoring import Candidate, Score, score_all
 class PlacementRequest:
     prompt_tokens: int
     prefix_key: bytes = b""
-    """The name of one of the prompt's first blocks: requests with the same one should meet without the index."""
+    """Name of one of the prompt's first blocks. Without the index, requests with the same key should meet."""
     index_available: bool = True
     turn: int = 0
-    """Counts placements up; what round_robin goes by."""
+    """Number of placements so far, for round_robin."""
     session_key: bytes = b""
-    """The conversation that the request belongs to; empty: none."""
+    """The conversation of the request. Empty: none."""
     session_worker: WorkerId | None = None
-    """Who served the session last, as far as this router knows."""
+    """The worker that last served the session, as far as this router knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,12 @@ class Placement:
     chosen: Score
     considered: Sequence[Score]
     costs: Sequence[float]
-    """What the policy compared, for each of those."""
+    """Costs that the policy compared, one per considered score."""
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """Every candidate's, cheapest first. Made when asked for: to place a request takes none but the chosen."""
+        """Return the scores of all candidates, cheapest first. Computed on demand: placing a request needs only the
+        chosen one."""
         priced = (score._replace(cost=cost) for score, cost in zip(self.considered, self.costs, strict=True))
         return tuple(sorted(priced, key=lambda score: score.cost))
 
@@ -80,7 +81,7 @@ def place(
 
 
 Choice = tuple[int, list[float]]
-"""The number of the chosen score, and every score's cost."""
+"""Number of the chosen score, and the costs of all scores."""
 
 
 def _prefix(
@@ -114,11 +115,11 @@ def _two_choices(scores: Sequence[Score], rng: Random) -> Choice:
 
 
 def _round_robin(turn: int, scores: Sequence[Score]) -> Choice:
-    """The cost is how many turns away a worker is."""
+    """Choose the next worker. The cost is a worker's distance in the rotation."""
     order = sorted(range(len(scores)), key=lambda number: (scores[number].worker_id, scores[number].address))
     costs = [0.0] * len(scores)
-    for place, number in enumerate(order):
-        costs[number] = float((place - turn) % len(order))
+    for position, number in enumerate(order):
+        costs[number] = float((position - turn) % len(order))
     return costs.index(0.0), costs
 
 
@@ -130,9 +131,10 @@ def _session(key: bytes, scores: Sequence[Score], rng: Random, config: Placement
 def _by_rendezvous(
     key: bytes, scores: Sequence[Score], num_homes: int, config: PlacementConfig
 ) -> Choice | None:
-    """Equal keys meet without anybody's memory: each key has its own order of the workers, and the first of it serve
-    the key. What they cost is their place in that order, loaded ones and the rest after all others. None if every home
-    is loaded: then anyone may, by cost.
+    """Choose by rendezvous hashing: equal keys meet without shared memory. Return None if every home is loaded.
+
+    Each key has its own order of the workers, and the first `num_homes` of it serve the key. The cost is a worker's
+    position in that order. Loaded homes and all other workers come last.
 
     Losing a worker moves only its own keys (Thaler and Ravishankar 1998).
     """
@@ -140,9 +142,9 @@ def _by_rendezvous(
         range(len(scores)), key=lambda number: sha256(key + scores[number].worker_id.encode()).digest()
     )
     costs = [0.0] * len(scores)
-    for place, number in enumerate(order):
-        is_home = place < num_homes and scores[number].load_ms <= config.loaded_ms
-        costs[number] = float(place if is_home else place + len(order))
+    for position, number in enumerate(order):
+        is_home = position < num_homes and scores[number].load_ms <= config.loaded_ms
+        costs[number] = float(position if is_home else position + len(order))
     least = min(costs)
     return (costs.index(least), costs) if least < len(order) else None
 
@@ -150,14 +152,16 @@ def _by_rendezvous(
 def _dynamo(
     scores: Sequence[Score], candidates: Sequence[Candidate], rng: Random, config: PlacementConfig
 ) -> Choice:
-    """`cost = overlap_score_weight * prefill_blocks + decode_blocks` of Dynamo's documentation, "Router Design: Cost
-    Calculation" (docs/design_docs/router_design.md, 0.8 to 1.1). In ai-dynamo-runtime 1.6.1 the weight is called
-    `prefill_load_scale`, and with the other defaults of its KvRouterConfig the cost is the same.
+    """Choose by NVIDIA Dynamo's cost: `overlap_score_weight * prefill_blocks + decode_blocks`.
 
-    Prefill: what is queued there and this prompt's uncached tokens, in blocks. Decode: blocks in use there and those
-    that this request adds; Dynamo also counts the cached ones that it takes into use again, which a load report does
-    not tell apart. With a temperature, costs are rescaled to 0..1 and drawn from by softmax; of equal ones chance
-    decides, where Dynamo first looks for the smaller tree.
+    Source: Dynamo's documentation, "Router Design: Cost Calculation" (docs/design_docs/router_design.md, 0.8 to 1.1).
+    In ai-dynamo-runtime 1.6.1 the weight is called `prefill_load_scale`. With the other defaults of its KvRouterConfig
+    the cost is the same.
+
+    Prefill blocks are the queued prefill and this prompt's uncached tokens. Decode blocks are the blocks in use and
+    those that this request adds. Dynamo also counts cached blocks that it uses again, which a load report does not
+    show. With a temperature, costs are scaled to 0..1 and softmax gives the chances. Equal costs are drawn at random,
+    where Dynamo prefers the smaller tree.
     """
     costs = [
         config.dynamo_overlap_score_weight

@@ -1,8 +1,8 @@
-"""What workers have measured of themselves, and how long it is believed.
+"""Rates that workers have measured of themselves, and how long they are trusted.
 
-A rate is measured by work. Who was slow once is given little, measures little, and would be slow for ever: so a rate
-that nothing renews is believed whole for a while, and then rises to the cluster's. Who is faster than that stays so:
-fast workers are chosen, and measure. Pure: time is an argument.
+Only work renews a rate. A worker with a low rate gets few requests and measures little, so it would stay slow for ever.
+Therefore a rate that is not renewed is trusted for a while and then rises towards the cluster's median. A rate above
+the median does not fade: fast workers get requests and keep measuring. Pure: time is an argument.
 """
 
 from collections.abc import Iterable
@@ -13,23 +13,26 @@ from statistics import median
 from blockyard.proto.v1 import cluster_pb2
 
 LEAST_TOKENS_PER_SECOND = 1e-3
-"""A lower rate is no measurement."""
+"""A lower rate counts as not measured."""
 
 
 def is_measured(tokens_per_second: float) -> bool:
-    """Workers may say anything; what is no rate counts as none."""
+    """Return True for a valid rate. Workers may report any number."""
     return isfinite(tokens_per_second) and tokens_per_second >= LEAST_TOKENS_PER_SECOND
 
 
 def typical(rates: Iterable[float]) -> float:
-    """The median of those that were measured; 0 where none was."""
+    """Return the median of the measured rates, or 0 if there are none."""
     measured = [rate for rate in rates if is_measured(rate)]
     return median(measured) if measured else 0.0
 
 
 def faded(own: float, usual: float, *, age_seconds: float, half_life_seconds: float) -> float:
-    """What is believed of a rate that was renewed so long ago: itself for a half-life, and after each further one half
-    as far, in proportion, below the usual. A half-life of 0 keeps it for ever."""
+    """Return the trusted value of a rate of this age.
+
+    It is the rate itself for one half-life. Each further half-life halves its distance to `usual`, as a ratio. A
+    half-life of 0 keeps the rate for ever.
+    """
     fading_seconds = age_seconds - half_life_seconds
     if (
         own >= usual
@@ -49,8 +52,8 @@ class Measured:
     renewed_at: float = float("-inf")
 
     def report(self, tokens_per_second: float, now: float) -> None:
-        """Every load report brings the rate, measured anew or not. It is a smoothed quotient of times: if it was, it
-        differs."""
+        """Take the rate of a load report. A new measurement has a different value, because it is a smoothed quotient of
+        times."""
         if tokens_per_second != self.tokens_per_second:
             self.tokens_per_second, self.renewed_at = tokens_per_second, now
 
@@ -62,7 +65,7 @@ class Measured:
 
 
 class WorkerRates:
-    """Of one life of a worker."""
+    """Rates of one incarnation of a worker."""
 
     def __init__(self) -> None:
         self.prefill = Measured()

@@ -1,12 +1,12 @@
-"""What a request would cost on each worker: arithmetic over a snapshot.
+"""Scores: the estimated cost of a request on each worker, by arithmetic over a snapshot.
 
     total_ms = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms + others_ms
 
-The terms estimate the time to the first token in milliseconds, so that they add up and an operator can argue with each
-(ExplainPlacement shows them). The last is not this request's own time but what its prefill takes from the sequences
-that decode beside it: who weighs it fully chooses what costs all requests together the least, rather than himself.
+The terms estimate the time to the first token in milliseconds. So they add up, and operators can check each of them
+(ExplainPlacement shows them). The last term is the delay that this prefill causes to the sequences on the worker. With
+its full weight, a choice minimises the cost of all requests together, not only its own.
 
-Does not own the choice among the costs (policies.py) nor what is known of workers (cluster/view.py).
+Does not own the choice among the costs (policies.py) or the state of workers (cluster/view.py).
 """
 
 from collections.abc import Sequence
@@ -18,60 +18,64 @@ from blockyard.router.placement.rates import is_measured, typical
 
 
 class Candidate(NamedTuple):
-    """What is believed of one worker that may take the request. A tuple, as is Score, because every placement makes one
-    for each worker: a frozen dataclass takes twice as long."""
+    """State of one worker that may take the request.
+
+    A tuple, as is Score: every placement makes one for each worker, and a frozen dataclass takes twice as long.
+    """
 
     address: str
-    """Where it listens; unique, which a worker id is not while an old life of it lingers."""
+    """Address of the worker, which is unique. A worker id may have two incarnations for a while."""
     worker_id: WorkerId
     cached_tokens: int = 0
-    """Leading prompt tokens whose KV is on its GPU."""
+    """Leading prompt tokens with KV on its GPU."""
     host_cached_tokens: int = 0
-    """Those that follow them and are in its host memory."""
+    """Prompt tokens that follow them, with KV in its host memory."""
     queued_prefill_tokens: int = 0
     sequences: int = 0
-    """Running and waiting."""
+    """Running and waiting sequences."""
     context_tokens: int = 0
-    """That its sequences' decode steps read: a shared prefix once for each sharer."""
+    """Context tokens that its sequences' decode steps read. A shared prefix counts once per sequence."""
     used_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 16
     prefill_tokens_per_second: float = 0.0
-    """As measured and believed (rates.py); 0 until something was."""
+    """Measured and still trusted (rates.py). 0 until measured."""
     decode_tokens_per_second: float = 0.0
-    """Of all its sequences together, in steps that only decode; likewise."""
+    """Rate of all its sequences together, in steps that only decode. Trusted likewise."""
     host_tokens_per_second: float = 0.0
-    """From host memory to the GPU. Measured; without it host memory is worth nothing."""
+    """Rate from host memory to the GPU, as measured. Without it host memory is ignored."""
 
 
 class Score(NamedTuple):
-    """The terms of one candidate, in milliseconds."""
+    """Terms of one candidate, in milliseconds."""
 
     address: str
     worker_id: WorkerId
     cached_tokens: int
     host_cached_tokens: int
-    """That would come from host memory; 0 where nobody knows how fast."""
+    """Tokens to load from host memory. 0 if the rate is unknown."""
     uncached_tokens: int
-    """That would be computed."""
+    """Tokens to compute."""
     queue_ms: float
-    """Prefill of others that comes first."""
+    """Queued prefill of other requests."""
     prefill_ms: float
-    """The part of this prompt that is not cached there."""
+    """Prefill of the uncached part of this prompt."""
     host_load_ms: float
-    """The part that comes from host memory, however slow: a worker loads what it finds there."""
+    """Loading from host memory, even where that is slow: a worker loads what it finds there."""
     decode_ms: float
-    """The decode steps of the sequences that are there, in part, and what reading all their context costs them."""
+    """Part of the decode steps of present sequences, and the time to read all their context."""
     memory_ms: float
     others_ms: float
-    """What this prompt's prefill takes from the sequences that are there, in part."""
+    """Part of the delay that this prompt's prefill causes to present sequences."""
     cost: float
-    """What the policy compares, in its own unit: the least wins. Under `prefix` it is total_ms, and without the
-    index a place in the prefix's order of workers."""
+    """Value that the policy compares, in its own unit. The least wins.
+
+    Under `prefix` it is total_ms. Without the index it is a position in the prefix's order of workers.
+    """
 
     @property
     def load_ms(self) -> float:
-        """What the worker's load alone costs, whatever the prompt."""
+        """Return the cost of the worker's load alone, whatever the prompt."""
         return self.queue_ms + self.decode_ms + self.memory_ms
 
     @property
@@ -80,12 +84,12 @@ class Score(NamedTuple):
 
     @property
     def needed_tokens(self) -> int:
-        """Of this prompt, that need new room in the pool."""
+        """Return the prompt tokens that need new blocks in the pool."""
         return self.host_cached_tokens + self.uncached_tokens
 
 
 def score_all(prompt_tokens: int, candidates: Sequence[Candidate], config: PlacementConfig) -> list[Score]:
-    """In the order of the candidates, with total_ms as cost."""
+    """Return scores in the order of the candidates, with total_ms as cost."""
     typical_rate = _typical_rate(candidates, config)
     return [_score(prompt_tokens, candidate, typical_rate, config) for candidate in candidates]
 
@@ -134,7 +138,7 @@ def _sequence_ms(candidate: Candidate, config: PlacementConfig) -> float:
 
 
 def _memory_ms(needed_tokens: int, candidate: Candidate, config: PlacementConfig) -> float:
-    """Zero while the pool stays roomy, then rising linearly to the full price where the request no longer fits."""
+    """Return 0 while the pool has room, rising linearly to the full price where the request no longer fits."""
     if candidate.total_blocks == 0:
         return 0.0
     needed_blocks = -(-needed_tokens // candidate.block_size)

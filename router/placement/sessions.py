@@ -1,6 +1,6 @@
-"""Which worker served each conversation last: a hint for placement, of bounded size.
+"""Session memory: the worker that last served each conversation, as a hint for placement. Bounded in size.
 
-Pure. Other routers have a memory of their own; what they know of the conversation is what the index shows.
+Pure. Each router has its own memory. What other routers did is visible only through the index.
 """
 
 from collections import OrderedDict
@@ -9,12 +9,12 @@ from blockyard.proto.index.contract import WorkerId
 
 
 class SessionMemory:
-    """Forgets the session that was used longest ago, once there are too many."""
+    """Last worker by session. At its limit it forgets the session that was used longest ago."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
         self._last_worker: OrderedDict[str, WorkerId] = OrderedDict()
-        """The session used last comes last."""
+        """Ordered by last use, the latest last."""
 
     def __len__(self) -> int:
         return len(self._last_worker)

@@ -1,4 +1,4 @@
-"""Checks a client's request and fills in every default.
+"""Request checks: validate a client's request and fill in all defaults.
 
-Does not own OpenAI's JSON (../openai/requests/), nor who may send it (../admission/).
+Does not own OpenAI's JSON (../openai/requests/) or permissions (../admission/).
 """

@@ -1,6 +1,6 @@
-"""Sampling parameters: from what a client sent to what the engine gets, with every default filled in.
+"""Sampling parameters: turns a client's message into the engine's, with all defaults filled in.
 
-Owns defaults. Takes valid messages only: what is valid is in sampling_checks.py.
+Owns defaults. Takes valid messages only (sampling_checks.py).
 """
 
 import secrets
@@ -10,16 +10,16 @@ from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.tokenizing.model_facts import ModelFacts, SamplingDefaults
 
 GREEDY_BELOW = 1e-5
-"""Logits divided by less overflow: such a temperature means greedy."""
+"""A lower temperature means greedy: logits divided by it overflow."""
 LEAST_ENGINE_PENALTY = 0.01 + 1e-8
-"""As a float32, 0.01 is a little less than 0.01, and the engine would refuse it."""
+"""Rounded up: as a float32, 0.01 is a little less than 0.01, and the engine would refuse it."""
 SEED_BITS = 63
 NEUTRAL = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRequest:
-    """Valid by itself; limits that depend on the prompt's length are applied by `for_engine`."""
+    """Valid sampling parameters. `for_engine` applies limits that depend on the prompt's length."""
 
     temperature: float
     top_k: int
@@ -30,7 +30,7 @@ class SamplingRequest:
     repetition_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: frozenset[int]
-    """Empty: all."""
+    """Empty: all tokens."""
     bad_token_ids: frozenset[int]
     max_tokens: int | None
     min_tokens: int
@@ -41,29 +41,29 @@ class SamplingRequest:
     include_stop_in_output: bool
     skip_special_tokens: bool
     logprobs: int | None
-    """What the client wants to see; `for_engine` may ask for more."""
+    """Log-probabilities for the client. `for_engine` may request more."""
     prompt_logprobs: int | None
     n: int
     beam_width: int
-    """0 samples."""
+    """0: sampling, no beam search."""
     length_penalty: float
     early_stopping: inference_pb2.EarlyStopping
     structured_output: inference_pb2.StructuredOutput | None
 
     @property
     def num_sequences(self) -> int:
-        """How many the engine runs at once for it."""
+        """Return the number of sequences that the engine runs at once."""
         return max(self.n, self.beam_width)
 
     @property
     def wants_score(self) -> bool:
-        """Whether the client is told how likely each whole output was."""
+        """Return True if the client gets the log-probability of each whole output."""
         return self.n > 1 or self.logprobs is not None or self.beam_width > 0
 
     def for_engine(self, *, room_tokens: int, facts: ModelFacts) -> session_pb2.EngineSampling:
-        """`room_tokens` is what the context leaves after the prompt: longer outputs are capped at it."""
+        """Return the engine's parameters. `room_tokens` is the room after the prompt, and caps the output."""
         max_tokens = room_tokens if self.max_tokens is None else min(self.max_tokens, room_tokens)
-        # The score of a sampled output is summed up here, of a beam by the engine.
+        # The score of a sampled output is summed up here. The engine sums that of a beam.
         summed = 0 if self.wants_score and not self.beam_width else None
         return session_pb2.EngineSampling(
             temperature=self.temperature,
@@ -94,7 +94,7 @@ class SamplingRequest:
 def parse_sampling(
     message: inference_pb2.SamplingParams, model_defaults: SamplingDefaults = NEUTRAL
 ) -> SamplingRequest:
-    """Convert a message in which `sampling_violations` finds nothing. A beam search takes no model's defaults."""
+    """Convert a message that passes `sampling_violations`. Beam search ignores the model's defaults."""
     stopping = message.early_stopping
     defaults = NEUTRAL if message.beam_width else model_defaults
     return SamplingRequest(
@@ -131,7 +131,7 @@ def parse_sampling(
 
 
 def is_greedy(message: inference_pb2.SamplingParams) -> bool:
-    """Asked for in so many words."""
+    """Return True if the client explicitly asks for greedy decoding."""
     return message.HasField("temperature") and message.temperature < GREEDY_BELOW
 
 

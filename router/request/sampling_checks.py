@@ -1,7 +1,7 @@
-"""What is wrong with sampling parameters: everything at once, by field, without a word of what was sent.
+"""Sampling checks: finds everything that is wrong with sampling parameters, by field, without quoting values.
 
-Owns ranges, counts and what excludes what. protobuf lets NaN and any number through, so each is checked here. Counts
-come first: nothing is copied or looked through that is longer than allowed. Defaults are sampling.py's.
+Owns ranges, counts and exclusions. protobuf accepts NaN and any number, so each value is checked here. Counts come
+first: a list that is too long is never copied or searched. Does not own defaults (sampling.py).
 """
 
 import struct
@@ -17,7 +17,7 @@ from blockyard.router.request.structured_output import structured_problem
 from blockyard.router.tokenizing.model_facts import ModelFacts
 
 MAX_MAX_TOKENS = 2**24
-"""No context is longer: more is a mistake rather than a wish for "all there is"."""
+"""No context is longer, so a larger value is a mistake."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -39,7 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
 }
-"""Of what is given; both ends are allowed."""
+"""Inclusive ranges of the values that are given."""
 COUNTS = {
     "stop": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -56,7 +56,7 @@ Problem = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """What one request may ask of this router."""
+    """Limits of one request on this router."""
 
     max_outputs: int = DEFAULT_MAX_OUTPUTS
     max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
@@ -79,7 +79,7 @@ def sampling_violations(
 def _out_of_range(message: inference_pb2.SamplingParams, limits: SamplingLimits) -> Iterator[Problem]:
     ranges = RANGES | {"n": (1, limits.max_outputs), "beam_width": (1, limits.max_beam_width)}
     for field, (lowest, highest) in ranges.items():
-        # NaN is in no range. A float field cannot hold 0.01: what stands for it is the lowest.
+        # NaN is in no range. A float32 cannot hold 0.01 exactly, so the bound is rounded likewise.
         if message.HasField(field) and not _float32(lowest) <= getattr(message, field) <= highest:
             yield field, f"must be a number from {lowest} to {highest}"
     if message.HasField("top_p") and not 0 < message.top_p <= 1:
@@ -106,15 +106,16 @@ def _bad_lists(message: inference_pb2.SamplingParams, facts: ModelFacts) -> Iter
 
 
 def ban_words(message: inference_pb2.SamplingParams, encode: Callable[[str], Sequence[int]]) -> None:
-    """Puts the tokens of `bad_words` among `bad_token_ids`. Words that are wrong by themselves are left to
-    `sampling_violations`. Raises InvalidRequest for a word that no single token stands for.
+    """Add the tokens of `bad_words` to `bad_token_ids`. The engine forbids a token whatever comes before it.
 
-    The engine forbids tokens whatever came before them. A word of two tokens would take another token with it."""
+    A word of two tokens would forbid other words too. Raises InvalidRequest for a word that is not a single token.
+    Words that are wrong by themselves are left to `sampling_violations`.
+    """
     if len(message.bad_words) > MAX_BAD_WORDS or not all(map(_is_bad_word, message.bad_words)):
         return
     banned: set[int] = set()
     for word in message.bad_words:
-        # As in vLLM: at the beginning of a text, and behind a space.
+        # As in vLLM: at the beginning of a text, and after a space.
         alone, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
         if len(alone) != 1 or not (len(spaced) == 1 or alone[0] in spaced):
             raise InvalidRequest.of(
@@ -136,7 +137,7 @@ def _bad_lengths(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
 
 
 def _no_token_left(message: inference_pb2.SamplingParams, facts: ModelFacts) -> Iterator[Problem]:
-    """Token lists that leave nothing to sample, or nothing before min_tokens."""
+    """Yield a problem if the token lists leave nothing to sample, or nothing before min_tokens."""
     if any(field not in _countable(message) for field in TOKEN_FIELDS):
         return
     ends = set(message.stop_token_ids) | (frozenset() if message.ignore_eos else facts.eos_token_ids)
@@ -172,7 +173,7 @@ def _excluded_by_beams(message: inference_pb2.SamplingParams) -> Iterator[Proble
         "prompt_logprobs": message.HasField("prompt_logprobs"),
         "structured_output": message.HasField("structured_output"),
     }
-    yield from ((field, "is not for a beam search") for field, is_given in given.items() if is_given)
+    yield from ((field, "is not allowed with beam search") for field, is_given in given.items() if is_given)
 
 
 def _structured(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
@@ -182,18 +183,18 @@ def _structured(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
     if problem is not None:
         yield "structured_output", problem
     if message.ignore_eos:
-        yield "ignore_eos", "is not for structured output, which ends where it is complete"
+        yield "ignore_eos", "is not allowed with structured output, which ends when it is complete"
     if message.min_tokens:
-        yield "min_tokens", "is not for structured output, which ends where it is complete"
+        yield "min_tokens", "is not allowed with structured output, which ends when it is complete"
 
 
 def _countable(message: inference_pb2.SamplingParams) -> Collection[str]:
-    """The repeated fields that are no longer than allowed."""
+    """Return the repeated fields that are not too long."""
     return {field for field, limit in COUNTS.items() if len(getattr(message, field)) <= limit}
 
 
 def _bounded(message: inference_pb2.SamplingParams, field: str) -> Iterable[Any]:
-    """The elements of a repeated field, none of one that is too long."""
+    """Return the elements of a repeated field, or none if it is too long."""
     return getattr(message, field) if field in _countable(message) else ()
 
 

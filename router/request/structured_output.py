@@ -1,7 +1,6 @@
-"""What a structured output may be asked to follow, as far as it can be told without compiling it.
+"""Structured output checks: size, shape and depth of a schema or expression, without compiling it.
 
-Owns size, shape and depth. Whether a schema or expression can be compiled the worker finds out, under limits of
-time and memory (REJECT_REASON_GRAMMAR).
+Does not own compilation. The worker does it, with limits of time and memory (REJECT_REASON_GRAMMAR).
 """
 
 import json
@@ -13,16 +12,16 @@ from blockyard.proto.v1 import inference_pb2
 MAX_STRUCTURED_BYTES = 65_536
 MAX_REGEX_BYTES = 8_192
 MAX_SCHEMA_DEPTH = 100
-"""Of objects and arrays inside one another: whoever walks a schema does so recursively."""
+"""Nested objects and arrays. Programs walk a schema recursively."""
 
 
 def structured_problem(message: inference_pb2.StructuredOutput) -> str | None:
-    """What is wrong with it, without a word of it; None if nothing is."""
+    """Return what is wrong, without quoting it, or None."""
     kind = message.WhichOneof("kind")
     match kind:
         case "json_schema" | "regex":
             text = message.json_schema if kind == "json_schema" else message.regex
-            # Characters first: they are never more than the bytes, and cost nothing to count.
+            # Characters first: there are never more of them than bytes, and they cost nothing to count.
             if len(text) > MAX_STRUCTURED_BYTES or len(text.encode()) > MAX_STRUCTURED_BYTES:
                 return f"at most {MAX_STRUCTURED_BYTES} bytes are allowed"
             return _schema_problem(text) if kind == "json_schema" else _regex_problem(text)
@@ -57,16 +56,16 @@ def _schema_problem(text: str) -> str | None:
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError, also for NaN and Infinity, which are no JSON, and RecursionError."""
+    """Parse JSON. Raises RecursionError, and ValueError also for NaN and Infinity, which are not JSON."""
     return json.loads(text, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def is_deeper_than(value: object, max_depth: int) -> bool:
-    """Level by level, never by recursion."""
+    """Compare the depth level by level, without recursion."""
     level = [value]
     for _ in range(max_depth + 1):
         level = [child for item in level for child in _children(item)]

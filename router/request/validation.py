@@ -1,8 +1,8 @@
-"""What a request must look like before anything is done with it: messages in, domain values out.
+"""Request validation: turns a message into checked domain values before any other work.
 
-Pure. Says which field is wrong and what is allowed, never what was sent, except for the name of a
-model that is not served. Does not own limits that only hold once the prompt is in tokens
-(generation/generation.py), except where the client sent tokens.
+Pure. Errors name the field and what is allowed. They quote nothing that was sent, except the name of a model that is
+not served. Does not own limits that need the prompt as tokens (generation/generation.py), except for prompts sent as
+tokens.
 """
 
 import json
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
@@ -31,29 +32,25 @@ from blockyard.router.tokenizing.service import ChatMessage, ChatPrompt, PromptI
 
 MAX_MESSAGES = 1024
 MAX_NAME_CHARS = 256
-"""The name in a message of a chat has at most so many characters."""
+"""Most characters of the name in a chat message."""
 MAX_TEMPLATE_KWARGS_BYTES = 16_384
 MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_NAMES_TOLD = 8
-"""Names of the served model in the answer to a request for another model."""
+"""Names of the served model in the error for another model."""
 MAX_TOLD = 5
-"""Violations in the text of an error; its details have all of them."""
-TENANT_KEY = "blockyard-tenant"
-"""Of a call's metadata."""
-MAX_PRIORITY = 100
-"""Either sign."""
+"""Violations in the text of an error. Its details have all of them."""
 _POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
 CONTEXTS_ENCODED = 2
 """A prompt of more contexts than this is refused before all of it is encoded."""
 LEAST_TOKENS_ENCODED = 131_072
-"""The least for which that holds: so few take too little time to matter."""
+"""Lower bound of that limit. Encoding this many tokens takes little time."""
 MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
-"""Of prompt_logprobs, which travel in one message: half of what a worker's stream carries."""
+"""Most bytes of prompt_logprobs, which are sent in one message: half of the limit of a worker's stream."""
 LOGPROB_BYTES = 24
-"""A token's own, as a message, at most."""
+"""Most bytes of a token's own entry in a message."""
 TOP_LOGPROB_BYTES = 14
-"""Each of the likeliest tokens beside it."""
+"""Most bytes of each top token beside it."""
 
 PromptMessage = (
     inference_pb2.GenerateRequest
@@ -68,26 +65,27 @@ class ValidGeneration:
     request_id: str
     prompt: PromptInput
     estimated_tokens: int
-    """For admission, before anything is tokenised."""
+    """Estimate for admission, before anything is tokenized."""
     sampling: SamplingRequest
     cache_salt: str
     priority: int
-    """Lower is served earlier."""
+    """Lower values are served earlier."""
     session_id: str
-    """The conversation that it belongs to; empty: none."""
+    """The conversation of the request. Empty: none."""
     public_prefix: bool
-    """Its prefix may be shared with anybody's that is public too."""
+    """The prompt's prefix is shared with other tenants that do the same."""
     policy: PolicyName | None
     """None: the router's own."""
     truncate_prompt_tokens: int | None
-    """The most tokens of the prompt that are kept, its last; -1: as many as leave room."""
+    """The last tokens of the prompt to keep. -1: as many as leave room."""
     return_prompt_token_ids: bool
 
 
 def valid_generation(
     message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int, limits: SamplingLimits
 ) -> ValidGeneration:
-    """Raises InvalidRequest with every violation found, ContextLengthExceeded, UnknownModel, Unsupported."""
+    """Check a request. Raises InvalidRequest with all violations, ContextLengthExceeded, UnknownModel or
+    Unsupported."""
     check_model(message, facts)
     if message.HasField("lora_name"):
         raise Unsupported.of("lora_name", "is not supported yet")
@@ -120,7 +118,7 @@ def check_model(
 
 
 def check_model_name(name: str, facts: ModelFacts) -> None:
-    """Raise UnknownModel. The error repeats the name only if it reads as a model's name."""
+    """Raise UnknownModel. The error repeats the name only if it has the form of a model's name."""
     if name in facts.names:
         return
     asked = f"model `{name}`" if is_model_name(name) else "model asked for"
@@ -130,10 +128,10 @@ def check_model_name(name: str, facts: ModelFacts) -> None:
 
 
 def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:
-    """The prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded, Unsupported."""
+    """Return the prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded or Unsupported."""
     match message.WhichOneof("input"):
         case "prompt":
-            # Each look at the field makes its text anew, which takes milliseconds of megabytes.
+            # Each access to the field builds the text again, which takes milliseconds for megabytes.
             text = message.prompt
             if not text:
                 raise InvalidRequest.of("prompt", "must not be empty")
@@ -160,8 +158,10 @@ def valid_question(
     *,
     max_model_len: int,
 ) -> PromptInput:
-    """The prompt of a question about placement. Raises InvalidRequest with every violation found,
-    ContextLengthExceeded, Unsupported."""
+    """Return the prompt of a question about placement.
+
+    Raises InvalidRequest with all violations, ContextLengthExceeded or Unsupported.
+    """
     violations = []
     if isinstance(message, cluster_pb2.ExplainPlacementRequest):
         violations += _id_violations(("session_id", message.HasField("session_id"), message.session_id))
@@ -170,26 +170,27 @@ def valid_question(
 
 
 def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Whose call it says it is, in its metadata; "" where that names none. Raises InvalidRequest.
+    """Return the tenant that the metadata names, or "". Raises InvalidRequest.
 
-    Whether to believe it is decided in calls/bounds.py.
+    calls/bounds.py decides whether the caller may use it.
     """
-    names = [value for key, value in metadata if key == TENANT_KEY]
+    names = [value for key, value in metadata if key == headers.TENANT]
     if not names:
         return ""
     tenant = names[0]
     if len(names) > 1 or not isinstance(tenant, str) or not is_id(tenant):
-        raise InvalidRequest.of(TENANT_KEY, f"must name one tenant by {NAME_RULE}, not empty")
+        raise InvalidRequest.of(headers.TENANT, f"must name one tenant by {NAME_RULE}, not empty")
     return tenant
 
 
 def most_encoded_tokens(max_model_len: int) -> int:
-    """A prompt of more tokens is refused before all of it is encoded, also where it would be truncated."""
+    """Return the most tokens that are encoded. A longer prompt is refused before all of it is encoded, even if
+    truncated."""
     return max(CONTEXTS_ENCODED * max_model_len, LEAST_TOKENS_ENCODED)
 
 
 def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
-    """How many of the prompt's tokens are kept; None: all. Raises InvalidRequest."""
+    """Return how many of the prompt's tokens to keep, or None for all. Raises InvalidRequest."""
     if valid.truncate_prompt_tokens != -1:
         return valid.truncate_prompt_tokens
     kept = max_model_len - (valid.sampling.max_tokens or 1)
@@ -201,7 +202,7 @@ def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
 
 
 def check_context(prompt_tokens: int, max_model_len: int) -> None:
-    """A prompt must leave room for one token."""
+    """Check that the prompt leaves room for one token. Raises ContextLengthExceeded."""
     if prompt_tokens >= max_model_len:
         raise ContextLengthExceeded(
             f"input: {prompt_tokens} tokens do not fit a context of {max_model_len} that needs room for output",
@@ -210,19 +211,19 @@ def check_context(prompt_tokens: int, max_model_len: int) -> None:
 
 
 def check_prompt_report(prompt_tokens: int, prompt_logprobs: int | None) -> None:
-    """Log-probabilities of a prompt must fit one message. Raises InvalidRequest."""
+    """Check that the log-probabilities of the prompt fit one message. Raises InvalidRequest."""
     if prompt_logprobs is None:
         return
     token_bytes = LOGPROB_BYTES + TOP_LOGPROB_BYTES * prompt_logprobs
     if prompt_tokens * token_bytes > MAX_PROMPT_REPORT_BYTES:
         raise InvalidRequest.of(
             "sampling.prompt_logprobs",
-            f"so many are for prompts of at most {MAX_PROMPT_REPORT_BYTES // token_bytes} tokens",
+            f"so many are allowed only for prompts of at most {MAX_PROMPT_REPORT_BYTES // token_bytes} tokens",
         )
 
 
 def _check_text(*texts: str, facts: ModelFacts, max_model_len: int) -> None:
-    """Before tokenising, where one client's megabytes would hold up everybody's prompts."""
+    """Check the length of texts before tokenizing, where megabytes of one client would delay all prompts."""
     limit_bytes = facts.max_text_bytes(max_model_len)
     if text_bytes(*texts) > limit_bytes:
         raise ContextLengthExceeded(
@@ -234,7 +235,7 @@ def _check_text(*texts: str, facts: ModelFacts, max_model_len: int) -> None:
 def check_detokenize(
     message: inference_pb2.DetokenizeRequest, facts: ModelFacts, *, max_model_len: int
 ) -> None:
-    """Raises InvalidRequest, UnknownModel."""
+    """Check a detokenize request. Raises InvalidRequest or UnknownModel."""
     check_model(message, facts)
     if len(message.token_ids) > max_model_len:
         raise InvalidRequest.of("token_ids", f"at most {max_model_len} are allowed")
@@ -243,7 +244,7 @@ def check_detokenize(
 
 
 def prompt_estimate(prompt: PromptInput) -> int:
-    """Tokens, guessed from bytes where they are not given."""
+    """Return the number of prompt tokens, estimated from bytes if the client sent text."""
     match prompt:
         case TextPrompt(text):
             return estimate_tokens(text_bytes(text))
@@ -256,7 +257,7 @@ def prompt_estimate(prompt: PromptInput) -> int:
 def _valid_beside(
     violations: list[FieldViolation], message: PromptMessage, facts: ModelFacts, *, max_model_len: int
 ) -> PromptInput:
-    """The prompt. Raises what is wrong with it together with what is wrong beside it."""
+    """Return the prompt. Raises its violations together with the given ones."""
     try:
         prompt = valid_prompt(message, facts, max_model_len=max_model_len)
     except InvalidRequest as invalid:
@@ -280,7 +281,7 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
         description = "must be system, user or assistant"
         violations.append(FieldViolation(field="chat.messages.role", description=description))
     if all(message.role == "assistant" for message in chat.messages):
-        description = "needs a message that is not the assistant's"
+        description = "needs a message of another role than assistant"
         violations.append(FieldViolation(field="chat.messages", description=description))
     if any(
         message.HasField("name") and not 1 <= len(message.name) <= MAX_NAME_CHARS for message in chat.messages
@@ -307,14 +308,14 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
 
 
 def _template_kwargs_problem(text: str) -> str | None:
-    """What the template gets anyway is told by the tokeniser process, which knows it."""
+    """Return what is wrong, or None. The tokenizer process checks names that the template defines itself."""
     if not text:
         return None
     if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode()) > MAX_TEMPLATE_KWARGS_BYTES:
         return f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON are allowed"
     try:
         kwargs = parse_json(text)
-        # Half of a surrogate pair, which JSON may spell, is no character.
+        # JSON can spell a lone surrogate, which is not a character.
         json.dumps(kwargs, ensure_ascii=False).encode()
     except RecursionError:
         return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
@@ -332,15 +333,15 @@ def _continuation_problem(chat: inference_pb2.Chat) -> str | None:
         return None
     if chat.add_generation_prompt:
         return "excludes add_generation_prompt"
-    return None if chat.messages[-1].role == "assistant" else "needs a last message that is the assistant's"
+    return None if chat.messages[-1].role == "assistant" else "needs a last message of the role assistant"
 
 
 def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, most_tokens: int) -> TokenPrompt:
     if not tokens.ids:
         raise InvalidRequest.of("prompt_token_ids", "must not be empty")
-    # The length first: millions of ids are not even looked at.
+    # The length first: millions of ids are not even read.
     check_context(len(tokens.ids), most_tokens)
-    token_ids = list(tokens.ids)  # Once: walking a message's field takes three times as long.
+    token_ids = list(tokens.ids)  # Once: iterating over a message's field takes three times as long.
     if max(token_ids) >= facts.vocab_size:
         raise InvalidRequest.of("prompt_token_ids", f"each must be below {facts.vocab_size}")
     return TokenPrompt(token_ids)
@@ -354,8 +355,8 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
         ),
         *_salt_violations(message.cache_salt),
     ]
-    if abs(message.priority) > MAX_PRIORITY:
-        description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+    if abs(message.priority) > headers.MAX_PRIORITY:
+        description = f"must be from -{headers.MAX_PRIORITY} to {headers.MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
     if message.HasField("truncate_prompt_tokens") and not (
         message.truncate_prompt_tokens == -1 or message.truncate_prompt_tokens >= 1
@@ -370,7 +371,7 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
 
 
 def _id_violations(*given: tuple[str, bool, str]) -> list[FieldViolation]:
-    """Of fields by name, whether they were sent, and text."""
+    """Return violations of `(field, was_sent, text)` triples."""
     return [
         FieldViolation(field=field, description=f"must be {NAME_RULE}, not empty")
         for field, was_sent, text in given

@@ -1,4 +1,4 @@
-"""The gRPC services: messages to domain calls and back, and the one mapping of errors to gRPC.
+"""gRPC services: turn messages into domain calls and back, and map errors to gRPC.
 
 Does not own any logic behind them (../calls/, ../generation/).
 """

@@ -1,18 +1,19 @@
-"""AdminService: what changes a running cluster, passed on to the workers that it concerns.
+"""AdminService: changes a running cluster by passing calls on to the workers.
 
-Owns the bounds of its fields, the deadline of each call and the audit line. Who may call is decided before
-(interceptor.py); what a drain or a flush is, the workers know. Any router can be asked: it is connected to all of them.
+Owns the bounds of fields, the deadline of each call and the audit line. Does not own permissions (interceptor.py) or
+what a drain or a flush does (the workers). Every router is connected to all workers, so any router can serve any call.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import grpc
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.proto.runtime.grace import GRACE_RULE, MAX_GRACE_SECONDS, grace_seconds_of
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from blockyard.router.admission.auth import principal_name
 from blockyard.router.cluster.link import EngineLink
@@ -31,29 +32,31 @@ from blockyard.router.services.interceptor import Context
 logger = logging.getLogger("blockyard.audit")
 
 ANSWER_SECONDS = 10.0
-"""For a worker to do what takes no grace: it does so between two steps."""
+"""Deadline of calls without a grace period. A worker serves them between two steps."""
 HAND_OVER_SECONDS = 60.0
-"""Beyond the grace, where the client sets no deadline: the step under way has to end."""
-SETTLE_SECONDS = 0.5
-"""So long after one router has heard of a drain all have: a worker tells all at once, and again with each pong."""
+"""Time beyond the grace period if the client sets no deadline, for the current step to end."""
+DRAIN_KNOWN_SECONDS = 0.5
+"""Time after which all routers know of a drain. A worker tells all of them at once, and again with each pong."""
 LOOK_SECONDS = 0.02
 T = TypeVar("T")
 
 
 def leaves_a_worker(worker_id: str, ready: Iterable[str], asked: Collection[str]) -> bool:
-    """Whether another worker takes requests without this one. `asked` are those whose drain is under way here: they may
-    not have said so yet."""
+    """Return True if another worker takes requests without this one.
+
+    `asked` are the workers whose drain was requested here. They may not have announced it yet.
+    """
     return any(other != worker_id and other not in asked for other in ready)
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """One for each router. `principal` says who makes the call at hand."""
+    """AdminService of one router. `principal` returns the name of the current caller."""
 
     def __init__(self, parts: RouterParts, *, principal: Callable[[], str] = principal_name) -> None:
         self._parts = parts
         self._principal = principal
         self._asked: Counter[str] = Counter()
-        """Drains under way here, by worker, until every router knows of them."""
+        """Number of drains requested here, by worker, until all routers know of them."""
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: Context
@@ -70,7 +73,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if left_seconds is not None:
             timeout_seconds = min(left_seconds, MAX_GRACE_SECONDS + HAND_OVER_SECONDS)
         asked = admin_pb2.DrainWorkerRequest(worker_id=request.worker_id, grace_seconds=grace_seconds)
-        drain: Awaitable[admin_pb2.DrainWorkerResponse] = _answer(
+        drain: Coroutine[Any, Any, admin_pb2.DrainWorkerResponse] = _answer(
             link.call("DrainWorker", asked, timeout_seconds)
         )
         return await (self._checked_again(request.worker_id, link, drain) if is_checked else drain)
@@ -115,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.FlushCacheRequest | admin_pb2.RebuildIndexRequest,
         context: Context,
     ) -> list[Any]:
-        """The worker that is named, or all that are connected. All are asked, whoever of them fails."""
+        """Ask the named worker, or all connected ones. A failure of one does not keep the others from being asked."""
         if request.HasField("worker_id"):
             links = [self._link(request.worker_id)]
         else:
@@ -143,19 +146,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return link
 
     async def _checked_again(
-        self, worker_id: str, link: EngineLink, drain: Awaitable[admin_pb2.DrainWorkerResponse]
+        self, worker_id: str, link: EngineLink, drain: Coroutine[Any, Any, admin_pb2.DrainWorkerResponse]
     ) -> admin_pb2.DrainWorkerResponse:
-        """The drain. It is taken back where another router has drained the last of the others at the same moment: both
-        mark first and look then, so that one of them at least sees the other's mark."""
+        """Run the drain, but undo it if it leaves no worker because of a simultaneous drain through another router.
+
+        Each router marks its drain first and checks later, so at least one of them sees the other's mark.
+        """
         self._asked[worker_id] += 1
-        draining = asyncio.ensure_future(drain)
-        try:
+        async with BackgroundTasks(on_failure=None) as tasks:
+            draining = tasks.start(drain, name="drain")
             try:
                 while not (draining.done() or self._is_draining(worker_id)):
                     await asyncio.wait({draining}, timeout=LOOK_SECONDS)
                 if draining.done():
                     draining.result()
-                await asyncio.sleep(SETTLE_SECONDS)
+                await asyncio.sleep(DRAIN_KNOWN_SECONDS)
             finally:
                 self._asked -= Counter((worker_id,))
             try:
@@ -165,9 +170,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 await _answer(link.call("ResumeWorker", resumed, ANSWER_SECONDS))
                 raise
             return await draining
-        finally:
-            draining.cancel()
-            await asyncio.gather(draining, return_exceptions=True)
 
     def _is_draining(self, worker_id: str) -> bool:
         worker = self._parts.fleet.view.find(worker_id)
@@ -181,7 +183,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             )
 
     def _audit(self, method: str, about: str) -> None:
-        """Names alone, which have passed their rule: nothing of a prompt, nothing that breaks a line."""
+        """Log names alone, which have passed their check: nothing of a prompt, and nothing that breaks a line."""
         logger.info("%s %s by %s", method, about, self._principal())
 
 
@@ -209,9 +211,9 @@ async def _answer(call: Awaitable[T]) -> T:
 def _as_answer(code: grpc.StatusCode) -> RouterError:
     match code:
         case grpc.StatusCode.ABORTED:
-            return RequestAborted("the drain was taken back")
+            return RequestAborted("the drain was undone")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlinePassed("the worker has not answered in time; what was asked of it goes on")
+            return DeadlinePassed("the worker did not answer in time; it may still complete the call")
         case grpc.StatusCode.UNIMPLEMENTED:
             return WorkerUnreachable("the worker is too old for this call")
     return WorkerUnreachable(f"the worker did not answer: {code.name}")

@@ -1,4 +1,4 @@
-"""Deltas as the messages that clients get: one by one for a stream, gathered for a whole answer."""
+"""Response messages: deltas as stream messages, or gathered into one response."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class _Gathered:
 
 
 async def gathered(request_id: str, deltas: AsyncIterator[Delta]) -> inference_pb2.GenerateResponse:
-    """All outputs, in order of index, and the first once more in the fields that were there before them."""
+    """Return all outputs in order of index. The first one is repeated in the older fields for a single output."""
     response = inference_pb2.GenerateResponse(request_id=request_id)
     outputs: dict[int, _Gathered] = {}
     async for delta in deltas:

@@ -1,7 +1,7 @@
-"""ClusterService: read-only views of what this router knows, and questions passed on to workers.
+"""ClusterService: read-only views of this router's state, and questions passed on to workers.
 
-Pools are asked of the worker itself, with the cluster secret and a deadline;
-page tokens are the worker's own and opaque here.
+Questions about pools go to the worker itself, with the cluster secret and a deadline. Page tokens are the worker's own
+and opaque here.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from blockyard.router.services.messages import (
 )
 
 WATCH_SECONDS = 0.25
-"""The least time between two lists of WatchWorkers."""
+"""Least time between two messages of WatchWorkers."""
 MAX_WATCHES = 64
-"""At once, of one router."""
+"""Most watches at once on one router."""
 WATCH_RETRY_SECONDS = 5.0
 MAX_PAGE_SIZE = 1000
 PrefixQuestion = cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
-    """One for each router."""
+    """ClusterService of one router."""
 
     def __init__(
         self, parts: RouterParts, bounds: CallBounds, *, cluster: str, version: str, policy: str
@@ -94,7 +94,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Each watch looks at all workers again and again. Raises Overloaded beyond MAX_WATCHES."""
+        """Count a watch, which reads all workers at intervals. Raises Overloaded beyond MAX_WATCHES."""
         if self._num_watches >= MAX_WATCHES:
             raise Overloaded(f"{MAX_WATCHES} watches run already", retry_after_seconds=WATCH_RETRY_SECONDS)
         self._num_watches += 1
@@ -106,7 +106,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def _watch_workers(self, context: Context) -> None:
         told: cluster_pb2.ListWorkersResponse | None = None
         while not self._parts.registry.is_draining:
-            # Silence changes states without any event, so the watch looks rather than listens.
+            # Silence changes states without an event, so the watch polls.
             now = workers_message(self._parts.fleet)
             if told is None or timeless(now) != timeless(told):
                 await context.write(now)
@@ -194,7 +194,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def _named(
         self, request: PrefixQuestion, context: Context
     ) -> AsyncIterator[tuple[int, list[bytes]]]:
-        """A prompt's length in tokens and the names of its full blocks; admitted like a generation."""
+        """Yield the prompt's length in tokens and the names of its full blocks. Admission is that of a generation."""
         parts = self._parts
         prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
         salt, caller = request.cache_salt, self._bounds.caller(context)
@@ -222,7 +222,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
 
 async def _ask(question: Callable[[], Awaitable[T]]) -> T:
-    """A worker's answer; its own refusals of our client's fields pass through, everything else is unreachable."""
+    """Return a worker's answer. Its refusals of the client's fields pass through. Any other failure is
+    WorkerUnreachable."""
     try:
         return await question()
     except ConnectionError:

@@ -1,9 +1,9 @@
-"""InferenceService: gRPC messages to domain calls (calls/generating.py) and back. No logic of its own.
+"""InferenceService: turns gRPC messages into domain calls (calls/generating.py) and back. Has no logic of its own.
 
-Errors are raised, never set: interceptor.py turns them into statuses.
+Errors are raised. interceptor.py turns them into statuses.
 """
 
-from blockyard.proto.naming.identifiers import is_name
+from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import InvalidRequest
@@ -14,7 +14,7 @@ from blockyard.router.services.interceptor import Context
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """One for each router."""
+    """InferenceService of one router."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -52,14 +52,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        if not request.request_id or not is_name(request.request_id):
-            raise InvalidRequest.of("request_id", "is required, as Generate allows it")
+        if not is_id(request.request_id):
+            raise InvalidRequest.of("request_id", f"must be {NAME_RULE}, not empty")
         self._parts.registry.abort(request.request_id, realm=self._bounds.caller(context).realm)
         return inference_pb2.AbortResponse()
 
 
 def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
-    """The one model of the cluster under each of its names, its id first."""
+    """Return the cluster's one model under each of its names, its id first."""
     model = model_message(parts)
     return [
         inference_pb2.Model(
@@ -73,7 +73,7 @@ def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
 
 
 def model_message(parts: RouterParts) -> inference_pb2.Model:
-    """The one model of the cluster. Without any worker so far, block_size is 0: unknown."""
+    """Return the cluster's one model. Before any worker has come, block_size is 0: unknown."""
     identity = parts.fleet.identity
     return inference_pb2.Model(
         id=parts.facts.name,

@@ -1,16 +1,15 @@
-"""What stands between the wire and every handler: who calls, parsing, and the one place where exceptions become
-statuses.
+"""Interceptors of all gRPC handlers: authentication, parsing, and the one place where exceptions become statuses.
 
-gRPC's own deserialiser answers a malformed message with UNKNOWN and sends the text of an uncaught exception
-to the client. So every method of every service on the server is wrapped: its bytes are parsed here, and whatever
-the handler raises goes through status.py. Cancellation passes untouched.
+gRPC's own deserialiser answers a malformed message with UNKNOWN and sends the text of an uncaught exception to the
+client. So every method on the server is wrapped: its bytes are parsed here, and exceptions go through status.py.
+Cancellation passes through.
 
-Where clients authenticate, AuthInterceptor stands before that: a call that is refused is never read. It sees every
-method, streams of requests and unknown ones too. The rules are in admission/auth.py, what other protocols share in
+Where clients authenticate, AuthInterceptor comes first: a refused call is never read. It sees every method, also
+unknown ones and those with a stream of requests. The rules are in admission/auth.py. Code shared with HTTP is in
 calls/gate.py.
 
-gRPC would read a message for as long as it takes to come. So each method is given to the server as one with a stream of
-requests, whose one message is read here, within bounds (calls/intake.py).
+gRPC itself would wait for a message without a limit. So each method is registered with a stream of requests, and its
+one message is read here, within bounds (calls/intake.py).
 """
 
 import asyncio
@@ -33,15 +32,15 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 LASTING_METHODS = frozenset(
     {"/grpc.health.v1.Health/Watch", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
 )
-"""They end when the client likes, and nothing else counts them."""
+"""Calls that the client ends. Nothing else bounds their number."""
 MAX_LASTING = 256
-"""Of each, at once."""
+"""Most calls of each such method at once."""
 MAX_LASTING_A_CLIENT = 32
 LASTING_RETRY_SECONDS = 5.0
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Admits calls by their token; the caller is PRINCIPAL in the handler."""
+    """Authenticates calls. The handler finds its caller in PRINCIPAL."""
 
     def __init__(self, gate: CallGate) -> None:
         self._gate = gate
@@ -57,7 +56,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: RouterError) -> Any:
-    """Stands in for a handler of any kind: on the wire an end without a message is the same for all."""
+    """Return a handler that refuses any call. On the wire a response without a message is the same for all methods."""
 
     async def refuse(_: Any, context: Context) -> None:
         await context.abort(code_of(error), error.message, trailing_metadata(error))
@@ -66,14 +65,16 @@ def _refusal(error: RouterError) -> Any:
 
 
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps methods with one request message, whose handlers must be coroutines (streams use `context.write`), and
-    those with a stream of them."""
+    """Wraps methods with one request message or a stream of them.
+
+    A handler with one message must be a coroutine. It writes a stream with `context.write`.
+    """
 
     def __init__(self, gate: CallGate, intake: Intake, *, message_bytes: int) -> None:
-        """`message_bytes`: the largest message that the server reads."""
+        """`message_bytes` is the largest message that the server reads."""
         self._gate, self._intake, self._message_bytes = gate, intake, message_bytes
         self._num_lasting: Counter[tuple[str, str]] = Counter()
-        """Counts calls by method and client. The client "" stands for all of a method."""
+        """Number of calls by method and client. The client "" stands for all clients of a method."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -97,7 +98,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         return make(behave, request_deserializer=None, response_serializer=handler.response_serializer)
 
     def _bounded(self, inner: Callable[[Context], Awaitable[Any]], method: str) -> Behaviour:
-        """A handler that reads by itself; what it raises becomes a status."""
+        """Return a handler that reads its own messages. Its exceptions become statuses."""
 
         async def behave(_: AsyncIterator[bytes], context: Context) -> Any:
             try:
@@ -125,9 +126,11 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         return behave
 
     def _of_stream(self, handler: Any) -> Callable[[Context], Awaitable[None]]:
-        """Of reflection, the one method whose requests are a stream; its handler is an async generator. A client that
-        asks nothing for a while is told that this was all: it opens another stream for its next question. So a stream
-        is never charged while its client has nothing to ask."""
+        """Wrap reflection, the one method with a stream of requests. Its handler is an async generator.
+
+        If a client asks nothing for a while, its stream ends, and it opens another for its next question. So no stream
+        is charged while its client has nothing to ask.
+        """
 
         async def requests(context: Context) -> AsyncIterator[Any]:
             with suppress(DeadlinePassed, TimeoutError):
@@ -149,7 +152,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _lasting(self, method: str, client: str) -> Iterator[None]:
-        """Raises Overloaded for a call beyond those that may last at once."""
+        """Count a long call. Raises Overloaded beyond its limits."""
         everybody, own = (method, ""), (method, client)
         for key, most, whose in (
             (own, MAX_LASTING_A_CLIENT, " of this client"),
@@ -169,7 +172,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _end_without_message(context: Context) -> NoReturn:
-    """gRPC says the same of a message that is too large, or broken off, and has ended the call itself then."""
+    """Refuse a call without a message. gRPC reports the same for a message too large or broken off, and has ended that
+    call."""
     try:
         await _abort(context, MalformedMessage("the call has no message"), "a call")
     except grpc.aio.InternalError:

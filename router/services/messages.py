@@ -1,6 +1,6 @@
-"""What a router knows as messages: workers, candidates of a placement, requests.
+"""Messages about a router's state: workers, candidates of a placement, and requests.
 
-Pure. Owns no question and no answer (cluster.py).
+Pure. Does not own the calls that return them (cluster.py).
 """
 
 from blockyard.proto.metrics.readings import Histogram
@@ -54,7 +54,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
 
 
 def timeless(message: cluster_pb2.ListWorkersResponse) -> list[cluster_pb2.Worker]:
-    """The workers without what changes by itself."""
+    """Return the workers without the fields that change by themselves."""
     workers = []
     for worker in message.workers:
         copy = cluster_pb2.Worker()

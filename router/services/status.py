@@ -1,6 +1,7 @@
-"""The one mapping of the exception tree (errors.py) to gRPC: code, details, trailing metadata."""
+"""Mapping of the error tree (errors.py) to gRPC: code, details and trailing metadata."""
 
 import grpc
+from blockyard.proto.naming import headers
 from blockyard.router import errors
 from blockyard.router.errors import RouterError
 from google.protobuf import any_pb2, duration_pb2, message
@@ -24,7 +25,7 @@ CODES: dict[type[RouterError], grpc.StatusCode] = {
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
-"""Of the first level of the tree; who stands below has its parent's."""
+"""Codes of the tree's first level. A subclass has its parent's code."""
 
 
 def code_of(error: RouterError) -> grpc.StatusCode:
@@ -32,7 +33,7 @@ def code_of(error: RouterError) -> grpc.StatusCode:
 
 
 def rpc_status(error: RouterError) -> status_pb2.Status:
-    """The error as google.rpc.Status with its details."""
+    """Return the error as google.rpc.Status with its details."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
     details: list[message.Message] = [info]
     if error.violations:
@@ -50,12 +51,12 @@ def rpc_status(error: RouterError) -> status_pb2.Status:
 
 
 def trailing_metadata(error: RouterError) -> tuple[tuple[str, str | bytes], ...]:
-    """What goes beside code and message: the details, and the delay that gRPC's own retries obey."""
+    """Return the details, and the retry delay that gRPC's own retries obey."""
     metadata: list[tuple[str, str | bytes]] = [
-        ("grpc-status-details-bin", rpc_status(error).SerializeToString())
+        (headers.STATUS_DETAILS, rpc_status(error).SerializeToString())
     ]
     if error.retry_after_seconds is not None:
-        metadata.append(("grpc-retry-pushback-ms", str(round(error.retry_after_seconds * 1000))))
+        metadata.append((headers.RETRY_PUSHBACK_MS, str(round(error.retry_after_seconds * 1000))))
     return tuple(metadata)
 
 

@@ -1,7 +1,7 @@
-"""What a router must know of the model it fronts, read once from its folder: never the weights.
+"""Facts about the served model, read once from its folder, never from the weights.
 
-Owns the few facts that validation and sampling need. Does not own finding the folder (proto/naming/model_files.py),
-nor the tokenizer's work.
+Owns the facts that validation and sampling need. Does not own finding the folder (proto/naming/model_files.py) or the
+tokenizer's work.
 """
 
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NORMALISER_SHRINK = 3
-"""Unicode normal forms write a character with at most so many times fewer bytes."""
+"""Unicode normal forms shorten a character by at most this factor in bytes."""
 
 GenerationConfig = Literal["auto", "none"]
 """Whether the sampling defaults of a model's generation_config.json apply."""
@@ -39,23 +39,23 @@ class ModelFacts:
     """The model as its files describe it."""
 
     names: tuple[str, ...]
-    """Requests may use each of these names. The first is its id, which answers have."""
+    """Names that requests may use. The first is the model's id, which responses have."""
     vocab_size: int
-    """Token ids from 0 that both tokenizer and model know."""
+    """Token ids below this are known to both tokenizer and model."""
     max_position_embeddings: int
-    """Its context; workers may serve a shorter one."""
+    """The model's context. Workers may serve a shorter one."""
     eos_token_ids: frozenset[int]
     longest_token_bytes: int
-    """No token stands for more bytes of text than this."""
+    """Most bytes of text that one token stands for."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     @property
     def name(self) -> str:
-        """Its id."""
+        """Return the model's id."""
         return self.names[0]
 
     def max_text_bytes(self, num_tokens: int) -> int:
-        """A longer text cannot fit so many tokens, whatever it says."""
+        """Return the most bytes that a text of this many tokens can have."""
         return num_tokens * self.longest_token_bytes
 
 
@@ -79,7 +79,7 @@ def read_facts(
         names=names,
         vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
         max_position_embeddings=_positive(config, "max_position_embeddings"),
-        # As the workers do: an id beyond the logits ends nothing, and they would refuse it.
+        # As on the workers: an id beyond the logits never occurs, and workers would refuse it.
         eos_token_ids=frozenset(
             token_id
             for token_id in ([eos] if isinstance(eos, int) else eos or ())
@@ -123,7 +123,7 @@ def _is_default(name: str, value: object) -> bool:
 
 
 def longest_token_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """A bound from above: vocabularies spell some bytes with two or three, as in "\u0120" or "\u2581" for a space."""
+    """Return an upper bound. Vocabularies spell some bytes, such as a space, with a character of two or three bytes."""
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalises = backend is None or backend.normalizer is not None

@@ -1,10 +1,10 @@
-"""One process that renders, encodes and names prompts, and the wire to it.
+"""Tokenizer process: renders, encodes and names prompts; and the connection to it.
 
-Owns a life of the process: its start, questions and answers in order, its end with its parent's. Does not own deadlines
-nor what follows a death (service.py), nor what is computed (prompts.py).
+Owns the process from start to end: it answers questions in order and ends with its parent. Does not own deadlines or
+what follows a death (service.py), or what is computed (prompts.py).
 
-The wire is a socket on the event loop; what goes over it is in wire.py. Python's own pool of processes has
-two threads between caller and process, which cost a request more than tokenising its prompt takes.
+The connection is a socket on the event loop (wire.py has its format). Python's own pool of processes puts two threads
+between caller and process. They cost a request more than tokenizing its prompt does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from blockyard.router.tokenizing.wire import (
 )
 
 MAX_EXTRA_BYTES = 2 * 2**30
-"""Of address space, beyond what is there once the tokenizer is loaded."""
+"""Address space beyond what is in use once the tokenizer is loaded."""
 
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -54,11 +54,11 @@ class ProcessDied(Exception):
 
 
 class TokenizerProcess:
-    """Begins to load the tokenizer at once; `connect` before anything else is asked of it."""
+    """One tokenizer process. It begins to load the tokenizer at once. Call `connect` before `prepare`."""
 
     def __init__(self, path: str, chat_template: str | None = None) -> None:
         self._socket, theirs = socket.socketpair()
-        # Python's multiprocessing would run the program of this process there too, which in an actor loads Ray.
+        # Python's multiprocessing would run this process's own program there too, which in an actor loads Ray.
         found_at = os.pathsep.join(map(os.path.abspath, sys.path))
         with theirs:
             self._process = subprocess.Popen(
@@ -67,7 +67,7 @@ class TokenizerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        with suppress(BrokenPipeError):  # it has died; `connect` tells
+        with suppress(BrokenPipeError):  # it has died, and `connect` says so
             self._socket.sendall(start_frame(chat_template))
         self._wire: _Wire | None = None
 
@@ -76,35 +76,34 @@ class TokenizerProcess:
         return self._process.pid
 
     async def connect(self) -> asyncio.Future[Any]:
-        """Done once the tokenizer is loaded. It raises OSError or ValueError for one that cannot be, ProcessDied."""
+        """Return a future that ends when the tokenizer is loaded. It raises OSError, ValueError or ProcessDied."""
         if self._wire is None:
             wire = self._wire = _Wire()
             await asyncio.get_running_loop().create_connection(lambda: wire, sock=self._socket)
         return self._wire.ready
 
     def prepare(self, question: Question) -> asyncio.Future[Prepared]:
-        """Its result raises PromptError, TokenizingError or ProcessDied."""
+        """Return a future of the prepared prompt. It raises PromptError, TokenizingError or ProcessDied."""
         assert self._wire is not None
         return self._wire.ask(question)
 
     def end(self) -> None:
-        """Ends it whatever it is doing; calls in it end with ProcessDied."""
+        """Kill the process. Its calls end with ProcessDied."""
         self._process.kill()
-        threading.Thread(
-            target=self.join, daemon=True
-        ).start()  # whoever replaces it does not wait for its end
+        threading.Thread(target=self.join, daemon=True).start()  # the caller need not wait for the end
         if self._wire is not None:
             self._wire.close()
         else:
             self._socket.close()
 
     def join(self) -> None:
-        """Waits for its end."""
+        """Wait until the process has ended."""
         self._process.wait()
 
 
 class _Wire(asyncio.Protocol):
-    """The router's end. Answers come in the order of the questions, after the word that the tokenizer is loaded."""
+    """The router's end of the connection. Answers arrive in the order of the questions, after the message of
+    readiness."""
 
     def __init__(self) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -127,33 +126,33 @@ class _Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for content in self._frames.push(data):
-            _settle(self._awaited.popleft(), parse_answer(content))
+            _resolve(self._awaited.popleft(), parse_answer(content))
 
     def connection_lost(self, exc: Exception | None) -> None:
         for future in self._awaited:
-            _settle(future, ProcessDied())
+            _resolve(future, ProcessDied())
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
 
-def _settle(future: asyncio.Future[Any], answer: object) -> None:
+def _resolve(future: asyncio.Future[Any], answer: object) -> None:
     if future.done():
         return
     if isinstance(answer, Exception):
         future.set_exception(answer)
-        # Nobody may be waiting any more.
+        # Mark the exception as retrieved: the caller may have gone.
         future.exception()
     else:
         future.set_result(answer)
 
 
 def _serve(connection: socket.socket, path: str) -> None:
-    """The process."""
+    """Run the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
-    # transformers imports torch where it can; it takes 2 s and 200 MB, and no tokenizer needs it.
+    # transformers imports torch if it can. That takes 2 s and 200 MB, and no tokenizer needs it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     with connection, connection.makefile("rb") as questions:
         started = read_frame(questions)
@@ -171,14 +170,14 @@ def _serve(connection: socket.socket, path: str) -> None:
 
 
 def _limit_memory() -> None:
-    """A template may write gigabytes before its time is over."""
+    """Limit the memory: a template may write gigabytes before its deadline."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     most = pages * resource.getpagesize() + MAX_EXTRA_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _end_with_parent(connection: socket.socket) -> None:
-    """A long computation would not notice that the socket is closed."""
+    """End the process when the parent closes the socket. A long computation would not notice it."""
     hang_up = select.poll()
     hang_up.register(connection, 0)
     hang_up.poll()
@@ -191,7 +190,7 @@ def _answer(encoder: PromptEncoder, question: Question) -> Answer:
     except PromptError as error:
         return error
     except Exception as error:
-        # Only the type: the message may quote the prompt, and ends in a log.
+        # Only the type: the message may quote the prompt, and it goes to a log.
         return TokenizingError(f"tokenising failed with {type(error).__name__}")
     if question.keep_last is not None:
         token_ids = token_ids[-question.keep_last :]

@@ -1,7 +1,7 @@
-"""From what a client sent to token ids, where text from users stays text.
+"""Prompt encoder: turns a client's prompt into token ids. Users' text never becomes control tokens.
 
-Owns the chat rendering and the rule that a control token's string typed by a user never becomes that token.
-Pure but for the tokenizer it is given. Does not own the process it runs in, see service.py.
+Owns chat rendering, and the rule that a user cannot write a control token as text. Pure: the tokenizer is an argument.
+Does not own the process that runs it (service.py).
 
 Control tokens are the special tokens, and the added tokens that the chat template writes.
 """
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_TOKEN_ID = 2**31 - 1
-"""Token ids travel and are named as int32."""
+"""Token ids are sent and named as int32."""
 CHARACTERS_A_TOKEN = 4
-"""A text of at most so many characters for each allowed token is encoded as a whole, without counting first."""
+"""A text of at most this many characters per allowed token is encoded at once, without counting first."""
 COUNTED_CHARACTERS = 65_536
-"""A longer text's tokens are counted in pieces of this length."""
+"""Tokens of a longer text are counted in pieces of this many characters."""
 TEMPLATE_NAMES = frozenset({"messages", "raise_exception", "strftime_now"})
-"""Variables of every chat template, beside the arguments of `apply_chat_template` and the special tokens."""
+"""Variables of every chat template, besides the arguments of `apply_chat_template` and the special tokens."""
 
 
 class PromptError(ValueError):
-    """The client's mistake. The message is one of a few fixed sentences and holds nothing of the prompt."""
+    """The client's mistake. The message is a fixed sentence and quotes nothing of the prompt."""
 
 
 class TemplateKwargsError(PromptError):
-    """The variables for the chat template are at fault."""
+    """The variables for the chat template are wrong."""
 
 
 class PromptTooLong(PromptError):
-    """The prompt has clearly more tokens than were allowed; not all of it was encoded."""
+    """The prompt has clearly more tokens than allowed. It was not encoded to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ChatMessage:
     role: str
     content: str
     name: str = ""
-    """The speaker's name; empty if the message has none."""
+    """The speaker's name. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class TextPrompt:
 class ChatPrompt:
     messages: Sequence[ChatMessage]
     template_kwargs: str = ""
-    """A JSON object of more variables for the template; empty: none."""
+    """A JSON object of further variables for the template. Empty: none."""
     add_generation_prompt: bool = True
-    """Ends with the beginning of an answer."""
+    """The prompt ends with the beginning of an answer."""
     continue_final_message: bool = False
-    """Ends within the last message, behind its content. Excludes `add_generation_prompt`."""
+    """The prompt ends within the last message, after its content. Excludes `add_generation_prompt`."""
 
     def texts(self) -> Iterator[str]:
-        """All that a client wrote of it."""
+        """Yield all texts that the client wrote."""
         for message in self.messages:
             yield message.content
             yield message.name
@@ -89,11 +89,11 @@ _Segments = tuple[list[str], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A chat as its template gets it."""
+    """A chat in the form that its template gets."""
 
     messages: list[dict[str, str]]
     kwargs: Any
-    """Variables by name; each is a value of JSON."""
+    """Variables by name, as JSON values."""
     options: Mapping[str, Any]
     """Further arguments of `apply_chat_template`."""
 
@@ -108,7 +108,7 @@ class _Chat:
         return cls(messages, kwargs, {name: getattr(prompt, name) for name in names})
 
     def changed(self, content: Callable[[str], str], other: Callable[[str], str]) -> _Chat:
-        """With other contents, and with other names and strings of `kwargs`. Empty ones stay as they are."""
+        """Return a chat with changed contents, names and strings of `kwargs`. Empty ones stay as they are."""
         messages = [
             {
                 "role": message["role"],
@@ -133,7 +133,7 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _inner_keys(value: Any) -> Iterator[str]:
-    """Keys of all objects inside an object or list."""
+    """Yield the keys of all objects inside an object or list."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in items:
         if isinstance(item, dict):
@@ -150,13 +150,13 @@ class PromptEncoder:
         self._control_ids = frozenset(control)
         ends = {character for token in control.values() for character in (token[:1], token[-1:])}
         self._delimiters = frozenset(character for character in ends if not character.isalnum())
-        """Where control tokens begin and end, such as < and >. A text without them can complete none."""
+        """First and last characters of control tokens, such as < and >. A text without them cannot complete one."""
         worded = [token for token in control.values() if token[0].isalnum() or token[-1].isalnum()]
         self._heads = tuple(token[:at] for token in worded for at in range(1, len(token)))
         self._tails = tuple(token[at:] for token in worded for at in range(1, len(token)))
-        """Parts of those that begin or end with a letter: words have such ends too."""
+        """Parts of control tokens that begin or end with a letter. Ordinary words may end in such a part too."""
         longest_first = sorted(control.values(), key=len, reverse=True)
-        # Splits "<|x|>" after its "<": the strings on either side of the cut are no control token.
+        # Splits "<|x|>" after its "<". Neither part is a control token.
         self._cut = re.compile(
             "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longest_first)
         )
@@ -167,7 +167,8 @@ class PromptEncoder:
         self._start_ids, self._end_ids = self._frame()
 
     def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
-        """The prompt's token ids, at least one. Raises PromptError; PromptTooLong for far more than `max_tokens`."""
+        """Return the prompt's token ids, at least one. Raises PromptError; PromptTooLong for far more than
+        `max_tokens`."""
         match prompt:
             case TextPrompt(text):
                 if not text:
@@ -186,7 +187,7 @@ class PromptEncoder:
         return token_ids
 
     def _check_length(self, texts: Sequence[str], max_tokens: int | None) -> None:
-        """Counts the tokens of long texts in pieces, until they are too many. A cut may add a few tokens."""
+        """Count the tokens of long texts in pieces until there are too many. A cut may add a few tokens."""
         if max_tokens is None or sum(len(text) for text in texts) <= CHARACTERS_A_TOKEN * max_tokens:
             return
         num_tokens = 0
@@ -205,7 +206,7 @@ class PromptEncoder:
         if self._control(joint) == self._template_control(chat, segments):
             return joint
         if segments is None:
-            raise PromptError("the chat template cannot keep this chat's text apart from its own")
+            raise PromptError("the chat template cannot separate this chat's text from its own")
         template_texts, user_texts = segments
         template_ids = [self._encode(text) for text in template_texts]
         user_ids = [self._spell(text) for text in user_texts]
@@ -215,7 +216,7 @@ class PromptEncoder:
         return token_ids
 
     def _template_control(self, chat: _Chat, segments: _Segments | None) -> list[int]:
-        """The control tokens that the template itself writes round these texts."""
+        """Return the control tokens that the template itself writes around these texts."""
         if segments is not None:
             return [token_id for text in segments[0] for token_id in self._control(self._encode(text))]
 
@@ -226,11 +227,11 @@ class PromptEncoder:
         return self._control(self._encode(self._render(neutral_chat)))
 
     def _segments(self, chat: _Chat) -> _Segments | None:
-        """The rendered chat as what the template wrote and, between each two of those, what a user wrote.
+        """Render the chat and split it into the template's texts and the users' texts between them.
 
-        Found by putting unguessable marks round each content before rendering. A name or a variable may decide what
-        the template writes, so only those are marked that could be or complete a control token. None for a template
-        that drops or cuts such texts, and marks with them.
+        Random marks around each content show the borders. A name or a variable may decide what the template writes, so
+        it is marked only if it could be or complete a control token. Return None if the template drops or cuts a text
+        with its mark.
         """
         nonce = secrets.token_hex(8)
         marked: list[str] = []
@@ -249,16 +250,16 @@ class PromptEncoder:
         return texts[0::2], texts[1::2]
 
     def _may_control(self, text: str) -> bool:
-        """Whether it holds a control token, or what others could complete to one."""
+        """Return True if the text contains a control token, or a part that other texts could complete to one."""
         is_part = text.endswith(self._heads) or text.startswith(self._tails)
         return is_part or not self._delimiters.isdisjoint(text) or bool(self._control(self._encode(text)))
 
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Raises TemplateKwargsError."""
+        """Check the names of the variables. Raises TemplateKwargsError."""
         if any(name in self._template_names or name.endswith(("_token", "_tokens")) for name in kwargs):
-            raise TemplateKwargsError("a name is taken by what the chat template gets anyway")
+            raise TemplateKwargsError("a name is already a variable of the chat template")
         if any(self._may_control(key) for key in _inner_keys(kwargs)):
-            raise TemplateKwargsError("a key holds what could be a part of a control token")
+            raise TemplateKwargsError("a key may contain part of a control token")
 
     def _render(self, chat: _Chat) -> str:
         if not self._tokenizer.chat_template:
@@ -273,7 +274,7 @@ class PromptEncoder:
         return str(rendered)
 
     def _spell(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is a control token."""
+        """Return the token ids of a text in which nothing is a control token."""
         for pieces in ([text], self._cut.split(text)):
             token_ids = [token_id for piece in pieces for token_id in self._encode(piece, split_special=True)]
             if not self._control(token_ids):
@@ -281,7 +282,7 @@ class PromptEncoder:
         raise PromptError("the text holds a control token that this tokenizer cannot spell as text")
 
     def _encode(self, text: str, *, split_special: bool = False, frame: bool = False) -> list[int]:
-        # verbose=False: a prompt longer than the tokenizer's own limit is judged elsewhere, not warned about.
+        # verbose=False: a prompt above the tokenizer's own limit is checked elsewhere and needs no warning.
         encoding = self._tokenizer(
             text, add_special_tokens=frame, split_special_tokens=split_special, verbose=False
         )
@@ -291,7 +292,7 @@ class PromptEncoder:
         return [token_id for token_id in token_ids if token_id in self._control_ids]
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and after a plain text, such as a beginning-of-sequence token."""
+        """Return what the tokenizer puts before and after a plain text, such as a beginning-of-sequence token."""
         framed, bare = self._encode("a", frame=True), self._encode("a")
         start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         return framed[:start], framed[start + len(bare) :]

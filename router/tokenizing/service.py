@@ -1,10 +1,10 @@
-"""Processes that render, encode and name prompts, so that the router's event loop never does.
+"""Tokenizer service: runs processes that render, encode and name prompts, to keep that work off the event loop.
 
-Owns which prompt goes to which process: lanes for short and long texts, turns of clients, a deadline for each call, and
-a loaded spare in the place of a process that hangs or dies. What a process is and does is in process.py; the
-small work of detokenising is done in place.
+Owns the lanes for short and long texts, fairness between clients, and a deadline per call. It also owns the loaded
+spare process, which replaces one that hangs or dies. process.py has the process itself. Decoding is small work and runs
+in place.
 
-A thread would not do: one busy pure-Python thread lifts the event loop's lag to 5 ms.
+A thread would not do: one busy pure-Python thread raises the event loop's lag to 5 ms.
 """
 
 from __future__ import annotations
@@ -54,32 +54,33 @@ __all__ = [
 DEFAULT_TIMEOUT_SECONDS = 5.0
 DEFAULT_START_TIMEOUT_SECONDS = 60.0
 LONG_TEXT_CHARACTERS = 64 * 1024
-"""A text above it takes more than some 30 ms and goes to the slow lane."""
+"""A longer text takes more than about 30 ms and goes to the slow lane."""
 LONG_TIMEOUT_FACTOR = 4
-"""The slow lane's deadline beside the fast lane's: its process has a low priority."""
+"""Deadline of the slow lane, as a multiple of the fast lane's. Its process has a low priority."""
 SLOW_NICENESS = 10
 SPARE_DELAY_SECONDS = 10.0
-"""From the start of the service to the start of its spare process, so that the spare slows no start down."""
+"""Time from the service's start to its spare process's, which then does not slow the start down."""
 MAX_START_DEATHS = 3
-"""Processes that may die one after another while they load, before a call fails."""
+"""Processes that may die in a row while they load, before a call fails."""
 QUANTUM_CHARACTERS = 4096
-"""What a client's turn adds to what it may have tokenised."""
+"""Characters that one visit adds to a client's budget."""
 
 
 class TokenizingTimeout(TokenizingError):
-    """The prompt took longer than one call may; the process was replaced."""
+    """The prompt took longer than one call may. The process was replaced."""
 
 
 class TokenizerService:
-    """`async with TokenizerService(path) as service`: prompts to token ids and names, token ids to text.
+    """Turns prompts into token ids and block names, and token ids into text: `async with TokenizerService(path) as
+    service`.
 
-    Each process runs one call at a time. Clients that wait take turns by the length of their texts, and the calls of
-    one client begin in order of arrival. A deadline counts from the call's turn, so a queue delays but fails nothing;
-    whoever waits sets a deadline of his own by cancelling. A cancelled call runs on to its deadline, and the next one
-    of its process starts after it.
+    Each process runs one call at a time. Waiting clients alternate by the length of their texts. Calls of one client
+    begin in order of arrival. A deadline counts from the start of a call, so a queue delays calls but fails none. A
+    caller sets its own deadline by cancelling. A cancelled call runs on to its deadline, and the next call of its
+    process starts after it.
 
-    Texts above LONG_TEXT_CHARACTERS have one process of low priority to themselves, which begins with the first of
-    them. So they never keep short ones waiting.
+    Texts above LONG_TEXT_CHARACTERS have a process of low priority to themselves, so they never delay short ones. It
+    starts with the first such text.
     """
 
     def __init__(
@@ -95,18 +96,18 @@ class TokenizerService:
         self._path = str(path)
         self._chat_template = chat_template
         self._spare = _Spare(self._path, chat_template, delay_seconds=spare_delay_seconds)
-        patience = _Patience(call_seconds=timeout_seconds, start_seconds=start_timeout_seconds)
-        long_patience = _Patience(
+        timeouts = _Timeouts(call_seconds=timeout_seconds, start_seconds=start_timeout_seconds)
+        long_timeouts = _Timeouts(
             call_seconds=LONG_TIMEOUT_FACTOR * timeout_seconds, start_seconds=start_timeout_seconds
         )
-        self._seats = [_Seat(self._spare, patience) for _ in range(num_processes)]
-        self._slow_seat = _Seat(self._spare, long_patience, niceness=SLOW_NICENESS)
+        self._seats = [_Seat(self._spare, timeouts) for _ in range(num_processes)]
+        self._slow_seat = _Seat(self._spare, long_timeouts, niceness=SLOW_NICENESS)
         self._fast_lane = _Lane([])
         self._slow_lane = _Lane([self._slow_seat])
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def start(self) -> None:
-        """Loads the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
+        """Load the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
         for seat in self._seats:
             seat.open()
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path, self._chat_template)
@@ -133,22 +134,22 @@ class TokenizerService:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """For decoding in place; prompts go through `prepare`."""
+        """Return the tokenizer for decoding in place. Prompts go through `prepare`."""
         assert self._tokenizer is not None, "the service was not started"
         return self._tokenizer
 
     def pids(self) -> list[int]:
-        """The processes that tokenise short texts now."""
+        """Return the ids of the processes for short texts."""
         return [seat.process.pid for seat in self._seats if seat.process is not None]
 
     @property
     def slow_pid(self) -> int | None:
-        """The process that tokenises long texts; None before the first of them."""
+        """Return the id of the process for long texts, or None before the first of them."""
         return self._slow_seat.process.pid if self._slow_seat.process is not None else None
 
     @property
     def spare_pid(self) -> int | None:
-        """The process that will follow the next one to die, if it has been started."""
+        """Return the id of the spare process, or None if it has not started."""
         return self._spare.process.pid if self._spare.process is not None else None
 
     async def prepare(
@@ -161,10 +162,10 @@ class TokenizerService:
         max_tokens: int | None = None,
         keep_last: int | None = None,
     ) -> Prepared:
-        """Token ids and, with a root, block names. Raises PromptError or TokenizingError.
+        """Return token ids and, with a root, block names. Raises PromptError or TokenizingError.
 
-        Clients take turns by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
-        all of it is encoded; one that has few more may pass. Only the last `keep_last` tokens are kept.
+        Clients alternate by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
+        all of it is encoded. One with only a few more may pass. The last `keep_last` tokens are kept.
         """
         question = Question(
             prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens, keep_last=keep_last
@@ -178,7 +179,7 @@ class TokenizerService:
             lane.give(seat)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of these tokens, without special ones unless they are asked for."""
+        """Return the text of these tokens. `skip_special` leaves out special tokens."""
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
@@ -186,7 +187,7 @@ class TokenizerService:
 
 
 def _text_characters(prompt: PromptInput) -> int:
-    """What is to be encoded. Token ids are only packed, which takes next to nothing."""
+    """Return the characters to encode. Token ids are only packed, which costs almost nothing."""
     match prompt:
         case TextPrompt(text):
             return len(text)
@@ -197,29 +198,29 @@ def _text_characters(prompt: PromptInput) -> int:
 
 
 class _Lane:
-    """Seats for calls of one kind, given to clients in turn."""
+    """Seats for calls of one kind. Clients alternate."""
 
     def __init__(self, seats: Sequence[_Seat]) -> None:
         self._idle = list(seats)
         self._waiting = TenantQueues(quantum_tokens=QUANTUM_CHARACTERS)
-        self._places: dict[int, asyncio.Future[_Seat]] = {}
-        """By number of ticket."""
+        self._futures: dict[int, asyncio.Future[_Seat]] = {}
+        """Futures of waiting calls, by number of ticket."""
         self._numbers = itertools.count()
 
     async def take(self, client: str, num_characters: int) -> _Seat:
-        """A seat; `give` it back."""
+        """Wait for a seat. Return it with `give`."""
         number = next(self._numbers)
         ticket = Ticket(rank=number, number=number, tenant=client, cost_tokens=num_characters)
-        place: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
-        self._places[number] = place
+        future: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
+        self._futures[number] = future
         self._waiting.add(ticket)
         self._seat_waiting()
         try:
-            return await place
+            return await future
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.give(place.result())
-            elif self._places.pop(number, None) is not None:
+            if future.done() and not future.cancelled():
+                self.give(future.result())
+            elif self._futures.pop(number, None) is not None:
                 self._waiting.remove(ticket, had_turn=False)
             raise
 
@@ -229,15 +230,15 @@ class _Lane:
 
     def _seat_waiting(self) -> None:
         while self._idle and (ticket := self._waiting.first()) is not None:
-            place = self._places.pop(ticket.number)
-            # A cancelled caller learns of it only in the loop's next turn: until then its ticket waits here.
-            self._waiting.remove(ticket, had_turn=not place.cancelled())
-            if not place.cancelled():
-                place.set_result(self._idle.pop())
+            future = self._futures.pop(ticket.number)
+            # A cancelled caller runs only in the loop's next tick. Until then its ticket waits here.
+            self._waiting.remove(ticket, had_turn=not future.cancelled())
+            if not future.cancelled():
+                future.set_result(self._idle.pop())
 
 
 class _Spare:
-    """A process that loads the tokenizer before one is needed."""
+    """A process that loads the tokenizer in advance."""
 
     def __init__(self, path: str, chat_template: str | None, *, delay_seconds: float) -> None:
         self._path = path
@@ -247,11 +248,11 @@ class _Spare:
         self.process: TokenizerProcess | None = None
 
     def begin(self) -> None:
-        """Starts the process after the delay, and another one whenever it was taken."""
+        """Start the process after the delay. Each one taken is replaced at once."""
         self._timer = asyncio.get_running_loop().call_later(self._delay_seconds, self._start)
 
     def take(self) -> TokenizerProcess:
-        """The spare if there is one, else a process that begins to load now."""
+        """Return the spare, or else a process that begins to load now."""
         process, self.process = self.process, None
         if process is None:
             return TokenizerProcess(self._path, self._chat_template)
@@ -271,7 +272,7 @@ class _Spare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Patience:
+class _Timeouts:
     call_seconds: float
     start_seconds: float
 
@@ -284,16 +285,16 @@ class _Call:
 
 
 class _Seat:
-    """Where one process works, and after it the next. One caller at a time."""
+    """Holds one process, and its replacement after it dies. One caller at a time."""
 
-    def __init__(self, spare: _Spare, patience: _Patience, *, niceness: int = 0) -> None:
+    def __init__(self, spare: _Spare, timeouts: _Timeouts, *, niceness: int = 0) -> None:
         self._spare = spare
-        self._patience = patience
+        self._timeouts = timeouts
         self._niceness = niceness
         self._last_call: _Call | None = None
         self._is_closed = False
         self.process: TokenizerProcess | None = None
-        """None before it is opened and after it is closed."""
+        """None before `open` and after `close`."""
 
     def open(self) -> None:
         if self._is_closed:
@@ -311,10 +312,10 @@ class _Seat:
             await asyncio.to_thread(process.join)
 
     async def prepare(self, question: Question) -> Prepared:
-        await self._settle_last_call()
+        await self._finish_last_call()
         for _ in range(2):
             process = await self.ready()
-            deadline = asyncio.get_running_loop().time() + self._patience.call_seconds
+            deadline = asyncio.get_running_loop().time() + self._timeouts.call_seconds
             future = process.prepare(question)
             self._last_call = _Call(future=future, deadline=deadline)
             with suppress(ProcessDied):
@@ -323,20 +324,20 @@ class _Seat:
         raise TokenizingError("the tokeniser process died twice on one prompt")
 
     async def ready(self) -> TokenizerProcess:
-        """The process, once it has loaded. Raises what keeps a tokenizer from that, or TokenizingError."""
+        """Return the process once it has loaded. Raises what prevents loading, or TokenizingError."""
         for _ in range(MAX_START_DEATHS):
             if self.process is None:
                 self.open()
             process = self.process
             assert process is not None
             loaded = await process.connect()
-            await asyncio.wait({loaded}, timeout=self._patience.start_seconds)
+            await asyncio.wait({loaded}, timeout=self._timeouts.start_seconds)
             if not loaded.done():
                 self._replace()
                 raise TokenizingTimeout(
-                    f"the tokeniser process took over {self._patience.start_seconds:g} s to start"
+                    f"the tokeniser process took over {self._timeouts.start_seconds:g} s to start"
                 )
-            # One that died while it was loaded and idle looks like one that is ready: its call will tell.
+            # A loaded process that died while idle still looks ready. Its next call fails.
             with suppress(ProcessDied):
                 loaded.result()
                 return process
@@ -350,10 +351,10 @@ class _Seat:
         if call.future.done():
             return call.future.result()
         self._replace()
-        raise TokenizingTimeout(f"tokenising took over {self._patience.call_seconds:g} s")
+        raise TokenizingTimeout(f"tokenising took over {self._timeouts.call_seconds:g} s")
 
-    async def _settle_last_call(self) -> None:
-        """Lets a call whose caller has gone run to its end: its time must not count against the next."""
+    async def _finish_last_call(self) -> None:
+        """Wait until a call without a caller ends, so that its time does not count against the next."""
         if self._last_call is not None:
             with suppress(TokenizingError, PromptError, ProcessDied):
                 await self._outcome(self._last_call)

@@ -1,8 +1,7 @@
-"""What goes between the router and its tokeniser process: prompts there, token ids and names back, as plain data.
+"""Wire format between the router and its tokenizer process: prompts there, token ids and block names back.
 
-Pure. A frame is a length and then as many bytes; its content is a line of JSON, which says what it is, and behind it
-packed tokens, names and texts: megabytes of text as JSON would hold the router's event loop. Never a pickle: nothing
-that is read here can run.
+Pure. A frame is a length and then as many bytes. Its content is one line of JSON, followed by packed tokens, names and
+texts. Megabytes of text as JSON would block the router's event loop. Never a pickle: nothing that is read can run.
 """
 
 from __future__ import annotations
@@ -31,34 +30,34 @@ _CHAT_OPTIONS = ("template_kwargs", "add_generation_prompt", "continue_final_mes
 
 
 class TokenizingError(RuntimeError):
-    """Our failure, not the client's. The message holds nothing of the prompt."""
+    """Our failure, not the client's. The message quotes nothing of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     prompt: PromptInput
     root: bytes | None
-    """The name before the first block's; without it none are named."""
+    """Name before the first block's. Without it no block is named."""
     block_size: int
     max_tokens: int | None = None
-    """A prompt that clearly has more is refused."""
+    """A prompt with clearly more tokens is refused."""
     keep_last: int | None = None
     """A prompt with more tokens keeps its last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A prompt as the engine session's Submit carries it."""
+    """A prompt in the form of the engine session's Submit."""
 
     token_ids: bytes
     """Packed little-endian int32."""
     num_tokens: int
     block_names: bytes
-    """The root's name, then those of the prompt's full blocks, 16 bytes each; empty without a root."""
+    """The root's name, then those of the prompt's full blocks, 16 bytes each. Empty without a root."""
 
 
 Answer: TypeAlias = Prepared | Exception | None
-"""None is the word that the tokenizer is loaded."""
+"""None reports that the tokenizer is loaded."""
 _ERRORS: dict[str, type[Exception]] = {
     "long": PromptTooLong,
     "kwargs": TemplateKwargsError,
@@ -67,11 +66,11 @@ _ERRORS: dict[str, type[Exception]] = {
     "os": OSError,
     "value": ValueError,
 }
-"""More exact kinds first. Any other error arrives as a ValueError."""
+"""Subclasses come before their bases. Any other error arrives as a ValueError."""
 
 
 class Frames:
-    """Contents of frames out of bytes that come in pieces."""
+    """Joins pieces of a byte stream to the contents of frames."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -88,13 +87,13 @@ class Frames:
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """None at the end of the stream."""
+    """Return the content of the next frame, or None at the end of the stream."""
     length = stream.read(_LENGTH.size)
     return stream.read(_LENGTH.unpack(length)[0]) if len(length) == _LENGTH.size else None
 
 
 def start_frame(chat_template: str | None) -> bytes:
-    """What comes before the questions: a template in place of the tokenizer's own."""
+    """Return the first frame. `chat_template` replaces the tokenizer's own."""
     return _frame({"chat_template": chat_template}, b"")
 
 
@@ -149,7 +148,7 @@ def parse_question(content: bytes) -> Question:
 
 
 def _encoded(text: str) -> bytes:
-    """Of any text, half characters too."""
+    """Encode any text, also with lone surrogates."""
     return text.encode("utf-8", "surrogatepass")
 
 

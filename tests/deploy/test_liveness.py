@@ -11,7 +11,7 @@ from blockyard.deploy.supervision.actors import START_SECONDS
 from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HungError, Pulse
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.views.views import place_dict
-from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, SupervisorWatch
+from blockyard.router.supervision import CHECK_SECONDS, SILENCE_SECONDS, SupervisorWatch
 
 from simulation.virtual_time import Process, VirtualLoop
 
@@ -227,15 +227,15 @@ async def test_a_router_ends_a_supervisor_that_is_silent_and_lets_the_next_one_s
     watching = asyncio.create_task(watch.run())
     for _ in range(20):
         await asyncio.sleep(4.0)
-        watch.told()
+        watch.heard()
     assert ends == []
     begun = loop.time()
-    await asyncio.sleep(3.5 * PATIENCE_SECONDS)
-    assert ends == pytest.approx([PATIENCE_SECONDS, 3 * PATIENCE_SECONDS], abs=LOOK_SECONDS)
-    watch.told()
+    await asyncio.sleep(3.5 * SILENCE_SECONDS)
+    assert ends == pytest.approx([SILENCE_SECONDS, 3 * SILENCE_SECONDS], abs=CHECK_SECONDS)
+    watch.heard()
     begun = loop.time()
-    await asyncio.sleep(1.5 * PATIENCE_SECONDS)
-    assert ends[2:] == pytest.approx([PATIENCE_SECONDS], abs=LOOK_SECONDS)
+    await asyncio.sleep(1.5 * SILENCE_SECONDS)
+    assert ends[2:] == pytest.approx([SILENCE_SECONDS], abs=CHECK_SECONDS)
     watching.cancel()
 
 
@@ -250,12 +250,12 @@ async def test_a_router_that_was_frozen_itself_does_not_blame_the_supervisor() -
 
     watch, process = SupervisorWatch(end), Process("router", loop)
     watching = process.start(watch.run())
-    await asyncio.sleep(LOOK_SECONDS)
+    await asyncio.sleep(CHECK_SECONDS)
     process.freeze()
-    await asyncio.sleep(10 * PATIENCE_SECONDS)
+    await asyncio.sleep(10 * SILENCE_SECONDS)
     process.thaw()
-    await asyncio.sleep(2 * LOOK_SECONDS)
-    watch.told()
-    await asyncio.sleep(0.5 * PATIENCE_SECONDS)
+    await asyncio.sleep(2 * CHECK_SECONDS)
+    watch.heard()
+    await asyncio.sleep(0.5 * SILENCE_SECONDS)
     assert ends == []
     watching.cancel()

@@ -94,8 +94,8 @@ MUTANTS = (
         "limits.py::test_of_a_burst_exactly_the_limit_is_let_in",
         (
             "router:AdmissionLedger._refuse",
-            'Overloaded(f"{told}: come back in {delay_seconds:.1f} s", retry_after_seconds=delay_seconds)',
-            "Overloaded(told)",
+            'Overloaded(f"{reason}: come back in {delay_seconds:.1f} s", retry_after_seconds=delay_seconds)',
+            "Overloaded(reason)",
         ),
     ),
     mutant(

@@ -114,9 +114,14 @@ def test_entries_are_what_the_index_was_told_of() -> None:
         (AWAY, {"a": GOOD}, DEGRADED, "Redis does not answer"),
         (HEALTHY, {}, EXACT, ""),
         (HEALTHY, {"a": GOOD, "b": GOOD}, EXACT, ""),
-        (SLOW, {"a": GOOD}, DEGRADED, "look-ups take longer than 40 ms, placement goes without for a moment"),
-        (HEALTHY, {"a": GOOD, "b": BAD}, DEGRADED, "b says that its part is not exact"),
-        (SLOW, {"a": None, "b": GOOD}, DEGRADED, "a tells the index nothing"),
+        (
+            SLOW,
+            {"a": GOOD},
+            DEGRADED,
+            "look-ups take longer than 40 ms: placement runs without the index for now",
+        ),
+        (HEALTHY, {"a": GOOD, "b": BAD}, DEGRADED, "b reports that its part is not exact"),
+        (SLOW, {"a": None, "b": GOOD}, DEGRADED, "a publishes nothing to the index"),
         (
             HEALTHY,
             {"a": GOOD, "elsewhere": GOOD},
@@ -124,7 +129,7 @@ def test_entries_are_what_the_index_was_told_of() -> None:
             "elsewhere is not in this router's index, which lost its data, or has another Redis or cluster name",
         ),
         (HEALTHY, {"c": BAD, "b": LATE, "a": GOOD}, DEGRADED, "b is late, and 1 more of 3 workers"),
-        (HEALTHY, {"a": WorkerIndex()}, DEGRADED, "a says that its part is not exact"),
+        (HEALTHY, {"a": WorkerIndex()}, DEGRADED, "a reports that its part is not exact"),
     ],
 )
 def test_the_index_is_as_good_as_its_look_ups_and_its_worst_part(

@@ -293,7 +293,7 @@ def test_a_request_above_a_limit_is_told_so_and_to_come_back_when_those_that_run
         ledger = ledger_of(**limits)
         with ledger.charge(1):
             refused = refusal(ledger, tokens, outputs=outputs)
-            assert "runs only when nothing else does" in str(refused)
+            assert "runs only when no other does" in str(refused)
             assert refused.retry_after_seconds is not None
             assert refused.retry_after_seconds < 2.0, "one request is held for a second, so far as is known"
         with ledger.charge(tokens, outputs=outputs):

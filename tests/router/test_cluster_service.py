@@ -136,7 +136,7 @@ async def test_the_second_of_two_workers_of_one_name_is_refused_in_words_until_t
         listed = (await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())).workers
         (refused,) = (worker for worker in listed if worker.state == cluster_pb2.WORKER_STATE_REFUSED)
         assert refused.address == second.address
-        assert f"another worker is called a already, at {first.address}" in refused.state_reason
+        assert f"worker id a is already in use at {first.address}" in refused.state_reason
         await router.inference.Generate(request())
         assert second.submits == []
         await first.kill()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
-from blockyard.router.generation.grammar_quota import PLACES_OF_A_WORKER, GrammarPlaces
+from blockyard.router.generation.grammar_quota import PERMITS_OF_A_WORKER, GrammarPlaces
 
 from .fake_worker import FakeWorker, Script
 from .rig import is_idle, request, running_router, until, worker_of_model
@@ -14,7 +14,7 @@ from .rig import is_idle, request, running_router, until, worker_of_model
 async def test_a_place_is_free_again_with_the_first_token_at_the_end_or_when_who_waits_is_cancelled() -> None:
     places = GrammarPlaces(lambda: 1)
     async with AsyncExitStack() as held, asyncio.TaskGroup() as tasks:
-        leaves = [await held.enter_async_context(places.place("a")) for _ in range(PLACES_OF_A_WORKER)]
+        leaves = [await held.enter_async_context(places.place("a")) for _ in range(PERMITS_OF_A_WORKER)]
         entered: list[str] = []
 
         async def enter(name: str) -> None:
@@ -55,22 +55,22 @@ async def test_more_workers_give_more_places_to_those_who_wait() -> None:
                 leaves.append(leave)
                 await over.wait()
 
-        for _ in range(5 * PLACES_OF_A_WORKER):
+        for _ in range(5 * PERMITS_OF_A_WORKER):
             tasks.create_task(enter())
         for workers, expected in ("", 1), ("a", 1), ("abc", 3), ("ab", 3):
             ready[:] = workers
             places.hand_out()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert len(leaves) == expected * PLACES_OF_A_WORKER
-        for leave in leaves[: PLACES_OF_A_WORKER + 1]:
+            assert len(leaves) == expected * PERMITS_OF_A_WORKER
+        for leave in leaves[: PERMITS_OF_A_WORKER + 1]:
             leave()
         await asyncio.sleep(0)
-        assert len(leaves) == 3 * PLACES_OF_A_WORKER + 1, (
+        assert len(leaves) == 3 * PERMITS_OF_A_WORKER + 1, (
             "a place is given when fewer are taken than there are"
         )
         over.set()
-    assert len(leaves) == 5 * PLACES_OF_A_WORKER
+    assert len(leaves) == 5 * PERMITS_OF_A_WORKER
     assert len(places) == 0
 
 
@@ -79,14 +79,14 @@ async def test_each_worker_adds_to_what_one_client_may_have_on_them() -> None:
     async with running_router() as router, router.workers(first):
         slow = {"structured_output": StructuredOutput(regex="a+")}
         flood = [router.inference.GenerateStream(request(sampling=slow)) for _ in range(64)]
-        await until(lambda: first.num_running == PLACES_OF_A_WORKER, seconds=30)
+        await until(lambda: first.num_running == PERMITS_OF_A_WORKER, seconds=30)
         await asyncio.sleep(0.5)  # by then the others wait, and none of them comes later
         async with second:
             router.server.set_workers([first.address, second.address])
-            await until(lambda: first.num_running + second.num_running == 2 * PLACES_OF_A_WORKER, seconds=30)
+            await until(lambda: first.num_running + second.num_running == 2 * PERMITS_OF_A_WORKER, seconds=30)
             answer = await router.inference.Generate(request(request_id="plain"), timeout=30)
             assert len(answer.outputs[0].token_ids) == 20
-            assert first.num_running + second.num_running == 2 * PLACES_OF_A_WORKER
+            assert first.num_running + second.num_running == 2 * PERMITS_OF_A_WORKER
             for call in flood:
                 call.cancel()
             await until(lambda: is_idle(router), seconds=30)
@@ -97,10 +97,10 @@ async def test_one_clients_slow_grammars_leave_room_on_a_worker_for_others() -> 
     async with running_router() as router, router.workers(worker):
         slow = {"structured_output": StructuredOutput(regex="a+")}
         flood = [router.inference.GenerateStream(request(sampling=slow)) for _ in range(64)]
-        await until(lambda: worker.num_running == PLACES_OF_A_WORKER, seconds=30)
+        await until(lambda: worker.num_running == PERMITS_OF_A_WORKER, seconds=30)
         answer = await router.inference.Generate(request(request_id="plain"), timeout=30)
         assert len(answer.outputs[0].token_ids) == 20
-        assert worker.num_running == PLACES_OF_A_WORKER
+        assert worker.num_running == PERMITS_OF_A_WORKER
         assert {submit.client for submit in worker.submits} != {0}
         for call in flood:
             call.cancel()

@@ -158,7 +158,7 @@ async def test_a_worker_that_tells_nothing_degrades_the_index_and_one_of_another
         silent = worker_of_model("silent", index_stride_blocks=STRIDE_BLOCKS)
         async with running_router(redis_url=redis.url) as router, router.workers(silent):
             info = await index_info(router)
-            assert (info.state, info.state_reason) == (DEGRADED, "silent tells the index nothing")
+            assert (info.state, info.state_reason) == (DEGRADED, "silent publishes nothing to the index")
             assert not info.workers[0].HasField("index")
             async with worker_of_model("odd", index_stride_blocks=3) as odd:
                 router.server.set_workers([silent.address, odd.address])

@@ -118,7 +118,7 @@ async def test_a_message_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bounds, "PROMPT_SECONDS", 0.01)
     monkeypatch.setattr(bounds, "MESSAGE_SECONDS", 0.05)
     intake = Intake(budget_bytes=BUDGET)
-    with pytest.raises(DeadlinePassed, match="not whole"):
+    with pytest.raises(DeadlinePassed, match="not complete"):
         await intake.message(never, most_bytes=1, peer=peer)
     assert (intake.held_bytes, intake.num_incomplete) == (0, 0)
 

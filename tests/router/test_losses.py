@@ -2,7 +2,13 @@
 
 import pytest
 from blockyard.router.errors import PoisonRequest, WorkerLost
-from blockyard.router.generation.losses import MAX_QUARANTINED, QUARANTINE_SECONDS, Life, Losses, Quarantine
+from blockyard.router.generation.losses import (
+    MAX_QUARANTINED,
+    QUARANTINE_SECONDS,
+    Losses,
+    Quarantine,
+    WorkerKey,
+)
 
 A, B, C = ("a:1", "life-a"), ("b:1", "life-b"), ("c:1", "life-c")
 
@@ -11,9 +17,9 @@ class Cluster:
     """Which lives answer again."""
 
     def __init__(self) -> None:
-        self.alive: set[Life] = set()
+        self.alive: set[WorkerKey] = set()
 
-    def lose(self, losses: Losses, life: Life, *, is_suspicious: bool = True) -> None:
+    def lose(self, losses: Losses, life: WorkerKey, *, is_suspicious: bool = True) -> None:
         losses.add(life, is_suspicious=is_suspicious, is_alive=self.alive.__contains__, tokens_emitted=7)
 
 

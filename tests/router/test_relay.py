@@ -386,7 +386,7 @@ async def test_a_wrong_secret_opens_no_session() -> None:
     async with rig(FakeWorker("a"), secret="not-it", no_worker_seconds=0.5) as made:
         with pytest.raises(NoWorkers):
             await made.placer.identity()
-        assert "another cluster secret" in made.fleet.view.workers()[0].reason
+        assert "the cluster secret" in made.fleet.view.workers()[0].reason
 
 
 async def test_an_address_no_longer_named_is_dropped_only_with_its_connection() -> None:

@@ -8,14 +8,14 @@ from blockyard.proto.v1 import admin_pb2, session_pb2
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.errors import LastWorker, RequestAborted
 from blockyard.router.generation.generation import RouterParts
-from blockyard.router.services.admin import SETTLE_SECONDS, AdminService, leaves_a_worker
+from blockyard.router.services.admin import DRAIN_KNOWN_SECONDS, AdminService, leaves_a_worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation.virtual_time import VirtualLoop
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
-DELAYS = st.floats(0.0, 0.9 * SETTLE_SECONDS)
+DELAYS = st.floats(0.0, 0.9 * DRAIN_KNOWN_SECONDS)
 
 
 @given(worker=NAMES, ready=st.frozensets(NAMES), asked=st.frozensets(NAMES))
@@ -93,7 +93,7 @@ def test_when_all_are_drained_at_once_one_still_takes_requests(
                 for name, (router, after) in zip(names, starts, strict=False)
             )
         )
-        await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(DRAIN_KNOWN_SECONDS)
         assert not all(cluster.is_draining.values())
         assert [cluster.is_draining[name] for name in names] == list(passed)
 

@@ -172,7 +172,7 @@ def test_a_template_that_cuts_text_serves_what_is_benign_and_refuses_the_rest(sh
     tokenizer = tokenizer_with(template)
     encoder = PromptEncoder(tokenizer)
     assert tokenizer.decode(encoder.encode(ChatPrompt([ChatMessage("user", "a#b")]))).startswith("<bos>")
-    with pytest.raises(PromptError, match="apart"):
+    with pytest.raises(PromptError, match="separate"):
         encoder.encode(ChatPrompt([ChatMessage("user", "<eos>#<eos>")]))
 
 
@@ -252,7 +252,7 @@ def test_whatever_a_template_does_to_a_variable_it_becomes_no_control_token(show
     "name", ["messages", "chat_template", "tokenize", "documents", "eos_token", "any_token"]
 )
 def test_a_variable_that_the_template_gets_anyway_is_refused(name: str) -> None:
-    with pytest.raises(TemplateKwargsError, match="taken"):
+    with pytest.raises(TemplateKwargsError, match="already a variable"):
         PromptEncoder(tokenizer_with(NAMED)).encode(named_chat("hi", **{name: "<eos>"}))
 
 

@@ -17,9 +17,9 @@ async def test_the_line_keeps_the_order_of_arrival() -> None:
     async def request(number: int) -> None:
         ticket = line.ticket()
         with line.standing(ticket):
-            await line.turn(ticket)
+            await line.reach_head(ticket)
             while not is_open:
-                await line.change(ticket)
+                await line.next_change(ticket)
             served.append(number)
 
     async with asyncio.TaskGroup() as tasks:
@@ -43,9 +43,9 @@ async def test_who_comes_back_with_his_ticket_goes_before_those_who_came_later()
 
     async def stand(ticket: Ticket) -> None:
         with line.standing(ticket):
-            await line.turn(ticket)
+            await line.reach_head(ticket)
             while not is_open:
-                await line.change(ticket)
+                await line.next_change(ticket)
             served.append(ticket)
 
     async with asyncio.TaskGroup() as tasks:
@@ -67,7 +67,7 @@ async def test_a_more_urgent_one_passes_those_who_have_not_waited_long_enough() 
 
     async def stand(ticket: Ticket) -> None:
         with line.standing(ticket):
-            await line.turn(ticket)
+            await line.reach_head(ticket)
             served.append(ticket)
             await asyncio.sleep(0.01)
 
@@ -87,9 +87,9 @@ async def test_somebody_who_comes_and_changes_the_turns_wakes_the_one_whose_turn
 
     async def stand(ticket: Ticket) -> None:
         with line.standing(ticket):
-            await line.turn(ticket)
+            await line.reach_head(ticket)
             while not is_open.is_set():
-                await line.change(ticket)
+                await line.next_change(ticket)
             served.append(ticket)
 
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
@@ -110,9 +110,9 @@ async def test_the_longest_wait_counts_all_the_times_in_line_and_holds_for_the_h
         until = time.monotonic() + seconds
         try:
             with line.standing(ticket):
-                await line.turn(ticket)
+                await line.reach_head(ticket)
                 while time.monotonic() < until:
-                    await line.change(ticket)
+                    await line.next_change(ticket)
         finally:
             left.append(ticket)
 
@@ -132,7 +132,7 @@ async def test_the_longest_wait_holds_behind_a_head_that_stays() -> None:
         ticket = line.ticket()
         async with asyncio.timeout(5):
             with pytest.raises(Overloaded), line.standing(ticket):
-                await line.turn(ticket)
+                await line.reach_head(ticket)
 
 
 async def test_who_leaves_by_an_error_has_not_had_his_turn() -> None:

@@ -1,6 +1,6 @@
 """A busy worker is asked no more often than it has places."""
 
-from blockyard.router.cluster.gate import OFFERED_PLACES, PROBE_SECONDS, REPORT_SECONDS, WorkerGate
+from blockyard.router.cluster.gate import OFFERED_PERMITS, PROBE_SECONDS, REPORT_SECONDS, WorkerGate
 
 
 def test_a_shut_gate_lets_one_through_for_each_place_and_opens_when_nobody_waits() -> None:
@@ -15,11 +15,11 @@ def test_a_shut_gate_lets_one_through_for_each_place_and_opens_when_nobody_waits
     assert not gate.admits(0.0)
     assert gate.admits(PROBE_SECONDS), "a probe comes due by time"
     gate.took_one(PROBE_SECONDS)
-    gate.nobody_waits(PROBE_SECONDS / 2)
+    gate.queue_was_empty(PROBE_SECONDS / 2)
     assert not gate.admits(PROBE_SECONDS), "a report older than the BUSY opens nothing"
-    gate.nobody_waits(PROBE_SECONDS)
+    gate.queue_was_empty(PROBE_SECONDS)
     assert not gate.admits(PROBE_SECONDS), "nor does one that may be older than what was sent last"
-    gate.nobody_waits(PROBE_SECONDS + REPORT_SECONDS)
+    gate.queue_was_empty(PROBE_SECONDS + REPORT_SECONDS)
     assert gate.admits(PROBE_SECONDS)
 
 
@@ -28,15 +28,15 @@ def test_a_long_line_goes_a_few_at_a_time_until_nobody_takes_what_is_offered() -
     gate.shut(0.0)
     now = PROBE_SECONDS
     for _ in range(3):
-        gate.nobody_waits(now)
-        for _ in range(OFFERED_PLACES):
+        gate.queue_was_empty(now)
+        for _ in range(OFFERED_PERMITS):
             assert gate.admits(now)
             gate.took_one(now)
-        gate.nobody_waits(now + REPORT_SECONDS / 2)
+        gate.queue_was_empty(now + REPORT_SECONDS / 2)
         assert not gate.admits(now), "the same report, told again, offers nothing more"
         now += REPORT_SECONDS
-    gate.nobody_waits(now)
-    gate.nobody_waits(now + PROBE_SECONDS)
+    gate.queue_was_empty(now)
+    gate.queue_was_empty(now + PROBE_SECONDS)
     assert not gate.is_shut
 
 

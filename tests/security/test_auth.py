@@ -96,7 +96,7 @@ def test_the_live_pages_own_token_is_a_viewers_beside_the_files_and_stays_when_t
             {"tokens": [], "tenants": {"acme": {"tokens_per_minute": 0}}},
             "tenants: acme: tokens_per_minute must be",
         ),
-        (["hunter2"], "entry 1 is no JSON object"),
+        (["hunter2"], "entry 1 is not a JSON object"),
         ([entry(), entry("b d")], "entry 2: name must be"),
         ([entry(token="hunter2")], r"entry 1 \(ann\) has fields besides"),
         ([entry(token_sha256="hunter2")], r"entry 1 \(ann\): token_sha256 must be 64 digits"),
@@ -104,7 +104,7 @@ def test_the_live_pages_own_token_is_a_viewers_beside_the_files_and_stays_when_t
         ([entry(role=["user"])], r"entry 1 \(ann\): role must be one of"),
         ([entry(tenant="")], r"entry 1 \(ann\): tenant must be"),
         ([entry(tenant=7)], r"entry 1 \(ann\): tenant must be"),
-        ([entry(), entry()], "entry 2: the name 'ann' is taken"),
+        ([entry(), entry()], "entry 2: the name 'ann' is used"),
         ([(same := entry()), {**same, "name": "bob"}], "'bob' has the same token as 'ann'"),
     ],
 )
@@ -328,8 +328,8 @@ def test_a_file_that_cannot_be_used_means_nobody_after_the_grace_until_it_is_men
     assert [
         record.message.rpartition(": ")[2] for record in caplog.records if record.levelname == "ERROR"
     ] == [
-        "its tokens end soon unless it is mended",
-        "no token is good",
+        "its tokens end soon unless the file is repaired",
+        "no token is valid",
     ]
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)

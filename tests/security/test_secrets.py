@@ -85,7 +85,7 @@ def test_a_token_is_printed_once_and_its_entry_added_to_a_file_that_stays_privat
     assert not any(token in path.read_text() for token in tokens)
     again = subprocess.run([*command, "--auth-file", str(path)], capture_output=True, text=True)
     assert again.returncode == 1
-    assert "the name 'bob' is taken" in again.stderr
+    assert "the name 'bob' is used" in again.stderr
     assert "Traceback" not in again.stderr
     assert TokenFile(path).tokens.find(tokens[1]) is not None
 

@@ -55,7 +55,7 @@ async def test_a_cluster_proves_its_secret_by_tls_that_nobody_has_to_set_up(tmp_
 
             async def was_refused() -> bool:
                 (known,) = await client.list_workers()
-                return "another cluster secret" in known.state_reason
+                return "the cluster secret" in known.state_reason
 
             await until(was_refused, seconds=30)
         assert await answer(worker.address, secret=CLUSTER_SECRET) is grpc.StatusCode.OK

@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, chain, split_names, unpack_tokens
+from blockyard.proto.naming.headers import MAX_PRIORITY
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.session_pb2 import EngineSampling, RejectReason, Submit
 from blockyard.worker.engine_types import Continuation, EngineRequest
 from blockyard.worker.sequences.identifiers import BlockName, TenantId
 from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
 
-MAX_PRIORITY = 100
-"""Either sign."""
 MAX_LIST = {
     "stop_token_ids": 64,
     "eos_token_ids": 64,

@@ -1,4 +1,7 @@
-"""Outputs, whole or in pieces, as the choices of either route. Does not own what stands round them (envelope.py)."""
+"""Choices of an answer: outputs, whole or in pieces, in the form of either route.
+
+Does not own the JSON around them (envelope.py).
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +19,14 @@ Piece = Delta | inference_pb2.Output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Says what a client wants to see of each piece."""
+    """Details of a piece that the client wants."""
 
     logprobs: bool
     token_ids: bool
     special_tokens: bool
 
     def rest(self, piece: Piece) -> dict[str, Any]:
-        """Returns what both routes add to a piece."""
+        """Return what both routes add to a piece."""
         return _end(piece) | ({"token_ids": list(piece.token_ids)} if self.token_ids else {})
 
 
@@ -38,7 +41,7 @@ class ChatChoices:
         return {"index": output.index, "message": message, **self._rest(output)}
 
     def piece(self, delta: Delta) -> dict[str, Any]:
-        """The role comes with an output's first one."""
+        """Return a piece as a choice. The first one of an output has the role."""
         said = {"content": delta.text} if delta.text or delta.index not in self._begun else {}
         role = {} if delta.index in self._begun else {"role": "assistant"}
         self._begun.add(delta.index)
@@ -69,7 +72,7 @@ class CompletionChoices:
 
 
 Choices = ChatChoices | CompletionChoices
-"""Of one call."""
+"""Choices of one call."""
 
 
 def choices_of(wanted: Wanted, texts: TokenTexts) -> Choices:
@@ -88,7 +91,7 @@ def shows_special(wanted: Wanted) -> bool:
 
 
 def _end(piece: Piece) -> dict[str, Any]:
-    """Why the output has ended, if it has. `stop_reason` is vLLM's: the stop text or token."""
+    """Return why the output has ended, if it has. `stop_reason` is vLLM's: the stop text or token."""
     finish = piece.finish
     if finish is None:
         return {"finish_reason": None}

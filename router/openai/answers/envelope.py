@@ -1,4 +1,4 @@
-"""What stands round the choices of a call: id, model, time, usage; for a whole answer once, else for each chunk."""
+"""Envelope of the choices: id, model, time and usage, once for a whole answer or in each chunk."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ CHUNK = {"chat": "chat.completion.chunk", "completions": "text_completion"}
 
 
 class Tally:
-    """Counts what has come of one call so far, and keeps the prompts' tokens for a client that wants them."""
+    """Counts the tokens of one call so far, and keeps the prompts' tokens for a client that wants them."""
 
     def __init__(self, outputs_a_prompt: int) -> None:
         self._outputs_a_prompt = outputs_a_prompt
         self._counts: dict[int, tuple[int, int]] = {}
-        """For each prompt: its number of tokens, and how many were cached."""
+        """Number of tokens and of cached tokens, by prompt."""
         self._completion_tokens = 0
         self.prompts: dict[int, Sequence[int]] = {}
         """Token ids, by index of the output."""
@@ -30,13 +30,13 @@ class Tally:
             self.prompts[delta.index] = delta.prompt_token_ids
 
     async def of(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-        """Adds what passes."""
+        """Count the deltas that pass."""
         async for delta in deltas:
             self.add(delta)
             yield delta
 
     def usage(self) -> dict[str, Any]:
-        """A prompt counts once, whatever came of it."""
+        """Return the usage so far. Each prompt counts once, whatever its number of outputs."""
         prompt_tokens = sum(tokens for tokens, _ in self._counts.values())
         return {
             "prompt_tokens": prompt_tokens,
@@ -48,7 +48,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """Of one call."""
+    """Envelope of one call."""
 
     wanted: Wanted
     request_id: str
@@ -64,7 +64,7 @@ class Envelope:
         answering = self.wanted.answering
         chunk = {**self._head(CHUNK), "choices": [choice]}
         if answering.includes_usage:
-            # A stream that will tell its usage says null until then.
+            # A stream that sends its usage at the end has null until then.
             chunk["usage"] = tally.usage() if answering.continuous_usage else None
         if delta.prompt_token_ids:
             return self._with_prompts(chunk, {delta.index: delta.prompt_token_ids})
@@ -74,7 +74,7 @@ class Envelope:
         return {**self._head(CHUNK), "choices": [], "usage": tally.usage()}
 
     def _with_prompts(self, answer: dict[str, Any], prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
-        """With the prompts' tokens where vLLM has them: once for a chat, else in each choice."""
+        """Add the prompts' tokens where vLLM has them: once for a chat, else in each choice."""
         if self.wanted.route == "chat":
             return answer | ({"prompt_token_ids": list(prompts[0])} if 0 in prompts else {})
         for choice in answer["choices"]:

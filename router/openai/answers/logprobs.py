@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's API. Does not own how likely anything is (the engine does)."""
+"""Log-probabilities in the two shapes of OpenAI's API. Does not own their values (the engine)."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from blockyard.proto.v1.inference_pb2 import TokenLogprob, TopLogprob
 from blockyard.router.openai.answers.token_texts import TokenTexts
 
 LEAST_LOGPROB = -9999.0
-"""What OpenAI writes for less: JSON has no infinity."""
+"""OpenAI's value for anything lower: JSON has no infinity."""
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _entry(token: TokenLogprob | TopLogprob, texts: TokenTexts) -> dict[str, Any
 
 
 class CompletionLogprobs:
-    """Of one output, piece by piece: it knows at which character each token begins."""
+    """Log-probabilities of one output, piece by piece. It tracks the character at which each token begins."""
 
     def __init__(self, texts: TokenTexts, *, shows_special: bool) -> None:
         self._texts = texts
@@ -35,7 +35,7 @@ class CompletionLogprobs:
         self._num_chars = 0
 
     def of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Of one whose log-probability is NaN, as of a prompt's first token, null is told."""
+        """Return the entries of these tokens. NaN, as for a prompt's first token, becomes null."""
         return {
             "tokens": [self._texts.of(token.token_id)[0] for token in tokens],
             "token_logprobs": [None if isnan(token.logprob) else _finite(token.logprob) for token in tokens],
@@ -44,7 +44,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
-        """By text. Of two that read the same, as halves of characters do, the likelier."""
+        """Return the top tokens by text. If two have the same text, as parts of characters do, the likelier one
+        stays."""
         top: dict[str, float] = {}
         for other in token.top:
             top.setdefault(self._texts.of(other.token_id)[0], _finite(other.logprob))

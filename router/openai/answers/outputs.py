@@ -1,10 +1,11 @@
-"""All outputs of a call as one stream of deltas: a prompt's n outputs follow those of the prompt before it.
+"""Outputs of a call as one stream of deltas. Their indexes run through the prompts, n for each prompt.
 
-Each prompt is a request of its own, in a task of its own where there are several; the first failure ends them all. Of
-many outputs only so many run at once: the next prompt comes when one has ended, behind all that others have sent by
-then. So a call of many prompts keeps nobody waiting. The first prompt is refused where a limit is reached, and the
-call with it; a later one waits, since work was done for the call by then. Does not own what a request does
-(calls/generating.py).
+Each prompt is a request of its own, and several prompts run in a task each. The first failure ends them all. The number
+of outputs at once is bounded: the next prompt starts when one has ended, behind all newer requests of others. So a call
+of many prompts delays no other call.
+
+If a limit refuses the first prompt, the whole call is refused. A later prompt waits instead, because the call has done
+work by then. Does not own the work of a request (calls/generating.py).
 """
 
 import asyncio
@@ -20,16 +21,16 @@ from blockyard.router.openai.requests.wanted import Wanted
 
 @asynccontextmanager
 async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIterator[AsyncIterator[Delta]]:
-    """Raises what `Calls.deltas` raises, of several in a group."""
+    """Yield the stream of deltas. Raises what `Calls.deltas` raises, in a group for several prompts."""
     if len(wanted.requests) == 1:
         async with calls.deltas(wanted.requests[0], context) as (_, deltas):
             yield deltas
         return
     ready: asyncio.Queue[Delta | None] = asyncio.Queue()
-    places = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
+    permits = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
 
     async def run(request: inference_pb2.GenerateRequest, first_index: int) -> None:
-        async with places, calls.deltas(request, context, waits=first_index > 0) as (_, deltas):
+        async with permits, calls.deltas(request, context, waits=first_index > 0) as (_, deltas):
             async for delta in deltas:
                 delta.index += first_index
                 ready.put_nowait(delta)

@@ -1,7 +1,7 @@
-"""A single token's text and bytes, as log-probabilities show them.
+"""Token texts: a single token's text and bytes, for log-probabilities.
 
-A tokenizer only decodes runs of tokens: some drop the first one's space, and none shows bytes that are no character on
-their own. Owns how both are found out nevertheless. Does not own the text of an output (proto/text.py).
+A tokenizer decodes only runs of tokens. Some drop the first token's space, and none shows bytes that are no character
+on their own. This file works around both. Does not own the text of an output (proto/text.py).
 """
 
 import re
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 REMEMBERED_TOKENS = 16_384
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How sentencepiece spells a byte."""
+"""A byte as sentencepiece spells it."""
 
 
 class TokenTexts:
-    """One for each gateway."""
+    """Texts of tokens, shared by one gateway."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -27,7 +27,7 @@ class TokenTexts:
         self._special = {token_id: str(token) for token_id, token in added.items() if token.special}
         self._byte_of = _byte_alphabet()
         self.of = lru_cache(maxsize=REMEMBERED_TOKENS)(self._of)
-        """Of a token id: its text, and its bytes or None for a special token, which stands for no text."""
+        """Maps a token id to its text, and to its bytes, or None for a special token, which has no text."""
 
     def _of(self, token_id: int) -> tuple[str, bytes | None]:
         if token_id in self._special:
@@ -39,7 +39,7 @@ class TokenTexts:
         spelt = str(self._tokenizer.convert_ids_to_tokens(token_id))
         if match := _BYTE.fullmatch(spelt):
             return bytes.fromhex(match[1])
-        # Behind itself it is not the first one, and keeps its space.
+        # The second of two equal tokens is not the first of the run, so it keeps its space.
         once, twice = self._decoded([token_id]), self._decoded([token_id, token_id])
         text = twice[len(once) :]
         if REPLACEMENT in text and all(character in self._byte_of for character in spelt):
@@ -51,7 +51,7 @@ class TokenTexts:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell each byte (GPT-2): itself where it can be seen, else from U+0100 on."""
+    """Return the byte of each character in byte-level vocabularies (GPT-2): itself if visible, else from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {

@@ -1,4 +1,4 @@
-"""HTTP as the gateway speaks it: connections, bodies, headers, errors, JSON and server-sent events.
+"""HTTP of the gateway: connections, bodies, headers, errors, JSON and server-sent events.
 
-Does not own what a route means (../).
+Does not own the meaning of a route (../).
 """

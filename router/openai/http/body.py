@@ -1,7 +1,8 @@
-"""The body of a request, within bounds, as a JSON object.
+"""Request body: read within bounds and parsed as a JSON object.
 
-Bounds come before what they bound: the length before the bytes, the number of parts before the parser, which makes
-objects of them and would hold the event loop for seconds. Does not own what the fields mean.
+Each bound is checked before the work that it limits: the length before the bytes, the number of parts before the
+parser. The parser would make objects of the parts and block the event loop for seconds. Does not own the fields'
+meaning.
 """
 
 import asyncio
@@ -17,20 +18,20 @@ from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.http.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
 
 BODY_SECONDS = 30.0
-"""For the whole of it."""
+"""Deadline for the whole body."""
 BASE_BYTES = 512 * 1024
-"""For schemas, biases, lists of tokens."""
+"""Room for schemas, biases and lists of tokens."""
 BYTES_PER_TOKEN = 16
-"""Of the context: text with each character escaped, or ids, and some room."""
+"""Bytes per token of the context: text with each character escaped, or ids, with some room."""
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""As gRPC's messages."""
+"""The limit of gRPC's messages."""
 FREE_BYTES = 64 * 1024
-"""Of each body, not charged: an ordinary one is let in however many large ones are on their way."""
+"""Uncharged bytes of each body. An ordinary body is accepted however many large ones are being sent."""
 MAX_PARTS = 20_000
-"""Objects, arrays and fields: a schema of 64 KiB has no more."""
+"""Most objects, arrays and fields. A schema of 64 KiB has no more."""
 BASE_VALUES = 128 * 1024
 VALUES_PER_TOKEN = 2
-"""Of the context. A body of nothing but small numbers would keep the parser five times as long as one of text."""
+"""Values per token of the context. A body of small numbers alone takes the parser five times as long as text."""
 PARTS = (b"[", b"{", b":")
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{:,'))
 
@@ -44,8 +45,10 @@ def max_values(max_model_len: int) -> int:
 
 
 async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int) -> dict[str, Any]:
-    """`charge` grows with the body. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, Overloaded, and
-    UnsupportedMediaType."""
+    """Return the body as a JSON object. `charge` grows with the body.
+
+    Raises InvalidRequest, BodyTooLarge, BodyTooSlow, Overloaded or UnsupportedMediaType.
+    """
     limit_bytes = max_body_bytes(max_model_len)
     check_head(request, limit_bytes)
     try:
@@ -53,13 +56,13 @@ async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int)
             raw = await _read(request, limit_bytes, charge)
         return parse_json(raw, most_values=max_values(max_model_len))
     except TimeoutError:
-        raise BodyTooSlow(f"the body did not come within {BODY_SECONDS:g} s") from None
+        raise BodyTooSlow(f"the body was not complete within {BODY_SECONDS:g} s") from None
     except (ClientPayloadError, HTTPException):
         raise InvalidRequest("the body ends too early") from None
 
 
 def parse_json(raw: bytes, *, most_values: int) -> dict[str, Any]:
-    """Raises InvalidRequest."""
+    """Parse a JSON object. Raises InvalidRequest."""
     _check_parts(raw, most_values)
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
@@ -68,7 +71,7 @@ def parse_json(raw: bytes, *, most_values: int) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError:
-        # Of malformed JSON, and of integers with thousands of digits.
+        # For malformed JSON, and for integers with thousands of digits.
         raise InvalidRequest("the body must be JSON") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -76,7 +79,7 @@ def parse_json(raw: bytes, *, most_values: int) -> dict[str, Any]:
 
 
 def _check_parts(raw: bytes, most_values: int) -> None:
-    # Most bodies have few even with those in their texts.
+    # Most bodies have few such characters, even with those inside strings.
     if sum(map(raw.count, PARTS)) > MAX_PARTS or raw.count(b",") > most_values:
         outside = _outside_strings(raw)
         num_commas = outside.count(b",")
@@ -87,10 +90,11 @@ def _check_parts(raw: bytes, most_values: int) -> None:
 
 
 def _outside_strings(raw: bytes) -> bytes:
-    """Each `[`, `{`, `:` and `,` that is not in a string, found in one pass, whatever the body is. Raises
-    InvalidRequest for a string that does not end.
+    """Return each `[`, `{`, `:` and `,` that is not in a string, in one pass over any input.
 
-    A backslash outside a string is not JSON: the parser stops there, and before it both see the same strings."""
+    Raises InvalidRequest for a string without an end. A backslash outside a string is not JSON: the parser stops there,
+    and up to there both see the same strings.
+    """
     unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     chars = np.frombuffer(unescaped.translate(None, _NO_MARKS), np.uint8)
     is_quote = chars == ord('"')
@@ -101,8 +105,8 @@ def _outside_strings(raw: bytes) -> bytes:
 
 
 def check_head(request: BaseRequest, limit_bytes: int) -> None:
-    # Not for order's sake: a web page elsewhere may send other types without the browser asking first.
-    # aiohttp's own `content_type` takes half a second for 8 KB of parameters.
+    # This matters for security: a web page may send other types without a preflight. aiohttp's own `content_type` takes
+    # half a second for 8 KB of parameters.
     media_type = request.headers.get("Content-Type", "").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise UnsupportedMediaType("Content-Type must be application/json")
@@ -131,4 +135,4 @@ def _refuse_size(limit_bytes: int) -> NoReturn:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -1,4 +1,4 @@
-"""One HTTP request as a call: what its headers say of caller, deadline and id. A CallContext, as gRPC's are."""
+"""HTTP request as a call: the caller, deadline and id in its headers. A CallContext, as gRPC's context is."""
 
 import secrets
 import time
@@ -6,21 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiohttp.web import BaseRequest
+from blockyard.proto.naming.headers import IGNORED, REQUEST_ID, TIMEOUT_SECONDS
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.router.errors import InvalidRequest
 
-REQUEST_ID_KEY = "x-request-id"
-TIMEOUT_KEY = "blockyard-timeout-seconds"
-"""The client's deadline, from the arrival on. OpenAI's API has none."""
-
 
 def call_id(request: BaseRequest) -> str:
-    """The client's X-Request-Id, or one that is drawn. Raises InvalidRequest."""
-    given = request.headers.get(REQUEST_ID_KEY)
+    """Return the client's X-Request-Id, or a random id. Raises InvalidRequest."""
+    given = request.headers.get(REQUEST_ID)
     if given is None:
         return drawn_id()
     if not is_id(given):
-        raise InvalidRequest.of("X-Request-Id", f"must be {NAME_RULE}, not empty")
+        raise InvalidRequest.of(REQUEST_ID, f"must be {NAME_RULE}, not empty")
     return given
 
 
@@ -30,28 +27,28 @@ def drawn_id() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class CallNotes:
-    """Collects what is found out about a call on its way and told with its answer."""
+    """Collects facts about a call for its response."""
 
     request_id: str
     ignored: tuple[str, ...] = ()
-    """Fields of its body that change nothing here."""
+    """Fields of its body that have no effect."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Maps fields of GenerateRequest to the names that the call's body has for them."""
 
 
 def own_headers(notes: CallNotes) -> dict[str, str]:
-    """Of every answer. aiohttp would name itself and its version."""
-    headers = {"Server": "blockyard", "X-Request-Id": notes.request_id}
-    return headers | ({"Blockyard-Ignored": ", ".join(notes.ignored)} if notes.ignored else {})
+    """Return the headers of every response. aiohttp would name itself and its version."""
+    headers = {"Server": "blockyard", REQUEST_ID: notes.request_id}
+    return headers | ({IGNORED: ", ".join(notes.ignored)} if notes.ignored else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCall:
     metadata: tuple[tuple[str, str | bytes], ...]
     deadline: float
-    """On the monotonic clock: one for all prompts of the call."""
+    """On the monotonic clock. One deadline for all prompts of the call."""
     address: str = ""
-    """As gRPC writes it."""
+    """In the form that gRPC has."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self.metadata
@@ -64,8 +61,8 @@ class HttpCall:
 
 
 def http_call(request: BaseRequest, *, default_timeout_seconds: float) -> HttpCall:
-    """Raises InvalidRequest."""
-    written = request.headers.get(TIMEOUT_KEY)
+    """Return the request as a call. Raises InvalidRequest."""
+    written = request.headers.get(TIMEOUT_SECONDS)
     seconds = default_timeout_seconds if written is None else _timeout(written)
     return HttpCall(
         metadata=call_metadata(request), deadline=time.monotonic() + seconds, address=peer_address(request)
@@ -81,7 +78,7 @@ def peer_address(request: BaseRequest) -> str:
 
 
 def call_metadata(request: BaseRequest) -> tuple[tuple[str, str | bytes], ...]:
-    """The headers as gRPC would give them: a value that is no ASCII is bytes, which is no token and no name."""
+    """Return the headers as gRPC would. A value that is not ASCII stays bytes, and is never a valid token or name."""
     return tuple(
         (name.lower(), value if value.isascii() else value.encode("utf-8", "surrogateescape"))
         for name, value in request.headers.items()
@@ -95,5 +92,5 @@ def _timeout(written: str) -> float:
         seconds = -1.0
     # NaN is in no range.
     if not 0 < seconds < float("inf"):
-        raise InvalidRequest.of(TIMEOUT_KEY, "must be a number of seconds above 0")
+        raise InvalidRequest.of(TIMEOUT_SECONDS, "must be a number of seconds above 0")
     return seconds

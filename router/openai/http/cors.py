@@ -1,30 +1,36 @@
-"""Which web pages may call the port from a browser: exactly those that the operator names, and none by default.
+"""CORS: lets web pages of the configured origins call the port from a browser. By default there are none.
 
-A page elsewhere reads no answer, and a browser sends its JSON only after a question (a preflight), which gets a yes for
-a named origin alone. Owns these headers. Does not own who calls: a preflight carries no token, and says nothing else.
+A page of another origin cannot read an answer. A browser sends JSON only after a preflight, which succeeds for a
+configured origin alone. Owns these headers. Does not own authentication: a preflight carries no token.
 """
 
 import re
 from collections.abc import Sequence
 
 from aiohttp.web import BaseRequest, Response
+from blockyard.proto.naming.headers import (
+    IGNORED,
+    RATE_LIMIT,
+    RATE_REMAINING,
+    RATE_RESET,
+    REQUEST_ID,
+    RETRY_AFTER,
+    RETRY_AFTER_MS,
+)
+from blockyard.router.admission.rate_limits import KINDS
 
 MAX_AGE_SECONDS = 600
-"""A browser remembers a yes for so long."""
+"""Time for which a browser may cache a preflight."""
 EXPOSED = (
-    *("X-Request-Id", "Blockyard-Ignored", "Retry-After", "Retry-After-Ms"),
-    *(
-        f"x-ratelimit-{fact}-{kind}"
-        for fact in ("limit", "remaining", "reset")
-        for kind in ("requests", "tokens")
-    ),
+    *(REQUEST_ID, IGNORED, RETRY_AFTER, RETRY_AFTER_MS),
+    *(f"{header}-{kind}" for header in (RATE_LIMIT, RATE_REMAINING, RATE_RESET) for kind in KINDS),
 )
 """Headers of an answer that scripts may read."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?: *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
 def cors_headers(origins: Sequence[str], request: BaseRequest) -> dict[str, str]:
-    """Returns the CORS headers of an answer."""
+    """Return the CORS headers of an answer."""
     if not origins:
         return {}
     headers = {"Vary": "Origin"}
@@ -37,7 +43,7 @@ def cors_headers(origins: Sequence[str], request: BaseRequest) -> dict[str, str]
 
 
 def preflight(origins: Sequence[str], request: BaseRequest) -> Response | None:
-    """The answer to a browser's question whether a page may send a request; None: this is none that gets a yes."""
+    """Return the response to an accepted preflight, or None for any other request."""
     is_question = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
     if not is_question or _allowed_origin(origins, request) is None:
         return None

@@ -1,7 +1,7 @@
-"""The one mapping of errors to HTTP: status, headers and OpenAI's error body. gRPC's codes decide (services/status.py).
+"""Mapping of errors to HTTP: status, headers and OpenAI's error body.
 
-Owns also what only HTTP can get wrong. Messages name fields as the JSON body does, and quote
-no value except a model's name.
+gRPC's codes decide the status (services/status.py). Owns also the errors that only HTTP has. Messages name fields as
+the JSON body does, and quote no value except a model's name.
 """
 
 import re
@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import grpc
+from blockyard.proto.naming.headers import REQUEST_ID, RETRY_AFTER, RETRY_AFTER_MS
 from blockyard.router.errors import RouterError
 from blockyard.router.services.status import code_of
 
@@ -28,22 +29,22 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
     Code.UNAVAILABLE: (503, "server_error"),
     Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-"""Status and type."""
+"""HTTP status and OpenAI's error type."""
 WORTH_RETRYING = frozenset({Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})
-"""Told by x-should-retry, which OpenAI's client obeys: it would else retry every 409 and 5xx, a poison too."""
+"""Sent as x-should-retry. Without it OpenAI's client would retry every 409 and 5xx, also a poison."""
 JSON_NAMES: dict[str, str] = {
     "sampling.include_stop_in_output": "include_stop_str_in_output",
     "sampling.structured_output": "response_format",
     "prompt_token_ids": "prompt",
     "chat.template_kwargs": "chat_template_kwargs",
-    "request_id": "X-Request-Id",
+    "request_id": REQUEST_ID,
 }
-"""Of fields of GenerateRequest, where dropping `sampling.` is not enough."""
+"""JSON names of fields of GenerateRequest, where dropping `sampling.` is not enough."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class HttpRefusal(RouterError):
-    """What no gRPC call can be refused for."""
+    """An error that only HTTP has."""
 
     status: ClassVar[int]
 
@@ -81,13 +82,13 @@ def status_of(error: RouterError) -> int:
 
 
 def error_body(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
-    """`names`: how the client's body calls fields of GenerateRequest."""
+    """Return OpenAI's error body. `names` maps fields of GenerateRequest to the names in the client's body."""
     kind = "invalid_request_error" if isinstance(error, HttpRefusal) else STATUSES[code_of(error)][1]
     message = error.message
     for violation in error.violations:
         message = message.replace(f"{violation.field}:", f"{json_name(violation.field, names)}:")
     for field, name in names.items():
-        # What a message says beside the field that is wrong: "must be at most max_tokens".
+        # A message may also name other fields: "must be at most max_tokens".
         if field.startswith("sampling."):
             message = _renamed(message, field.removeprefix("sampling."), name)
     param = next((json_name(violation.field, names) for violation in error.violations), None)
@@ -103,16 +104,16 @@ def error_headers(error: RouterError) -> dict[str, str]:
     is_worth_it = not isinstance(error, HttpRefusal) and code_of(error) in WORTH_RETRYING
     headers = {"x-should-retry": "true" if is_worth_it else "false"}
     if error.retry_after_seconds is not None:
-        # Whole seconds, rounded up; the other is what OpenAI's clients prefer.
-        headers["Retry-After"] = str(int(-(-error.retry_after_seconds // 1)))
-        headers["Retry-After-Ms"] = str(round(error.retry_after_seconds * 1000))
+        # Whole seconds, rounded up. OpenAI's clients prefer the milliseconds.
+        headers[RETRY_AFTER] = str(int(-(-error.retry_after_seconds // 1)))
+        headers[RETRY_AFTER_MS] = str(round(error.retry_after_seconds * 1000))
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = error.metadata["allow"]
     return headers
 
 
 def json_name(field: str, names: Mapping[str, str] = NO_NAMES) -> str:
-    """What a client of this API calls a field."""
+    """Return the name of a field in this API."""
     for known, name in {**JSON_NAMES, **names}.items():
         if field == known or field.startswith(known + "."):
             return name + field[len(known) :]

@@ -1,4 +1,4 @@
-"""JSON on the wire: how values are written, and whole answers of it."""
+"""JSON responses: how values are encoded, and responses with a JSON body."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from blockyard.router.openai.http.errors import NO_NAMES, error_body, error_head
 
 
 def encoded(value: Any) -> bytes:
-    """Of values of ours: NaN is never among them, nor a lone surrogate."""
+    """Encode our own values, which contain neither NaN nor lone surrogates."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 

@@ -1,8 +1,7 @@
-"""Connections: what is no HTTP is answered in one sentence, and told to no log.
+"""Connections: bounds of their number, their silence, and the size and time of a request's head.
 
-aiohttp itself would quote the client's bytes to him and log them with a traceback. Owns how many connections there may
-be, how long one may be silent, and how large and how slow a request's head may be. Does not own requests
-(openai/routes.py).
+Bytes that are not HTTP get a one-sentence answer and are not logged. aiohttp itself would quote them to the client, and
+log them with a traceback. Does not own requests (openai/routes.py).
 """
 
 import asyncio
@@ -25,13 +24,13 @@ from blockyard.router.openai.http.errors import (
 from blockyard.router.openai.http.json_response import encoded, error_response
 
 IDLE_SECONDS = 75.0
-"""Between requests of a connection."""
+"""Longest silence between two requests of a connection."""
 HEAD_SECONDS = 15.0
-"""For a request's head from its first byte on, and for the first head of a connection from its beginning on."""
+"""Deadline of a request's head, from its first byte. For the first head it counts from the start of the connection."""
 MAX_HEAD_BYTES = 32 * 1024
 RETRY_SECONDS = 5.0
 LINGER_SECONDS = 2.0
-"""The rest of a body that was refused is read for so long, so that the client hears why."""
+"""Time for which the rest of a refused body is read, so that the client receives the answer."""
 MAX_LINE_BYTES = 8190
 MAX_HEADERS = 64
 
@@ -43,15 +42,15 @@ class _Connection(RequestHandler):
         super().__init__(manager, **options)
         self._connections = manager
         self._head_bytes = 0
-        """Of a head that is not complete yet."""
+        """Bytes of a head that is not complete yet."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         most = self._connections.most_connections
         if len(self._connections.connections) > most:
-            told = f"the limit of {most} connections is reached"
-            self._end_with(Overloaded(told, retry_after_seconds=RETRY_SECONDS))
+            message = f"the limit of {most} connections is reached"
+            self._end_with(Overloaded(message, retry_after_seconds=RETRY_SECONDS))
         else:
             self._restart_head_timer()
 
@@ -64,7 +63,7 @@ class _Connection(RequestHandler):
         super().data_received(data)
         if self._request_count != heads_before:
             self._head_bytes = 0
-            # The next head may have begun behind them.
+            # The next head may have begun in the same data.
             self._restart_head_timer()
         elif self._awaits_head and data:
             if not self._head_bytes and self._request_count:
@@ -75,13 +74,16 @@ class _Connection(RequestHandler):
 
     @property
     def _awaits_head(self) -> bool:
-        """Neither a request nor the rest of a body is under way."""
+        """True if neither a request nor the rest of a body is in progress."""
         return self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
 
     @property
     def _is_within_head(self) -> bool:
-        """Of a connection that awaits a head. The parser does not say what it holds. Between requests it skips empty
-        lines; within a head they end it, or break it. So the connection cannot be used after a yes."""
+        """True if part of a head has arrived, on a connection that awaits one.
+
+        The parser does not report what it holds, so this feeds it empty lines. Between requests it skips them. Within a
+        head they end or break it, so the connection cannot be used after True.
+        """
         if self._parser is None:
             return False
         try:
@@ -104,12 +106,12 @@ class _Connection(RequestHandler):
         if not self._awaits_head:
             self._restart_head_timer()
         elif self._head_bytes or (self._request_count and self._is_within_head):
-            self._end_with(HeadTooSlow(f"the head did not come within {HEAD_SECONDS:g} s"))
+            self._end_with(HeadTooSlow(f"the head was not complete within {HEAD_SECONDS:g} s"))
         elif not self._request_count:
-            self.force_close()  # who has said nothing is told nothing
+            self.force_close()  # a client that has sent nothing gets no answer
 
     def _end_with(self, answer: RouterError) -> None:
-        """Answers what is no request yet, and hangs up."""
+        """Answer data that is not a complete request, and close the connection."""
         self._stop_head_timer()
         if self.transport is None:
             return
@@ -129,23 +131,23 @@ class _Connection(RequestHandler):
         message: str | None = None,
     ) -> StreamResponse:
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer is under way already")
+            raise ConnectionError("the answer has begun already")
         answer: RouterError = InternalError("internal error")
         if isinstance(exc, HttpProcessingError):
-            logger.debug("a connection sent what is no HTTP request")
-            answer = MalformedMessage("this is no HTTP request that can be read")
+            logger.debug("a connection sent data that is not an HTTP request")
+            answer = MalformedMessage("this is not a valid HTTP request")
         response = error_response(answer)
         response.headers.update(own_headers(CallNotes(request_id=drawn_id())))
         response.force_close()
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Whatever it says may quote the client: what fails in a handler is logged in calls/gate.py."""
+        """Log the type alone: the text may quote the client. calls/gate.py logs failures of handlers."""
         logger.error("a connection has failed: %s", type(options.get("exc_info")).__name__)
 
 
 class Connections(Server):
-    """The protocol factory of the port. A handler is cancelled when its client goes."""
+    """Protocol factory of the port. A handler is cancelled when its client disconnects."""
 
     def __init__(
         self, handler: Callable[[BaseRequest], Awaitable[StreamResponse]], *, most_connections: int
@@ -163,6 +165,6 @@ class Connections(Server):
             max_field_size=MAX_LINE_BYTES,
             max_headers=MAX_HEADERS,
             access_log=None,
-            # A body that is compressed is refused (body.py), not inflated.
+            # A compressed body is refused (body.py), not inflated.
             auto_decompress=False,
         )

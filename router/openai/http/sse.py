@@ -1,6 +1,6 @@
-"""A stream of server-sent events whose status waits for the first of them: what is refused before gets its own.
+"""Server-sent events: a stream whose status waits for its first event. An error before that gets its own status.
 
-Does not own pace while output comes (generation/output.py), only that of the last events.
+Owns the pace of the last events. Does not own it while output arrives (generation/output.py).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from blockyard.router.openai.http.json_response import encoded
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # For nginx, which would hold the stream back.
+    # For nginx, which would otherwise buffer the stream.
     "X-Accel-Buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
@@ -27,7 +27,7 @@ class EventStream:
         slow_reader_seconds: float,
         headed: Callable[[StreamResponse], None] = lambda response: None,
     ) -> None:
-        """`headed` adds the headers that are known when it begins."""
+        """`headed` adds the headers that are known when the stream begins."""
         self._request = request
         self._headed = headed
         self._slow_reader_seconds = slow_reader_seconds
@@ -38,14 +38,15 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, value: dict[str, Any]) -> None:
-        """Waits while the client takes nothing."""
+        """Send one event. Waits while the client does not read."""
         if not self.has_begun:
             self._headed(self.response)
             await self.response.prepare(self._request)
         await self.response.write(b"data: " + encoded(value) + b"\n\n")
 
     async def end(self, *last: dict[str, Any], is_whole: bool) -> None:
-        """With these events, and the mark of a whole stream. Raises TimeoutError for a client that takes nothing."""
+        """Send these events and, if the stream `is_whole`, its end mark. Raises TimeoutError for a client that does not
+        read."""
         async with asyncio.timeout(self._slow_reader_seconds):
             for value in last:
                 await self.send(value)
@@ -54,6 +55,6 @@ class EventStream:
             await self.response.write_eof()
 
     def cut_off(self) -> None:
-        """What waits for the client is dropped."""
+        """Drop what waits for the client, and close the connection."""
         if self._request.transport is not None:
             self._request.transport.abort()

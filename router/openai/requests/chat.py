@@ -1,4 +1,7 @@
-"""The body of /v1/chat/completions as a GenerateRequest. Text alone: parts of any other kind are refused by name."""
+"""Chat requests: the body of /v1/chat/completions as a GenerateRequest.
+
+Content of any kind but text is refused by name.
+"""
 
 from typing import Any
 
@@ -28,12 +31,12 @@ NAMES = {
     "sampling.logprobs": "top_logprobs",
 }
 ROLES = {"developer": "system"}
-"""Of those that are called otherwise in the contract."""
+"""Roles with another name in the contract."""
 NO_ROLES = ("tool", "function")
 
 
 def chat_wanted(body: Body) -> Wanted:
-    """Raises InvalidRequest, Unsupported."""
+    """Return the checked request. Raises InvalidRequest or Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body)
     wishes = answering(body)
@@ -45,7 +48,7 @@ def chat_wanted(body: Body) -> Wanted:
 
 
 def chat_of(body: Body) -> inference_pb2.Chat:
-    """The messages, and how they become a prompt. Raises InvalidRequest, Unsupported."""
+    """Return the messages and the options of their template. Raises InvalidRequest or Unsupported."""
     messages = given(body, "messages", CHAT_FIELDS["messages"])
     if messages is None:
         raise InvalidRequest.of("messages", "must be a list with at least one message")
@@ -86,7 +89,7 @@ def _read_messages(name: str, messages: list[Any]) -> list[inference_pb2.ChatMes
 def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     message = mapping(path, value)
     for name in sorted(message.keys() - {"role", "content", "name"}):
-        # Calls of tools, audio. None stands for nothing, and clients send back what they were given.
+        # Tool calls or audio. Clients may send back an answer with empty values of them.
         if message[name] not in (None, [], {}):
             raise (
                 unsupported(f"{path}.{name}")
@@ -134,7 +137,7 @@ _MESSAGE = {
     "required": ["role", "content"],
 }
 CHAT_OPTIONS: Fields = {"add_generation_prompt": boolean, "continue_final_message": boolean}
-"""Fields that are called the same in Chat."""
+"""Fields with the same name in Chat."""
 CHAT_FIELDS: Fields = {
     "messages": items.then(_read_messages, items=_MESSAGE, minItems=1, maxItems=MAX_MESSAGES),
     "chat_template_kwargs": mapping.then(json_text).said(
@@ -147,7 +150,7 @@ FIELDS: Fields = {
     **SHARED,
     "max_completion_tokens": integer(POSITIVE).said("OpenAI's newer name of max_tokens."),
     "logprobs": boolean.said("Log-probabilities of each sampled token. Default false."),
-    "top_logprobs": integer((0, 20)).said("With logprobs: of so many likeliest tokens too."),
+    "top_logprobs": integer((0, 20)).said("With logprobs: also those of this many top tokens."),
     **STREAM_FIELDS,
     **UNSUPPORTED,
 }

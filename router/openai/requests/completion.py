@@ -1,4 +1,7 @@
-"""The body of /v1/completions as GenerateRequests, one for each of its prompts: texts or lists of token ids."""
+"""Completion requests: the body of /v1/completions as GenerateRequests, one per prompt.
+
+A prompt is text or token ids.
+"""
 
 from typing import Any
 
@@ -23,15 +26,16 @@ from blockyard.router.openai.requests.wanted import STREAM_FIELDS, Wanted, answe
 
 NAMES = {"input": "prompt", "sampling.prompt_logprobs": "logprobs"}
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, of this route."""
+"""OpenAI's default for this route."""
 MAX_PROMPTS = 64
-"""Of one call. Each is charged, placed and counted like a call of its own."""
+"""Most prompts of one call. Each is charged, placed and counted like a call of its own."""
 MAX_FANOUT_BYTES = 5 * 1024 * 1024
-"""Of all other fields, copied for each prompt before anything is admitted: 64 of the largest schemas, and some room."""
+"""Bound on all other fields together, which are copied for each prompt before admission. Room for 64 of the largest
+schemas."""
 
 
 def completion_wanted(body: Body) -> Wanted:
-    """Raises InvalidRequest, Unsupported."""
+    """Return the checked requests. Raises InvalidRequest or Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body, but=("echo",))
     wishes = answering(body)
@@ -51,11 +55,11 @@ def completion_wanted(body: Body) -> Wanted:
 
 
 def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:
-    """Asks for what shows the prompt. Raises InvalidRequest."""
+    """Request what an echo needs. Raises InvalidRequest."""
     sampling = template.sampling
     echo = Echo(only_prompt=not sampling.max_tokens, shows_token_ids=template.return_prompt_token_ids)
     if sampling.HasField("logprobs"):
-        # The engine tells them with the first output alone.
+        # The engine sends them with the first output alone.
         if num_outputs(template) > 1:
             raise InvalidRequest.of("n", "must be 1 with echo and logprobs")
         sampling.prompt_logprobs = sampling.logprobs

@@ -1,6 +1,6 @@
-"""Puts the prompt before its outputs where a completion asks for it (`echo`): its text, and how likely it was.
+"""Echo: puts the prompt's text and log-probabilities before its outputs, if a completion asks for it (`echo`).
 
-Changes deltas on their way from the engine to their choices. Does not own how likely anything is (the engine does).
+Changes deltas between the engine and their choices. Does not own the log-probabilities (the engine).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,9 +18,9 @@ class Echo:
     """How a call wants its prompts back."""
 
     only_prompt: bool
-    """`max_tokens` was 0. The engine makes one token nevertheless, and nobody sees it."""
+    """`max_tokens` was 0. The engine still makes one token, which is dropped."""
     shows_token_ids: bool
-    """The client asked for the prompt's tokens, beside us."""
+    """The client itself asked for the prompt's tokens."""
 
 
 async def echoed(
@@ -30,7 +30,8 @@ async def echoed(
     outputs_a_prompt: int,
     text_of: TextOf,
 ) -> AsyncIterator[Delta]:
-    """`prompts`: texts as the client sent them; of None the text is that of its tokens."""
+    """Yield the deltas with their prompts. `prompts` are the client's texts; None stands for the text of the prompt's
+    tokens."""
     async for delta in deltas:
         if echo.only_prompt:
             _drop_output(delta)

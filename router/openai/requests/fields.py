@@ -1,8 +1,7 @@
-"""Values of a JSON object by the type that a field must have. null is the same as leaving a field out.
+"""Fields of a JSON object, checked by type. null is the same as an absent field.
 
-A kind makes the check and has the JSON schema that stands for it in the API's document (openai/openapi.py): a field is
-described once. Owns types alone: ranges are checked where gRPC's are (request/sampling_checks.py,
-request/validation.py).
+A kind has the check and the JSON schema for the API's document (openai/openapi.py), so each field is described once.
+Owns types alone. Ranges are checked as for gRPC (request/sampling_checks.py, request/validation.py).
 """
 
 import json
@@ -25,14 +24,14 @@ Other = TypeVar("Other")
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[Value]):
     check: Callable[[str, Any], Value]
-    """Takes a field's name and its value; raises InvalidRequest."""
+    """Takes a field's name and value. Raises InvalidRequest."""
     schema: Mapping[str, Any]
 
     def __call__(self, name: str, value: Any) -> Value:
         return self.check(name, value)
 
     def then(self, check: Callable[[str, Value], Other], **schema: Any) -> "Kind[Other]":
-        """Checks what this one has let through; `schema` has what else is said of it."""
+        """Return a kind that checks further what this one accepts. `schema` adds to its JSON schema."""
         return Kind(lambda name, value: check(name, self.check(name, value)), {**self.schema, **schema})
 
     def said(self, description: str) -> "Kind[Value]":
@@ -40,11 +39,11 @@ class Kind(Generic[Value]):
 
 
 Fields = Mapping[str, Kind[Any]]
-"""Of a body, by name."""
+"""Fields of a body, by name."""
 
 
 def given(body: Body, name: str, kind: Kind[Value]) -> Value | None:
-    """None where it is absent."""
+    """Return a field's checked value, or None if it is absent."""
     value = body.get(name)
     return None if value is None else kind(name, value)
 
@@ -61,7 +60,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise InvalidRequest.of(name, "must be a number that is not as large") from None
+        raise InvalidRequest.of(name, "must be a smaller number") from None
 
 
 def integer(bounds: tuple[int, int]) -> Kind[int]:
@@ -80,7 +79,7 @@ def integer(bounds: tuple[int, int]) -> Kind[int]:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequest.of(name, "must be a string")
-    # JSON may spell half of a surrogate pair, which is no character and has no UTF-8.
+    # JSON can spell a lone surrogate, which is not a character and has no UTF-8.
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -89,7 +88,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def json_text(name: str, value: Any) -> str:
-    """The value as JSON."""
+    """Return the value as JSON."""
     try:
         return text(name, json.dumps(value, ensure_ascii=False))
     except RecursionError:
@@ -103,7 +102,7 @@ def _texts(name: str, value: Any) -> list[str]:
 def _token_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list):
         raise InvalidRequest.of(name, "must be a list of token ids")
-    # Three passes in C: a list may have hundreds of thousands.
+    # Three passes in C: a list may have hundreds of thousands of elements.
     if set(map(type, value)) - {int} or (value and not UINT32[0] <= min(value) <= max(value) <= UINT32[1]):
         raise InvalidRequest.of(name, "must be a list of token ids")
     return value
@@ -125,30 +124,30 @@ boolean = Kind(_boolean, {"type": "boolean"})
 number = Kind(_number, {"type": "number"})
 text = Kind(_text, {"type": "string"})
 texts = Kind(_texts, {"type": ["string", "array"], "items": text.schema})
-"""One or a list of them."""
+"""One text, or a list of them."""
 token_ids = Kind(_token_ids, {"type": "array", "items": integer(UINT32).schema})
 mapping = Kind(_mapping, {"type": "object"})
 items = Kind(_items, {"type": "array"})
 
 
 def refuse_others(body: Body, known: Iterable[str], *, inside: str = "") -> None:
-    """Raises InvalidRequest for a field that nothing here knows: it would else be dropped without a word."""
+    """Raise InvalidRequest for an unknown field, which would otherwise be dropped silently."""
     others = body.keys() - known
     for name in sorted(others):
-        # What is no name may be any text of the client's: not repeated.
-        told = inside + name if is_id(name) else inside + "(a field)"
-        raise InvalidRequest.of(told, "is not known here")
+        # Anything but a valid name may be any text of the client, so it is not repeated.
+        shown = inside + name if is_id(name) else inside + "(a field)"
+        raise InvalidRequest.of(shown, "is not known here")
 
 
 def object_schema(fields: Fields, *, required: Iterable[str] = ()) -> dict[str, Any]:
-    """Of an object that has these fields and no other."""
+    """Return the schema of an object with these fields and no others."""
     properties = {name: _or_null(kind.schema, required=name in required) for name, kind in fields.items()}
     closed = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**closed, "required": sorted(required)} if required else closed
 
 
 def _or_null(schema: Mapping[str, Any], *, required: bool) -> dict[str, Any]:
-    """null is the same as leaving a field out."""
+    """Allow null, which is the same as an absent field."""
     if required:
         return dict(schema)
     kinds = schema.get("type")

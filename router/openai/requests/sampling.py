@@ -1,7 +1,7 @@
-"""Sampling parameters of both routes, from JSON into SamplingParams, and what else any request may say.
+"""Sampling fields of both routes, from JSON to SamplingParams, and other fields that any request may have.
 
-OpenAI's names first, then ours and vLLM's, which its client sends by `extra_body`. Owns types and names; ranges are
-checked where gRPC's are.
+OpenAI's names come first, then ours and vLLM's, which its client sends by `extra_body`. Owns types and names. Ranges
+are checked as for gRPC.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ POSITIVE = (1, UINT32[1])
 
 
 def _counted(name: str, kind: Kind[Value]) -> Kind[Value]:
-    """Counts what is in a field before anybody looks through it: a body has room for a million."""
+    """Return a kind that checks the number of elements first: a body may have a million."""
 
     def checked(name: str, value: Any) -> Value:
         if isinstance(value, list | dict) and len(value) > COUNTS[name]:
@@ -73,12 +73,12 @@ SCALARS: Fields = {
     "length_penalty": number,
     "skip_special_tokens": boolean,
 }
-"""Fields that are called the same in SamplingParams."""
+"""Fields with the same name in SamplingParams."""
 LISTS: Fields = {
     **{name: _counted(name, texts) for name in ("stop", "bad_words")},
     **{name: _counted(name, token_ids) for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids")},
 }
-"""The same, repeated."""
+"""Repeated fields with the same name."""
 REQUEST_SCALARS: Fields = {
     "model": text.said("Absent: the cluster's model."),
     "priority": integer(INT32),
@@ -87,7 +87,7 @@ REQUEST_SCALARS: Fields = {
     "public_prefix": boolean,
     "truncate_prompt_tokens": integer(INT32),
 }
-"""The same, of GenerateRequest."""
+"""Fields with the same name in GenerateRequest."""
 LOGIT_BIAS = _counted("logit_bias", mapping).then(
     _read_biases,
     propertyNames={"pattern": "^[0-9]{1,10}$"},
@@ -96,7 +96,9 @@ LOGIT_BIAS = _counted("logit_bias", mapping).then(
 STOP_SHOWN = boolean.said(
     "Whether a stop string, or the text of a stop token, ends the text that is returned. Default false."
 )
-RETURN_TOKEN_IDS = boolean.said("Whether the tokens of prompt and outputs are told as well. Default false.")
+RETURN_TOKEN_IDS = boolean.said(
+    "Whether the answer has the token ids of prompt and outputs too. Default false."
+)
 SHARED: Fields = {
     **SCALARS,
     **LISTS,
@@ -106,11 +108,11 @@ SHARED: Fields = {
     "include_stop_str_in_output": STOP_SHOWN,
     "return_token_ids": RETURN_TOKEN_IDS,
 }
-"""Both routes take these fields; streams and log-probabilities are read elsewhere."""
+"""Fields of both routes. Streaming and log-probabilities are read elsewhere."""
 
 
 def generate_request(body: Body) -> inference_pb2.GenerateRequest:
-    """All but the prompt and the log-probabilities. Raises InvalidRequest."""
+    """Return a request without its prompt and log-probabilities. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest(sampling=_sampling(body))
     for name, kind in REQUEST_SCALARS.items():
         value = given(body, name, kind)
@@ -143,7 +145,7 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
 
 
 def _token_id(written: str) -> int:
-    """JSON's keys are strings."""
+    """Parse a key: JSON's keys are strings."""
     if not (written.isascii() and written.isdigit()) or len(written) > 10 or int(written) > UINT32[1]:
         raise InvalidRequest.of("logit_bias", "each key must be a token id")
     return int(written)

@@ -1,6 +1,6 @@
-"""Reads what an output must follow, in OpenAI's words, vLLM's and ours, as one StructuredOutput.
+"""Structured output fields: reads OpenAI's, vLLM's and our names as one StructuredOutput.
 
-Owns the names and shapes of fields. Does not own whether a schema or an expression can be followed
+Owns the names and shapes of fields. Does not own whether a schema or an expression can be used
 (request/structured_output.py, the worker).
 """
 
@@ -27,11 +27,11 @@ from blockyard.router.request.structured_output import MAX_REGEX_BYTES
 StructuredOutput = inference_pb2.StructuredOutput
 MAX_CHOICES = 1024
 _ESCAPED = str.maketrans({character: f"\\{character}" for character in r"\.+*?()|[]{}^$#&~/-"})
-"""Characters that mean something else in an expression."""
+"""Characters with a special meaning in a regular expression."""
 
 
 def given_structure(body: Body) -> StructuredOutput | None:
-    """Raises InvalidRequest, also for more than one; Unsupported."""
+    """Return the structure that the body asks for. Raises InvalidRequest, also for more than one, or Unsupported."""
     found = {
         name: message for name, kind in STRUCTURES.items() if (message := given(body, name, kind)) is not None
     }
@@ -48,7 +48,7 @@ def _read_response_format(name: str, asked: Body) -> StructuredOutput | None:
         case "json_object":
             return StructuredOutput(json_object=True)
         case "json_schema":
-            # Its `name`, `description` and `strict` change nothing: an output always follows the schema.
+            # Its `name`, `description` and `strict` have no effect: an output always follows the schema.
             inner = mapping(f"{name}.json_schema", asked.get("json_schema"))
             return _read_schema(f"{name}.json_schema.schema", inner.get("schema"))
         case _:
@@ -56,7 +56,7 @@ def _read_response_format(name: str, asked: Body) -> StructuredOutput | None:
 
 
 def _read_schema(name: str, value: Any) -> StructuredOutput:
-    """A string is taken for JSON already."""
+    """Read a schema. A string is taken as JSON text."""
     if isinstance(value, str):
         return StructuredOutput(json_schema=text(name, value))
     if not isinstance(value, dict | bool):
@@ -69,7 +69,7 @@ def _read_regex(name: str, value: str) -> StructuredOutput:
 
 
 def _read_choice(name: str, value: Any) -> StructuredOutput:
-    """One of some texts, exactly."""
+    """Read a list of texts, of which the output is one."""
     choices = items(name, value)
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise InvalidRequest.of(name, f"must have 1 to {MAX_CHOICES} choices")
@@ -86,7 +86,7 @@ def _read_json_object(name: str, value: bool) -> StructuredOutput | None:
 
 
 def _read_structured_outputs(name: str, value: Body) -> StructuredOutput | None:
-    """One of its fields, and options of back ends that are not here."""
+    """Read one of its fields, and ignore options of backends that do not exist here."""
     asked = {key: item for key, item in value.items() if item is not None}
     for key in ("grammar", "structural_tag", "whitespace_pattern"):
         if key in asked:

@@ -1,8 +1,7 @@
-"""Refuses what OpenAI's API knows and this gateway does not do.
+"""Unsupported fields: refuses what OpenAI's API has and this gateway does not do.
 
-A hint changes no token of an answer: it is ignored, and the answer's headers name it. All else is refused by name,
-unless its value asks for nothing. A field that was dropped without a word would answer another question than the
-client's.
+A hint that changes no token is ignored, and a header of the answer names it. Any other field is refused by name, unless
+its value asks for nothing. Dropping it silently would answer another question than the client's.
 """
 
 from collections.abc import Collection
@@ -18,7 +17,7 @@ HINTS: Fields = {
     **dict.fromkeys(("store", "parallel_tool_calls"), boolean),
     **dict.fromkeys(("metadata", "prediction"), mapping),
 }
-"""Checked and ignored. Who calls is said by the token, `session_id` and `cache_salt` guide the cache."""
+"""Checked and ignored. The token names the caller. `session_id` and `cache_salt` steer the cache."""
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (),
@@ -35,7 +34,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-"""Values that ask for nothing, by field; null always does."""
+"""Values that ask for nothing, by field. null always does."""
 UNSUPPORTED: Fields = {
     **{name: kind.said("Ignored: it changes no token.") for name, kind in HINTS.items()},
     **{
@@ -47,12 +46,12 @@ UNSUPPORTED: Fields = {
 
 
 def refuse_unsupported(body: Body, *, but: Collection[str] = ()) -> None:
-    """Raises Unsupported for the first field, `but` for those that a route does."""
+    """Raise Unsupported for the first such field. `but` are fields that the route supports."""
     for name, harmless in REFUSED.items():
         if name in but:
             continue
         value = body.get(name)
-        # By type too: Python takes 0 for False and 1 for True.
+        # By type too: in Python 0 equals False and 1 equals True.
         if value is None or any(type(value) is type(other) and value == other for other in harmless):
             continue
         if name == "best_of" and type(value) is int and value == (body.get("n") or 1):
@@ -61,7 +60,7 @@ def refuse_unsupported(body: Body, *, but: Collection[str] = ()) -> None:
 
 
 def ignored_hints(body: Body) -> tuple[str, ...]:
-    """The hints that a body has. Raises InvalidRequest for one of a wrong type."""
+    """Return the hints of a body. Raises InvalidRequest for a hint of the wrong type."""
     hints = tuple(name for name in sorted(HINTS) if body.get(name) is not None)
     for name in hints:
         HINTS[name](name, body[name])

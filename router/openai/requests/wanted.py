@@ -1,4 +1,4 @@
-"""What a client of either route has asked for, checked as far as JSON goes."""
+"""Checked JSON requests of either route: the engine's requests and the form of the answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,27 +34,27 @@ STREAM_FIELDS: Fields = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
-    """How a call is to be answered, whatever it asks."""
+    """Form of the answer."""
 
     streams: bool
     includes_usage: bool
-    """At the end of a stream, in a chunk of its own."""
+    """Usage at the end of a stream, in a chunk of its own."""
     continuous_usage: bool
-    """In every chunk, of the call so far. Only with `includes_usage`, as in vLLM."""
+    """Usage of the call so far, in every chunk. Only with `includes_usage`, as in vLLM."""
     ignored: tuple[str, ...]
-    """Hints that change nothing here."""
+    """Hints that have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     route: Route
     requests: tuple[inference_pb2.GenerateRequest, ...]
-    """One for each prompt; they differ in nothing else."""
+    """One per prompt. They differ in nothing else."""
     answering: Answering
     echo: Echo | None = None
     """None: outputs alone."""
     names: Mapping[str, str]
-    """What this body calls a field of GenerateRequest, where another may call it otherwise."""
+    """This body's names of fields of GenerateRequest, where several names are possible."""
 
     @property
     def outputs_a_prompt(self) -> int:
@@ -62,19 +62,19 @@ class Wanted:
 
     @property
     def sequences_a_prompt(self) -> int:
-        """At least 1; what is not allowed is refused later."""
+        """Return the sequences per prompt, at least 1. Invalid values are refused later."""
         return max(num_outputs(self.requests[0]), self.requests[0].sampling.beam_width, 1)
 
     @property
     def shows_token_ids(self) -> bool:
-        """An echo takes them for itself."""
+        """Return whether the client wants the prompt's tokens. An echo needs them too."""
         if self.echo is not None:
             return self.echo.shows_token_ids
         return self.requests[0].return_prompt_token_ids
 
     @property
     def prompts(self) -> list[str | None]:
-        """Their texts as they were sent; None for tokens, and for what may have been truncated."""
+        """Return the prompts' texts as sent. None for tokens, and for text that may have been truncated."""
         return [
             request.prompt
             if request.WhichOneof("input") == "prompt" and not request.HasField("truncate_prompt_tokens")
@@ -83,24 +83,24 @@ class Wanted:
         ]
 
     def named(self, request_id: str) -> None:
-        """Gives the requests their ids: the call's, and a number behind it where there are several."""
+        """Set the request ids: the call's id, with a number appended if there are several."""
         for number, request in enumerate(self.requests):
             request.request_id = request_id if len(self.requests) == 1 else f"{request_id}-{number}"
 
 
 def field_names(body: Body, names: Mapping[str, str]) -> Mapping[str, str]:
-    """By field of GenerateRequest; `names`: those that the route's body may have for it. Only what is there counts."""
+    """Return names by field of GenerateRequest. `names` are the possible ones, and those in the body count."""
     given = {field: name for field, name in names.items() if body.get(name) is not None}
     structures = [name for name in STRUCTURES if body.get(name) is not None]
     return given | ({"sampling.structured_output": structures[-1]} if structures else {})
 
 
 def answering(body: Body) -> Answering:
-    """Raises InvalidRequest."""
+    """Return the form of the answer. Raises InvalidRequest."""
     streams = bool(given(body, "stream", STREAM_FIELDS["stream"]))
     options = given(body, "stream_options", STREAM_FIELDS["stream_options"]) or {}
     if options and not streams:
-        raise InvalidRequest.of("stream_options", "is for streams")
+        raise InvalidRequest.of("stream_options", "needs stream to be true")
     refuse_others(options, STREAM_OPTIONS, inside="stream_options.")
     wished = {name: bool(given(options, name, kind)) for name, kind in STREAM_OPTIONS.items()}
     return Answering(
