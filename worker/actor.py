@@ -19,6 +19,7 @@ from blockyard.proto.naming.model_files import resolve_tokenizer
 from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.sigterm import end_at_sigterm
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.metrics import worker_source
 from blockyard.worker.startup.openmp import bound_spinning
@@ -52,8 +53,9 @@ class WorkerActor:
         self._server: WorkerServer | None = None
         """None until its libraries have been imported."""
         self._started: StartedWorker | None = None
+        self._starts = BackgroundTasks(on_failure=None)
         self._starting: asyncio.Task[StartedWorker] | None = None
-        self._reporting: asyncio.Task[None] | None = None
+        self._reports = BackgroundTasks()
         self._serving = ExitStack()
 
     def __repr__(self) -> str:
@@ -70,7 +72,7 @@ class WorkerActor:
     async def start(self) -> StartedWorker:
         """Idempotent: a supervisor that adopts a running worker asks again."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+            self._starting = self._starts.start(self._start(), name="start")
         return await asyncio.shield(self._starting)
 
     async def until_stopped(self) -> None:
@@ -86,10 +88,10 @@ class WorkerActor:
 
     async def stop(self, grace_seconds: float) -> None:
         """Drains, and says goodbye to routers and index; the caller ends the actor."""
-        if self._reporting is not None:
-            self._reporting.cancel()
+        await self._reports.aclose()
         if self._server is not None:
             await self._server.stop(grace_seconds)
+        await self._starts.aclose()
         self._serving.close()
 
     async def _start(self) -> StartedWorker:
@@ -103,7 +105,8 @@ class WorkerActor:
         configure_logging(log, worker_id=worker_id, incarnation=self._server.incarnation)
         address = await self._server.start()
         self._serving.enter_context(spared_by_garbage_collection())
-        self._reporting = asyncio.create_task(keep_reporting(worker_source(self._config), self._server.stats))
+        reporting = keep_reporting(worker_source(self._config), self._server.stats)
+        self._reports.start(reporting, name="metrics")
         self._started = StartedWorker(
             address=address,
             pid=os.getpid(),

@@ -7,17 +7,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.metrics.readings import Readings
 from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.cluster_identity import record_proof
 from blockyard.proto.security.loopback import is_loopback
 from blockyard.proto.security.tls import listen, session_server_credentials
@@ -94,7 +93,7 @@ class WorkerServer:
         self._server: grpc.aio.Server
         self._grammars: GrammarCompiler | None = None
         self._publisher: IndexPublisher | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks(self._fail)
 
     async def start(self) -> str:
         """Loads the model and serves; the address "host:port" under which routers reach it.
@@ -189,23 +188,16 @@ class WorkerServer:
             self._service.on_changes = self._publish
             self._service.index_part = self._index_part
             self._administration.index = self._publisher
-            self._run(self._publisher.run(), "index publisher")
+            self._tasks.start(self._publisher.run(), name="index publisher")
         if self.config.pool_map_path is not None:
-            self._run(self._write_pool_map(Path(self.config.pool_map_path)), "pool map")
-        self._run(self._log_load(), "load log")
-        self._run(self._watch_engine(), "engine watch")
+            self._tasks.start(self._write_pool_map(Path(self.config.pool_map_path)), name="pool map")
+        self._tasks.start(self._log_load(), name="load log")
+        self._tasks.start(self._watch_engine(), name="engine watch")
 
-    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs until `stop`; work that fails by a defect fails the worker, rather than leaving it half alive."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.critical("a defect ends the %s", name, exc_info=error)
-                self.failed.set()
-
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(ended)
-        self._tasks.append(task)
+    def _fail(self, task_name: str, error: BaseException) -> None:
+        """Fail the whole worker where one of its tasks fails, rather than leave it half alive."""
+        logger.critical("a defect ends the %s", task_name, exc_info=error)
+        self.failed.set()
 
     def _publish(self, result: StepResult) -> None:
         changes = result.changes
@@ -243,9 +235,7 @@ class WorkerServer:
             await self._drain(self.config.grace_seconds if grace_seconds is None else grace_seconds)
         if self._publisher is not None:
             await self._publisher.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.aclose()
         self._service.end_streams()
         await self._server.stop(LAST_WORDS_SECONDS)
         if self._grammars is not None:
@@ -256,15 +246,18 @@ class WorkerServer:
             self._loaded.masks.close()
 
     async def _drain(self, grace_seconds: float) -> None:
-        drained = asyncio.create_task(self._administration.draining.drain_for_good(grace_seconds))
-        failed = asyncio.create_task(self.failed.wait())
-        patience_seconds = grace_seconds + HAND_OVER_SECONDS
-        await asyncio.wait((drained, failed), timeout=patience_seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not drained.done():
-            logger.error("the engine did not let go of its requests: routers will find them lost")
-        for task in (drained, failed):
-            task.cancel()
-        await asyncio.gather(drained, failed, return_exceptions=True)
+        draining = self._administration.draining
+        async with BackgroundTasks() as waits:
+            drained = waits.start(draining.drain_for_good(grace_seconds), name="wait for the drain")
+            failed = waits.start(self.failed.wait(), name="wait for a failure")
+            await asyncio.wait(
+                (drained, failed),
+                timeout=grace_seconds + HAND_OVER_SECONDS,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not drained.done():
+                logger.error("the engine did not let go of its requests: routers will find them lost")
+        await draining.aclose()
         if self._service.has_routers:
             await asyncio.sleep(LINGER_SECONDS)
 

@@ -104,7 +104,7 @@ def test_openmp_threads_spin_briefly_unless_the_environment_says_otherwise(
         name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }
     program = (
-        "import os, sys, blockyard.worker.__main__, blockyard.worker.llm; from blockyard.worker import openmp; "
+        "import os, sys, blockyard.worker.__main__, blockyard.worker.llm; from blockyard.worker.startup import openmp; "
         "openmp.bound_spinning(); print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
     )
     command = [sys.executable, "-c", program]

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Self
 
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import inference_pb2
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError, grammar_of
@@ -101,6 +102,7 @@ class GrammarCompiler:
         self._turns = Turns(self.config.num_processes)
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
         """The least recently used first."""
+        self._tasks = BackgroundTasks(on_failure=None)
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -142,10 +144,7 @@ class GrammarCompiler:
     async def aclose(self) -> None:
         """Ends the process and all that waits. Compiled grammars stay usable."""
         self._is_closed = True
-        tasks = [entry.task for entry in self._entries.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.aclose()
         for seat in self._seats:
             async with seat.lock:
                 await seat.end()
@@ -164,7 +163,7 @@ class GrammarCompiler:
         if self._turns.num_waiting(client) >= max(self.config.max_waiting // 2, 1):
             raise GrammarsBusy(f"{self.config.max_waiting // 2} grammars of this client wait to be compiled")
         turn = self._turns.wait(client)
-        task = asyncio.get_running_loop().create_task(self._compile(grammar, turn))
+        task = self._tasks.start(self._compile(grammar, turn), name="compile a grammar")
         entry = self._entries[grammar] = _Entry(task, turn, grammar.num_bytes)
         self._entries.move_to_end(grammar)
         task.add_done_callback(lambda _: self._settle(grammar, entry))

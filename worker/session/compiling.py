@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.engine_types import EngineRequest
@@ -34,6 +35,7 @@ class Compiling:
     def __init__(self, compile_grammar: CompileGrammar | None) -> None:
         """Without `compile_grammar` every grammar is refused."""
         self._compile_grammar = compile_grammar
+        self._owner = BackgroundTasks()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -54,7 +56,8 @@ class Compiling:
     ) -> None:
         """Calls `then` with the request and its grammar, or `refuse`; neither after a cancel."""
         assert handle not in self._tasks
-        task = self._tasks[handle] = asyncio.create_task(self._run(request, wanted, client, then, refuse))
+        work = self._run(request, wanted, client, then, refuse)
+        task = self._tasks[handle] = self._owner.start(work, name="wait for a grammar")
         task.add_done_callback(lambda _: self._tasks.pop(handle))
 
     def cancel(self, handle: int) -> None:
@@ -68,6 +71,10 @@ class Compiling:
         for handle in waiting:
             self._tasks[handle].cancel()
         return waiting
+
+    async def aclose(self) -> None:
+        """Cancel all that wait, and wait for their end."""
+        await self._owner.aclose()
 
     def afterwards(self, handle: int, call: Callable[[], object]) -> None:
         """Calls at once, or when this one waits no more."""

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.worker.session.session import SessionService
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Draining:
         self._until = math.inf
         self._grace: asyncio.Timeout | None = None
         """While what runs may finish."""
+        self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
         self._moved: asyncio.Future[int | None] | None = None
         """How many requests were handed over; None where it was taken back."""
@@ -78,14 +80,17 @@ class Draining:
         self.on_change(False)
         logger.info("resumed: new requests are taken again")
 
+    async def aclose(self) -> None:
+        """End a drain that still runs. Its waiters wait on: cancel them first."""
+        await self._tasks.aclose()
+
     def _begin(self, until: float) -> "asyncio.Future[int | None]":
         logger.info("draining: nothing new is taken")
         self._until = until
         self._service.set_draining(True)
         self.on_change(True)
         moved: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        # The one task without a group: its life spans calls, and `resume` ends it.
-        self._task = asyncio.create_task(self._run(moved), name="drain")
+        self._task = self._tasks.start(self._run(moved), name="drain")
         return moved
 
     async def _run(self, moved: "asyncio.Future[int | None]") -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 from blockyard.proto.runtime.logs import about
+from blockyard.proto.runtime.tasks import running
 from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
@@ -205,36 +206,31 @@ class SessionService:
         self._links[link] = None
         self._hello.load.CopyFrom(load_message(self._load))
         self._hello.stalled_seconds = self._engine.stalled_seconds
-        reader = asyncio.create_task(self._read(requests, link))
         try:
-            yield ToRouter(hello=self._hello)
-            while not reader.done() and not self._is_closing:
+            async with running(self._read(requests, link), name="session reader") as reader:
+                reader.add_done_callback(lambda _: link.has_news.set())
+                yield ToRouter(hello=self._hello)
+                while not reader.done() and not self._is_closing:
+                    for message in link.take(self._load):
+                        yield message
+                    await self._wait_for_news(link)
                 for message in link.take(self._load):
                     yield message
-                await self._wait_for_news(link, reader)
-            for message in link.take(self._load):
-                yield message
-            if reader.done():
-                await reader
         except _BadMessage as bad:
             # Said here and not by the reader: an abort beside a send under way may never reach the router.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(bad))
         finally:
-            reader.cancel()
             link.compiling.cancel_all()
             self._links.pop(link, None)
             self._engine.call(partial(self._cancel_all, link))
+            await link.compiling.aclose()
 
-    async def _wait_for_news(self, link: Link, reader: asyncio.Task[None]) -> None:
-        """Until something waits for the router, the load has changed, or the router is gone."""
-        news = asyncio.create_task(link.has_news.wait())
-        try:
-            while not news.done() and not reader.done() and self._load == link.outbox.reported:
-                await asyncio.wait(
-                    (news, reader), timeout=LOAD_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            news.cancel()
+    async def _wait_for_news(self, link: Link) -> None:
+        """Wait until something is to be sent, the load has changed, or the router is gone."""
+        while not link.has_news.is_set() and self._load == link.outbox.reported:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOAD_REPORT_SECONDS):
+                    await link.has_news.wait()
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         async for data in requests:
