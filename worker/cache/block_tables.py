@@ -86,7 +86,7 @@ class BlockTables:
 
     def _must_copy_tail(self, sequence: Sequence) -> bool:
         """Whether the block that is written next is half filled and others read it too."""
-        table, index = sequence.block_table, sequence.num_scheduled // self.block_size
+        table, index = sequence.block_table.blocks, sequence.num_scheduled // self.block_size
         if index >= len(table):
             return False
         references = self.pool.references(table[index])
@@ -102,13 +102,13 @@ class BlockTables:
             # The reference passes from the sequence to the copy, which holds it until the step is over.
             self._moves.copies.append((source, destination))
             self._copied[source] += 1
-            sequence.block_table[index] = destination
+            sequence.block_table.replace(index, destination)
         sequence.block_table.extend(blocks)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child holds all that the parent holds, the half-filled tail too."""
         self.pool.share(parent.block_table)
-        child.block_table = list(parent.block_table)
+        child.block_table.assign(parent.block_table)
         child.num_scheduled, child.num_computed = parent.num_scheduled, parent.num_computed
         child.num_named = parent.num_named
         parent.plain_until = 0
@@ -135,7 +135,7 @@ class BlockTables:
         swapped = sequence.swapped
         resumes = self.resumes_from(sequence, hits)
         self.pool.share(hits.blocks)
-        sequence.block_table = list(hits.blocks)
+        sequence.block_table.assign(hits.blocks)
         sequence.num_named = len(hits.blocks)
         sequence.num_scheduled = len(hits.blocks) * self.block_size
         if swapped is not None and resumes:
@@ -157,7 +157,7 @@ class BlockTables:
         slots = tuple(slots)
         blocks = self.pool.allocate(len(slots))
         self._moves.from_host += zip(slots, blocks, strict=True)
-        sequence.block_table += blocks
+        sequence.block_table.extend(blocks)
 
     def note_scheduled(self, sequence: Sequence) -> None:
         """Positions have been scheduled for which all blocks are there: names those that are full by now."""
@@ -174,9 +174,9 @@ class BlockTables:
         if full > known:
             tail = sequence.tokens[known * size : full * size]
             sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
-        owner = self._owner(sequence)
+        owner, table = self._owner(sequence), sequence.block_table
         for index in range(sequence.num_named, full):
-            block, name = sequence.block_table[index], sequence.names[index + 1]
+            block, name = table[index], sequence.names[index + 1]
             is_told = (index + 1) % self._index_stride_blocks == 0
             parent = sequence.names[index] if index else None
             self.cache.assign(block, name, owner, is_told=is_told, parent=parent)
@@ -200,7 +200,7 @@ class BlockTables:
         copy of an earlier one, may have confirmed just the later.
         """
         full = min(sequence.num_computed // self.block_size, sequence.num_named)
-        table = sequence.block_table
+        table = sequence.block_table.blocks
         if full and (computed_from // self.block_size < full or self.cache.is_unconfirmed(table[full - 1])):
             self.cache.confirm_all(table[:full])
 
@@ -223,7 +223,7 @@ class BlockTables:
         holds it confirms it: so a child's name never outlives its parent's."""
         self.cache.retract_unshared(sequence.block_table)
         self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table.clear()
         sequence.num_named = sequence.num_scheduled = sequence.num_computed = sequence.plain_until = 0
 
     def check_plain(self, sequence: Sequence) -> None:

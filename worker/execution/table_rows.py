@@ -1,10 +1,10 @@
 """Block tables as rows of one array: a sequence owns a row from its first step to its end, and a step writes what has
 changed of it, which for a decode is a new block now and then.
 
-Nothing here has to be told about forks, copies or preemptions. A list of blocks changes in place from its last block on
-only: there it grows, and there a half-filled block gives way to a copy. A sequence that starts again has another list.
-Of a plain row, whose list is the one that stood at its place in the step before, not even the length is looked at:
-after a step of many sequences little of what they own is in the CPU's caches.
+Forks, copies and preemptions need no call here: each row keeps the version of the block table that it was written from
+(sequences/block_table.py). Under one version only the last known block and those behind it are written again. A plain
+row whose version stood at the same place in the step before is taken as it is, without a look at its length. After a
+step of many sequences, little of what they own is in the CPU's caches.
 
 Pure bookkeeping in numpy. Shapes: R rows asked for, N rows there are, B blocks of a row.
 """
@@ -26,8 +26,8 @@ FIRST_BLOCKS = 64
 @dataclass(slots=True)
 class _Row:
     number: int
-    table: list[BlockId]
-    """The very list that was written."""
+    version: object
+    """The version of the block table that was written."""
     num_blocks: int
     last_block: BlockId
 
@@ -36,8 +36,8 @@ class _Row:
 class _Gathered:
     """What the last step asked for, row by row."""
 
-    tables: list[list[BlockId] | None] = field(default_factory=list)
-    """None of a sequence that has left since."""
+    versions: list[object | None] = field(default_factory=list)
+    """Versions of the block tables. None where the sequence has left since."""
     places_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
     """Each one's row, and the blocks that are written there."""
 
@@ -63,12 +63,12 @@ class TableRows:
         """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
         means nothing. Each needs a block at least, and no two have one id. Raises ValueError where one has fewer than
         it needs: behind its own lie those of others. `is_plain` is of their rows in the step."""
-        tables: list[list[BlockId] | None] = [sequence.block_table for sequence in sequences]
+        versions: list[object | None] = [sequence.block_table.version for sequence in sequences]
         last, self._last = self._last, _Gathered()
-        places_2R = _widened(last.places_2R, len(tables))
-        stand_as_before = map(and_, map(is_, tables, last.tables), is_plain)
+        places_2R = _widened(last.places_2R, len(versions))
+        stand_as_before = map(and_, map(is_, versions, last.versions), is_plain)
         changed = [index for index, stands in enumerate(stand_as_before) if not stands]
-        changed += range(len(last.tables), len(tables))
+        changed += range(len(last.versions), len(versions))
         if changed:
             known = [self._up_to_date(sequences[index]) for index in changed]
             places_2R[:, changed] = [row.number for row in known], [row.num_blocks for row in known]
@@ -79,7 +79,7 @@ class TableRows:
             raise ValueError(
                 f"row {row_number}: {lengths_R[row_number]} blocks, {needed_R[row_number]} needed"
             )
-        self._last = _Gathered(tables, places_2R)
+        self._last = _Gathered(versions, places_2R)
         num_blocks = int(needed_R.max())
         self._widen(num_blocks)
         tables_RB: npt.NDArray[np.int32] = self._tables_NB[:, :num_blocks][numbers_R]
@@ -89,25 +89,27 @@ class TableRows:
         """Frees the rows of sequences; unknown ones do no harm."""
         freed = [row for sequence_id in ended if (row := self._rows.pop(sequence_id, None)) is not None]
         self._free += [row.number for row in freed]
-        tables = {id(row.table) for row in freed}
-        if tables:
-            self._last.tables = [None if id(table) in tables else table for table in self._last.tables]
+        gone = {id(row.version) for row in freed}
+        if gone:
+            self._last.versions = [
+                None if id(version) in gone else version for version in self._last.versions
+            ]
 
     def _up_to_date(self, sequence: Sequence) -> _Row:
-        table = sequence.block_table
+        version, table = sequence.block_table.version, sequence.block_table.blocks
         known = self._rows.get(sequence.sequence_id)
         if (
             known is not None
-            and known.table is table
+            and known.version is version
             and known.num_blocks == len(table)
             and known.last_block == table[-1]
         ):
             return known
-        first = min(known.num_blocks, len(table)) - 1 if known is not None and known.table is table else 0
+        first = known.num_blocks - 1 if known is not None and known.version is version else 0
         number = self._take_row() if known is None else known.number
         self._widen(len(table))
         self._tables_NB[number, first : len(table)] = table[first:]
-        row = _Row(number, table, len(table), table[-1])
+        row = _Row(number, version, len(table), table[-1])
         self._rows[sequence.sequence_id] = row
         return row
 

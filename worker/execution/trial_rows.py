@@ -1,5 +1,6 @@
 """Rows of steps that serve nobody: those that warm a runner up, and the largest that there can be."""
 
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence, token_array
@@ -44,6 +45,6 @@ def _row(number: int, num_tokens: int, blocks: list[BlockId], sampling: Sampling
         prompt_length=num_tokens,
         sampling=sampling,
         names=[],
-        block_table=blocks,
+        block_table=BlockTable(blocks),
     )
     return ScheduledRow(sequence=sequence, start=0, num_tokens=num_tokens, samples=True)

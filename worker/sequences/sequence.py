@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
-from blockyard.worker.sequences.identifiers import NOBODY, BlockId, BlockName, RequestId, SequenceId, TenantId
+from blockyard.worker.sequences.block_table import BlockTable
+from blockyard.worker.sequences.identifiers import NOBODY, BlockName, RequestId, SequenceId, TenantId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Sequence:
     """What structured output must follow, as the runner knows it."""
 
     state: SequenceState = SequenceState.WAITING
-    block_table: list[BlockId] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
     num_scheduled: int = 0
     num_computed: int = 0
     plain_until: int = 0
