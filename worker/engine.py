@@ -13,20 +13,11 @@ from blockyard.worker.engine_types import Continuation, EngineLoad, EngineReques
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
-from blockyard.worker.scheduling.decode_times import DecodeTimes
+from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_tokens
 from blockyard.worker.sequences.identifiers import RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
-from blockyard.worker.sequences.step_plan import StepPlan
 
-RATE_SMOOTHING = 0.2
-"""Weight of the newest step in what is measured."""
-MIN_MEASURED_PREFILL_TOKENS = 64
-"""A smaller prefill measures the overhead of a step, not the rate."""
-FIRST_CHUNK_TOKENS = 256
-"""Of a prompt beside decodes, before any such step was measured."""
-MIN_CHUNK_TOKENS = 16
-"""Of a prompt beside decodes, however long its step takes: it must get done."""
 MAX_FAILURES_IN_A_ROW = 8
 """Requests whose steps raised, and no step succeeded between: then the device, not they, is what fails. The engine
 ends, and its worker is started afresh."""
@@ -51,7 +42,6 @@ class _Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    decode_tokens_per_second: float = 0.0
 
 
 class EngineFailed(RuntimeError):
@@ -78,23 +68,22 @@ class Engine:
         decodes may take for prompts beside it, as far as earlier steps tell; None leaves it to the token budget.
         `overlap_steps` starts each step during the one before it (execution/steps.py): its tokens come with the next
         `step`."""
-        self.scheduler = Scheduler(config, num_blocks=num_blocks)
-        self.scheduler.rates.swap_blocks_per_second = swap_blocks_per_second
-        if mixed_step_seconds is not None:
-            self.scheduler.prefill_tokens_beside_decodes = FIRST_CHUNK_TOKENS
+        self.mixed_steps = MixedStepController(
+            target_seconds=mixed_step_seconds, max_batched_tokens=config.max_num_batched_tokens
+        )
+        self.mixed_steps.rates.swap_blocks_per_second = swap_blocks_per_second
+        self.scheduler = Scheduler(config, num_blocks=num_blocks, mixed_steps=self.mixed_steps)
         self.pool = self.scheduler.pool
         self.cache = self.scheduler.cache
         self.runner = runner
         self.bytes_per_block = bytes_per_block
         self._ageing_seconds = ageing_seconds
-        self._mixed_step_seconds = mixed_step_seconds
         self._clock = clock
         self.steps = Steps(self.scheduler, runner, overlap=overlap_steps, clock=clock)
         self._requests: dict[RequestId, _Request] = {}
         self._next_request = 0
         self._next_sequence = 0
         self._counters = _Counters()
-        self._decode_times = DecodeTimes(smoothing=RATE_SMOOTHING)
         self._failures_in_a_row = 0
         self._woken = threading.Event()
 
@@ -204,13 +193,13 @@ class Engine:
             self._failures_in_a_row += ended.num_blamed
         else:
             self._failures_in_a_row = 0
-            self._measure(ended.plan, ended.seconds)
+            self.mixed_steps.observe(ended.plan, ended.seconds)
         return [output for update in ended.updates for output in self._outputs(update)]
 
     def _expire(self, now: float) -> list[SequenceOutput]:
         """Ends what is past its deadline, and what waits and cannot meet it, before it costs any prefill."""
         late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
-        rate = self.scheduler.rates.prefill_tokens_per_second
+        rate = self.mixed_steps.rates.prefill_tokens_per_second
         queued_tokens = 0
         for sequence in self.scheduler.waiting if rate else ():
             estimate = (queued_tokens + uncached_tokens(sequence)) / rate
@@ -313,36 +302,6 @@ class Engine:
             for index, beam in enumerate(update.hypotheses)
         ]
 
-    def _measure(self, plan: StepPlan, seconds: float) -> None:
-        prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
-        decodes = sum(row.num_tokens == 1 for row in plan.rows)
-        if seconds <= 0:
-            return
-        counters, rates = self._counters, self.scheduler.rates
-        if prefill >= MIN_MEASURED_PREFILL_TOKENS:
-            rates.prefill_tokens_per_second = _smooth(
-                rates.prefill_tokens_per_second, plan.num_tokens / seconds
-            )
-        elif decodes and not prefill:
-            counters.decode_tokens_per_second = _smooth(counters.decode_tokens_per_second, decodes / seconds)
-            self._decode_times.observe(decodes, seconds)
-        if decodes and prefill:
-            self.scheduler.next_decodes_go_alone = self._decode_times.wants_measuring(decodes)
-            self._limit_prefill(prefill, seconds - self._decode_times.expected(decodes))
-
-    def _limit_prefill(self, prefill: int, seconds: float) -> None:
-        """Follows what prompts beside decodes really took: a chunk costs the more, the more context is before it. By
-        what decodes were expected to take, it may even be less than nothing."""
-        limit = self.scheduler.prefill_tokens_beside_decodes
-        if limit is None or self._mixed_step_seconds is None:
-            return
-        change = self._mixed_step_seconds / max(seconds, 0.1 * self._mixed_step_seconds)
-        if change < 1.0:
-            limit = max(MIN_CHUNK_TOKENS, int(min(limit, prefill) * max(change, 0.5)))
-        elif prefill >= limit // 2:
-            limit = min(self.scheduler.config.max_num_batched_tokens, int(limit * min(change, 1.25)) + 1)
-        self.scheduler.prefill_tokens_beside_decodes = limit
-
     def flush(self) -> tuple[int, int]:
         """Forgets every cached block that no sequence holds: so many on the device, and so many in host memory."""
         host_cache = self.scheduler.host_cache
@@ -353,18 +312,16 @@ class Engine:
 
     def forget_history(self, *, keeps_rates: bool) -> None:
         """What ran so far was a trial and counts for nothing; what it measured may stay."""
-        rate = self._counters.decode_tokens_per_second if keeps_rates else 0.0
-        self._counters = _Counters(decode_tokens_per_second=rate)
+        self._counters = _Counters()
         if not keeps_rates:
-            self._decode_times = DecodeTimes(smoothing=RATE_SMOOTHING)
-            self.scheduler.rates.prefill_tokens_per_second = 0.0
+            self.mixed_steps.forget_measurements()
 
     def seconds_since(self, moment: float) -> float:
         """By the clock that steps go by."""
         return self._clock() - moment
 
     def load(self) -> EngineLoad:
-        counters, rates, host_cache = self._counters, self.scheduler.rates, self.scheduler.host_cache
+        counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -374,7 +331,7 @@ class Engine:
             cached_blocks=self.pool.num_cached,
             used_blocks=self.pool.num_used,
             prefill_tokens_per_second=rates.prefill_tokens_per_second,
-            decode_tokens_per_second=counters.decode_tokens_per_second,
+            decode_tokens_per_second=rates.decode_tokens_per_second,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
@@ -388,7 +345,3 @@ class Engine:
 
 def _is_late(deadline: float | None, now: float) -> bool:
     return deadline is not None and deadline <= now
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if not old else old + RATE_SMOOTHING * (new - old)

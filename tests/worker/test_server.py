@@ -168,7 +168,7 @@ def test_host_memory_becomes_blocks(changes: dict[str, object], swap_blocks: int
     if isinstance(loaded.runner, TorchRunner) and loaded.host_size.num_blocks:
         assert loaded.runner.host_blocks is not None
         assert loaded.runner.host_blocks.num_slots == loaded.host_size.num_blocks
-        assert loaded.engine.scheduler.rates.swap_blocks_per_second > 0
+        assert loaded.engine.scheduler.mixed_steps.rates.swap_blocks_per_second > 0
 
 
 def test_a_gpu_has_4_gib_of_swap_space_unless_the_machine_has_little_memory() -> None:

@@ -9,20 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from blockyard.worker.cache.block_tables import BlockTables
+from blockyard.worker.scheduling.mixed_steps import Rates
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.sequences.step_plan import ScheduledRow
 
 PreemptionMode = Literal["auto", "swap", "recompute"]
-
-
-@dataclass(slots=True)
-class Rates:
-    """Measured by the engine; 0 is unknown."""
-
-    prefill_tokens_per_second: float = 0.0
-    swap_blocks_per_second: float = 0.0
-    """There and back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ from blockyard.worker.scheduling.capacity import (
     spared_blocks,
 )
 from blockyard.worker.scheduling.commit import Outcome, Update
-from blockyard.worker.scheduling.preemption import PreemptionMode, Rates, Victim, choose_victim
+from blockyard.worker.scheduling.mixed_steps import MixedStepController
+from blockyard.worker.scheduling.preemption import PreemptionMode, Victim, choose_victim
 from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.beams import BeamGroup
 from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
@@ -76,8 +77,14 @@ class CapacityError(ValueError):
 class Scheduler:
     """Queues over one pool. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, config: SchedulerConfig, *, num_blocks: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, num_blocks: int, mixed_steps: MixedStepController | None = None
+    ) -> None:
+        """Without `mixed_steps` the token budget alone limits prompts beside decodes, and no rate is measured."""
         self.config = config
+        self.mixed_steps = mixed_steps or MixedStepController(
+            max_batched_tokens=config.max_num_batched_tokens
+        )
         self.pool = BlockPool(num_blocks)
         anywhere = AnywhereNames() if config.host_cache_blocks else None
         self.cache = PrefixCache(self.pool, anywhere=anywhere)
@@ -96,11 +103,6 @@ class Scheduler:
         )
         self._queues = Queues(self.tables)
         self._outcome = Outcome(self._queues, self.tables, max_model_len=config.max_model_len)
-        self.rates = Rates()
-        self.prefill_tokens_beside_decodes: int | None = None
-        """Of one step that also decodes: what keeps decodes from waiting for a long prompt. None: the budget alone."""
-        self.next_decodes_go_alone = False
-        """Whether the next step that decodes takes no prompt, so that it can be measured. `plan` unsets it."""
         self.holds: Callable[[Sequence], bool] | None = None
         """Whether a sequence with a grammar must wait for the mask of its next token. Until then no step has it, so a
         plan may be empty although there is work."""
@@ -209,9 +211,7 @@ class Scheduler:
                 budget -= 1
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
-        if rows and self.prefill_tokens_beside_decodes is not None:
-            budget = min(budget, 0 if self.next_decodes_go_alone else self.prefill_tokens_beside_decodes)
-        self.next_decodes_go_alone = False
+        budget = self.mixed_steps.prefill_budget(budget, has_decodes=bool(rows))
         for sequence, todo in chunks:
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
@@ -257,7 +257,7 @@ class Scheduler:
         end = sequence.num_scheduled + num_tokens
         while (missing := self.tables.missing(sequence, end)) > 0 and missing > self._available(sequence):
             victim = choose_victim(
-                self.running, rows, self.tables, mode=self.config.preemption, rates=self.rates
+                self.running, rows, self.tables, mode=self.config.preemption, rates=self.mixed_steps.rates
             )
             if victim is None:
                 return 0
