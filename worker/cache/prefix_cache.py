@@ -73,7 +73,7 @@ class PrefixCache:
         self._untold: set[BlockId] = set()
         """Blocks whose names the index is not to know."""
         self._num_published = 0
-        self._changes = NetChanges()
+        self._changes = NetChanges[BlockName]()
 
     def __len__(self) -> int:
         """Published names."""
@@ -146,7 +146,7 @@ class PrefixCache:
                     if self._anywhere is not None:
                         self._anywhere.add(name, is_told=is_told)
                     if is_told:
-                        self._changes.store(name)
+                        self._changes.add(name)
 
     def _is_published_beside(self, block: BlockId, name: BlockName) -> bool:
         """Whether a step that has run filled another block with the same."""
@@ -210,7 +210,7 @@ class PrefixCache:
 
     def take_changes(self) -> CacheChanges:
         """What was published and removed since the last call."""
-        stored, removed = self._changes.take()
+        stored, removed = self._changes.take_added(), self._changes.take_removed()
         if self._anywhere is not None:
             return CacheChanges(stored, removed, *self._anywhere.take_changes())
         return CacheChanges(stored, removed) if stored or removed else NO_CHANGES

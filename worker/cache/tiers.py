@@ -15,7 +15,7 @@ class AnywhereNames:
     def __init__(self) -> None:
         self._places: dict[BlockName, int] = {}
         self._untold: set[BlockName] = set()
-        self._changes = NetChanges()
+        self._changes = NetChanges[BlockName]()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -29,7 +29,7 @@ class AnywhereNames:
         if self._places[name] > 1:
             return
         if is_told:
-            self._changes.store(name)
+            self._changes.add(name)
         else:
             self._untold.add(name)
 
@@ -45,4 +45,4 @@ class AnywhereNames:
 
     def take_changes(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:
         """Names that have come (a parent before its children) and gone (a child before its parent)."""
-        return self._changes.take()
+        return self._changes.take_added(), self._changes.take_removed()

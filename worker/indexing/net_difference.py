@@ -5,48 +5,38 @@ see publisher.py.
 """
 
 from collections.abc import Iterable
-from itertools import islice
 
 from blockyard.proto.index.contract import Batch
+from blockyard.worker.cache.net_changes import NetChanges
 
 
-class NetDifference:
-    """What the cache holds, and how that differs from what the index has been told. Pure.
+class NetDifference(NetChanges[bytes]):
+    """The names that the cache holds, and the net changes that the index has not been told of.
 
-    Order is what keeps every batch prefix-closed. Each dict is ordered by a name's *last* change: a parent is
-    stored before its child and goes after it, so `held` and `added` run root-to-leaf, `removed` leaf-to-root.
-    Memory is bounded by the pool: `held` is the cache, `removed` is part of what the index was told.
+    The order of changes keeps every batch prefix-closed. Memory is bounded by the pool: `held` is the cache, and
+    `removed` is part of what the index was told.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.held: dict[bytes, None] = {}
-        self.added: dict[bytes, None] = {}
-        self.removed: dict[bytes, None] = {}
-
-    def __len__(self) -> int:
-        return len(self.added) + len(self.removed)
 
     def record(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Removals first: a step evicts before it reuses. A name both removed and stored ends up held."""
+        """Take the changes of a step, removals first: a step evicts before it reuses.
+
+        A name both removed and stored ends up held. Repeated reports change nothing.
+        """
         for name in removed:
             if name in self.held:
                 del self.held[name]
-                _change(name, todo=self.removed, undone=self.added)
+                self.remove(name)
         for name in stored:
             if name not in self.held:
                 self.held[name] = None
-                _change(name, todo=self.added, undone=self.removed)
-
-    def take_removed(self, limit: int) -> tuple[bytes, ...]:
-        """Up to `limit` names; the caller answers for telling the index."""
-        return _take(self.removed, limit)
-
-    def take_added(self, limit: int) -> tuple[bytes, ...]:
-        """The same, to be told once no removal is left."""
-        return _take(self.added, limit)
+                self.add(name)
 
     def restart(self) -> None:
-        """The index knows nothing: everything held is to be told."""
+        """Make all that is held pending: the index knows nothing."""
         self.added, self.removed = dict(self.held), {}
 
 
@@ -87,18 +77,3 @@ class TieredDifference:
         self.tells_anywhere = tells_anywhere
         self.on_gpu.restart()
         self.anywhere.restart()
-
-
-def _take(names: dict[bytes, None], limit: int) -> tuple[bytes, ...]:
-    taken = tuple(islice(names, limit))
-    for name in taken:
-        del names[name]
-    return taken
-
-
-def _change(name: bytes, *, todo: dict[bytes, None], undone: dict[bytes, None]) -> None:
-    """Cancels the opposite change if the index has not been told of it, else waits to be told."""
-    if name in undone:
-        del undone[name]
-    else:
-        todo[name] = None
