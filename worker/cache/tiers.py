@@ -1,7 +1,7 @@
 """Names of blocks that are anywhere in a worker: in the GPU's pool, in host memory, or in both.
 
-What the prefix index is told under the worker's second berth. Counts places, and keeps the net difference since the
-last look.
+The prefix index gets them under the worker's second berth. Counts the places that hold a name, and keeps the net
+changes since they were last taken.
 """
 
 from blockyard.worker.cache.net_changes import NetChanges
@@ -9,8 +9,10 @@ from blockyard.worker.sequences.identifiers import BlockName
 
 
 class AnywhereNames:
-    """A name is added once by each place that holds it, and removed as often. It comes to the GPU first, which knows
-    whether the index is to be told of it."""
+    """Counts for each name the places that hold it. Each place adds a name once and removes it once.
+
+    The GPU is always the first place of a name. It knows whether the name is published to the index.
+    """
 
     def __init__(self) -> None:
         self._places: dict[BlockName, int] = {}
@@ -24,7 +26,7 @@ class AnywhereNames:
         return name in self._places
 
     def add(self, name: BlockName, *, is_told: bool = True) -> None:
-        """A place that does not know whether the name `is_told` never is its first."""
+        """Count one more place. A place that does not know `is_told` is never the first."""
         self._places[name] = self._places.get(name, 0) + 1
         if self._places[name] > 1:
             return
@@ -44,5 +46,5 @@ class AnywhereNames:
             self._changes.remove(name)
 
     def take_changes(self) -> tuple[tuple[BlockName, ...], tuple[BlockName, ...]]:
-        """Names that have come (a parent before its children) and gone (a child before its parent)."""
+        """Return the names that have come (a parent before its children) and gone (a child before its parent)."""
         return self._changes.take_added(), self._changes.take_removed()
