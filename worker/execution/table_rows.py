@@ -1,7 +1,9 @@
-"""Block tables as rows of one array: a sequence owns a row from its first step to its end, and a step writes what has
-changed of it, which for a decode is a new block now and then.
+"""Table rows: the block tables of sequences as rows of one array.
 
-Forks, copies and preemptions need no call here: each row keeps the version of the block table that it was written from
+A sequence owns a row from its first step to its end. A step writes only what has changed, which for a decode is a new
+block now and then.
+
+Forks, copies and preemptions need no call here. Each row keeps the version of the block table that it was written from
 (sequences/block_table.py). Under one version only the last known block and those behind it are written again. A plain
 row whose version stood at the same place in the step before is taken as it is, without a look at its length. After a
 step of many sequences, little of what they own is in the CPU's caches.
@@ -34,12 +36,12 @@ class _Row:
 
 @dataclass(slots=True)
 class _Gathered:
-    """What the last step asked for, row by row."""
+    """Row by row, the tables that the last step asked for."""
 
     versions: list[object | None] = field(default_factory=list)
     """Versions of the block tables. None where the sequence has left since."""
     places_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-    """Each one's row, and the blocks that are written there."""
+    """Index of each one's row in the array, and the number of blocks written there."""
 
 
 class TableRows:
@@ -60,9 +62,12 @@ class TableRows:
         is_plain: Items[bool],
         needed_R: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int32]:
-        """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
-        means nothing. Each needs a block at least, and no two have one id. Raises ValueError where one has fewer than
-        it needs: behind its own lie those of others. `is_plain` is of their rows in the step."""
+        """Return the blocks of each sequence as a new array [R, the most that one needs].
+
+        Entries beyond those that a sequence needs mean nothing. Each needs at least one block, and ids are distinct.
+        Raises ValueError where one has fewer than it needs: behind them lie entries of earlier sequences. `is_plain` is
+        ScheduledRow.is_plain of each.
+        """
         versions: list[object | None] = [sequence.block_table.version for sequence in sequences]
         last, self._last = self._last, _Gathered()
         places_2R = _widened(last.places_2R, len(versions))
@@ -86,7 +91,7 @@ class TableRows:
         return tables_RB
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        """Frees the rows of sequences; unknown ones do no harm."""
+        """Free the rows of ended sequences. Unknown ones are ignored."""
         freed = [row for sequence_id in ended if (row := self._rows.pop(sequence_id, None)) is not None]
         self._free += [row.number for row in freed]
         gone = {id(row.version) for row in freed}
@@ -128,7 +133,7 @@ class TableRows:
 
 
 def _widened(places_2R: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
-    """The array itself where it has so many rows; else what it has of them, and zeros."""
+    """Return the array itself where it has `num_rows` columns, else a copy cut or padded with zeros."""
     if places_2R.shape[1] == num_rows:
         return places_2R
     widened_2R = np.zeros((2, num_rows), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""How a worker's cache differs from what the prefix index has been told, tier by tier. Pure.
+"""Net difference between a worker's cache and what it has published to the prefix index, tier by tier. Pure.
 
-Owns the order that keeps every batch prefix-closed, and the GPU's names within those anywhere. Does not own sending:
-see publisher.py.
+Owns the order that keeps every batch prefix-closed, and the names on the GPU among those anywhere. Does not send: see
+publisher.py.
 """
 
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from blockyard.worker.cache.net_changes import NetChanges
 
 
 class NetDifference(NetChanges[bytes]):
-    """The names that the cache holds, and the net changes that the index has not been told of.
+    """The names that the cache holds, and the net changes that are not published yet.
 
     The order of changes keeps every batch prefix-closed. Memory is bounded by the pool: `held` is the cache, and
-    `removed` is part of what the index was told.
+    `removed` is a part of what was published.
     """
 
     def __init__(self) -> None:
@@ -36,16 +36,16 @@ class NetDifference(NetChanges[bytes]):
                 self.add(name)
 
     def restart(self) -> None:
-        """Make all that is held pending: the index knows nothing."""
+        """Make all that is held unpublished: the index knows nothing."""
         self.added, self.removed = dict(self.held), {}
 
 
 class TieredDifference:
     """One difference for names on the GPU, one for names on the GPU or in host memory.
 
-    The second is told only where the berth has a number for it. A batch fills up in the order GPU's removals,
-    removals anywhere, additions anywhere, GPU's additions: so whatever the limit cuts off, a name that the index
-    has on the GPU it has anywhere too.
+    The second is published only where the berth has a number for it. A batch takes in this order: removals on the GPU,
+    removals anywhere, additions anywhere, additions on the GPU. So wherever the limit cuts, a name that the index has
+    on the GPU it has anywhere too.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class TieredDifference:
         return len(self.on_gpu) + (len(self.anywhere) if self.tells_anywhere else 0)
 
     def take(self, limit: int, *, sequence: int) -> Batch:
-        """The next batch, of up to `limit` names in all."""
+        """Return the next batch, of up to `limit` names in all."""
         anywhere = self.anywhere if self.tells_anywhere else NetDifference()
         removed = self.on_gpu.take_removed(limit)
         left = limit - len(removed)
@@ -73,7 +73,7 @@ class TieredDifference:
         )
 
     def restart(self, *, tells_anywhere: bool) -> None:
-        """The index knows nothing under the new berth."""
+        """Make all names unpublished: the index knows nothing under the new berth."""
         self.tells_anywhere = tells_anywhere
         self.on_gpu.restart()
         self.anywhere.restart()

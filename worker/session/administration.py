@@ -1,7 +1,7 @@
-"""What an operator may do to one worker: drain, resume, flush, tell the index anew.
+"""Administration: the calls by which an operator drains, resumes and flushes a worker, or republishes its blocks.
 
 Owns the calls and the bounds of their fields. Routers decide which client may make them: a worker knows only that a
-process of its cluster calls (tls.py). Does not own draining itself (draining.py), the cache (engine.py) nor the index
+process of its cluster calls (tls.py). Does not own draining itself (draining.py), the cache (engine.py) or the index
 (indexing/publisher.py).
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Administration:
-    """`index` is set once there is one."""
+    """The calls on one worker. `index` is set once there is a publisher."""
 
     def __init__(self, *, service: SessionService, engine: EngineThread) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class Administration:
         }
 
     def _tell_index(self, is_draining: bool) -> None:
-        """A worker that takes nothing must attract nobody."""
+        """Withdraw a draining worker from the index, so that it attracts no request."""
         if self.index is not None and is_draining:
             self.index.withdraw()
         elif self.index is not None:

@@ -1,10 +1,11 @@
-"""The engine session's server: streams from routers in, one engine behind them.
+"""Session service: serves the streams of routers from one engine.
 
-Owns who asked for which request, and what waits to be sent to whom. A router that reads slowly costs nothing but its
-own freshness: what it has not taken yet is merged, so an outbox never holds more rows than its requests have outputs.
-The engine never waits for a stream; the end of a stream cancels its requests. (submits.py says what a Submit asks for,
-compiling.py holds what waits for its grammar, outbox.py what waits for the router, draining.py says when nothing new is
-taken.)
+Owns the map from requests to routers, and what waits to be sent to each router. A slow router only sees older data:
+what it has not taken yet is merged, so an outbox never holds more rows than its requests have outputs. The engine never
+waits for a stream. The end of a stream cancels its requests.
+
+Does not own the checks of a Submit (submits.py), the wait for a grammar (compiling.py), merging (outbox.py) or the
+drain (draining.py).
 
 Threads: `_routes` and each link's `requests` are changed on the engine's thread only, everything else on the loop's.
 """
@@ -52,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 LOAD_REPORT_SECONDS = 0.05
 IDLE_CHECK_SECONDS = 0.5
-"""What is cancelled before any step has it ends without one."""
+"""A request that is cancelled before any step has it ends without a step, so idleness is checked now and then."""
 
 
 class _BadMessage(Exception):
-    """The router sent what no router of ours would send; the text says what."""
+    """The router sent what none of our routers would send. The text says what."""
 
 
 class SessionService:
@@ -83,27 +84,30 @@ class SessionService:
         self.inspection = Inspection(hello=hello, request_ids=self._client_request_ids)
         self.on_changes: Callable[[StepResult], None] = lambda result: None
         self.index_part: Callable[[], WorkerIndex | None] = lambda: None
-        """What routers are told of this worker's part of the prefix index."""
+        """Returns what routers see of this worker's part of the prefix index."""
         self.is_draining = False
-        """It takes nothing new. Set by `set_draining`."""
+        """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
         self._has_turned = asyncio.Event()
-        """The engine has done something since this was cleared."""
+        """Set when the engine has done something."""
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
-        """Gives the service its engine; `on_step` is what the engine must call."""
+        """Give the service its engine. The engine must call `on_step`."""
         self._engine, self._load = engine, load
         self.inspection.attach(engine)
 
     @property
     def load(self) -> EngineLoad:
-        """As of the last step."""
+        """The engine's load as of the last step."""
         return self._load
 
     def handler(
         self, more_methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]] | None = None
     ) -> grpc.GenericRpcHandler:
-        """Methods take raw bytes: a message that does not parse gets INVALID_ARGUMENT, where gRPC says UNKNOWN."""
+        """Return the handler of all methods. They take raw bytes.
+
+        So a message that does not parse gets INVALID_ARGUMENT, where gRPC itself would say UNKNOWN.
+        """
         session: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             self._session, response_serializer=ToRouter.SerializeToString
         )
@@ -111,10 +115,8 @@ class SessionService:
         name = session_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
         return grpc.method_handlers_generic_handler(name, methods)
 
-    # Taking nothing new
-
     def set_draining(self, is_draining: bool) -> None:
-        """Tells all routers. What waits for its grammar goes back to them: it has not begun."""
+        """Report the drain state to all routers. Requests that wait for their grammar go back: they have not begun."""
         if is_draining is self.is_draining:
             return
         self.is_draining = self._hello.is_draining = is_draining
@@ -124,7 +126,7 @@ class SessionService:
                 link.reject(handle, RejectReason.REJECT_REASON_DRAINING)
 
     async def until_idle(self) -> None:
-        """Until no request runs or waits here; while draining none comes to it."""
+        """Wait until no request runs or waits here. While draining, no new one comes."""
         while True:
             self._has_turned.clear()
             if not await asyncio.wrap_future(self._engine.call(lambda _: bool(self._routes))):
@@ -134,7 +136,7 @@ class SessionService:
                     await self._has_turned.wait()
 
     async def hand_over(self) -> int:
-        """Ends all requests as DRAINING, each after the tokens that it has so far: how many routers place elsewhere."""
+        """End all requests as DRAINING, each after its tokens so far. Return how many routers place elsewhere."""
         return await asyncio.wrap_future(self._engine.call(self._end_all))
 
     def _end_all(self, engine: Engine) -> int:
@@ -142,7 +144,7 @@ class SessionService:
         for key, route in ended:
             engine.cancel(key)
             self._forget(route.link, route.handle, key)
-        # Behind what the last step brought, which goes the same way.
+        # Queued behind the results of the last step, which take the same way.
         self._on_loop(self._give_back, [route for _, route in ended])
         return len(ended)
 
@@ -156,7 +158,7 @@ class SessionService:
         return bool(self._links)
 
     def end_streams(self) -> None:
-        """Each stream ends once its router has taken what waits for it, and no new one begins."""
+        """End each stream once its router has taken what waits for it. No new stream begins."""
         self._is_closing = True
         for link in self._links:
             link.has_news.set()
@@ -164,10 +166,8 @@ class SessionService:
     def _client_request_ids(self) -> dict[RequestId, str]:
         return {key: route.request_id for key, route in self._routes.items()}
 
-    # What the engine says
-
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
-        """Called on the engine's thread."""
+        """Send a step's results to the routers. The engine's thread calls this."""
         news = []
         for output in result.outputs:
             route = self._routes.get(output.request_id)
@@ -182,7 +182,7 @@ class SessionService:
         self._on_loop(self._deliver, news, result, load)
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no router is left
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _forget(self, link: Link, handle: int, request_id: RequestId) -> None:
@@ -198,8 +198,6 @@ class SessionService:
             route.link.has_news.set()
         self._has_turned.set()
         self.on_changes(result)
-
-    # What routers say
 
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
         link = Link(Compiling(self._compile_grammar))
@@ -217,7 +215,7 @@ class SessionService:
                 for message in link.take(self._load):
                     yield message
         except _BadMessage as bad:
-            # Said here and not by the reader: an abort beside a send under way may never reach the router.
+            # Abort here, not in the reader: an abort beside a send under way may never reach the router.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(bad))
         finally:
             link.compiling.cancel_all()
@@ -237,7 +235,7 @@ class SessionService:
             try:
                 message = ToWorker.FromString(data)
             except DecodeError as error:
-                raise _BadMessage("this is no ToWorker") from error
+                raise _BadMessage("the message is not a valid ToWorker") from error
             match message.WhichOneof("message"):
                 case "submit" if message.submit.sampling.HasField("structured_output"):
                     self._compile_first(link, message.submit)
@@ -255,9 +253,9 @@ class SessionService:
                     )
                     link.has_news.set()
                 case None if not data:
-                    raise _BadMessage("the message says nothing")
+                    raise _BadMessage("the message is empty")
                 case None:
-                    pass  # of a kind that a newer router knows
+                    pass  # a kind that a newer router knows
 
     def _compile_first(self, link: Link, submit: Submit) -> None:
         refuse = partial(link.reject, submit.handle)
@@ -285,10 +283,8 @@ class SessionService:
             raise Refused(RejectReason.REJECT_REASON_INVALID)
         return self._engine_request(submit)
 
-    # To the engine
-
     def _submit(self, link: Link, submit: Submit, request: EngineRequest | None = None) -> None:
-        """`request` is what it asks for, where that has been looked at already."""
+        """Start a request on the engine's thread. `request` is its content, where it was checked before."""
 
         def run(engine: Engine) -> None:
             try:
@@ -322,7 +318,7 @@ class SessionService:
         self._routes[request_id] = Route(link, submit.handle, submit.request_id)
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
-        """Raises Refused."""
+        """Return the content of a submit. Raises Refused."""
         try:
             return engine_request(
                 submit,
