@@ -1,7 +1,7 @@
-"""The engine: scheduler, pool, prefix cache and runner in one loop body.
+"""Engine: scheduler, pool, prefix cache and runner in one loop body.
 
-Synchronous, and owned by one thread (engine_thread.py); needs no Ray, Redis or gRPC. Owns requests: who they are, when
-they are late, what is told of them. What runs is the scheduler's choice.
+Synchronous, and owned by one thread (engine_thread.py). Needs no Ray, Redis or gRPC. Owns requests: their ids, their
+deadlines, and their outputs. Does not choose what runs (the scheduler).
 """
 
 import threading
@@ -19,19 +19,19 @@ from blockyard.worker.sequences.identifiers import RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 
 MAX_FAILURES_IN_A_ROW = 8
-"""Requests whose steps raised, and no step succeeded between: then the device, not they, is what fails. The engine
-ends, and its worker is started afresh."""
+"""Consecutive requests whose steps raised, without a step that succeeded. Then the device is at fault: the engine ends,
+and its worker is restarted."""
 DEFAULT_AGEING_SECONDS = 10.0
 HELD_SECONDS = 0.05
-"""The longest that a step waits where all sequences are held: then deadlines are looked at again."""
+"""Longest wait of a step where all sequences are held. Then deadlines are checked again."""
 SHED_AT_SHARE_OF_ESTIMATE = 0.5
-"""A waiting request is shed once less than this share of its estimated prefill time is left: then not even a prefill
-twice as fast as measured would meet its deadline."""
+"""A waiting request is shed once less than this share of its estimated prefill time is left. Not even a prefill twice
+as fast as measured would then meet its deadline."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """What is unfinished of a request."""
+    """The unfinished part of a request."""
 
     num_outputs: int
     deadline: float | None
@@ -45,7 +45,7 @@ class _Counters:
 
 
 class EngineFailed(RuntimeError):
-    """Every step fails; this engine serves nobody any more."""
+    """Every step fails. This engine serves no request any more."""
 
 
 class Engine:
@@ -64,10 +64,12 @@ class Engine:
         overlap_steps: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ageing_seconds` of waiting make up for one step of priority. `mixed_step_seconds` is what a step that
-        decodes may take for prompts beside it, as far as earlier steps tell; None leaves it to the token budget.
-        `overlap_steps` starts each step during the one before it (execution/steps.py): its tokens come with the next
-        `step`."""
+        """`ageing_seconds` of waiting make up for one step of priority.
+
+        `mixed_step_seconds` is the time that prompts may add to a step that decodes, as estimated from earlier steps.
+        With None only the token budget limits them. `overlap_steps` starts each step during the one before it
+        (execution/steps.py): its tokens come with the next `step`.
+        """
         self.mixed_steps = MixedStepController(
             target_seconds=mixed_step_seconds, max_batched_tokens=config.max_num_batched_tokens
         )
@@ -92,7 +94,7 @@ class Engine:
         return self.scheduler.has_work or self.steps.is_any_in_flight
 
     def submit(self, request: EngineRequest) -> RequestId:
-        """Queues a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
+        """Queue a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
         if not 0 < request.prompt_length <= len(request.token_ids):
             raise ValueError(f"a prompt of {request.prompt_length} tokens, of {len(request.token_ids)} given")
         request_id = RequestId(self._next_request)
@@ -112,7 +114,7 @@ class Engine:
         return request_id
 
     def _sequences(self, request: EngineRequest, request_id: RequestId) -> list[Sequence]:
-        """One that will fork, or each output's own where it is a replay."""
+        """Return one sequence that will fork, or one for each output where it is a replay."""
         now = self._clock()
         sampling = request.sampling
         if request.continuations and (
@@ -152,8 +154,10 @@ class Engine:
         return sequences
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> bool:
-        """Ends a request, or one of its outputs, in any state; unknown or over, nothing happens. Whether anything of
-        the request goes on: if not, no output of it follows."""
+        """End a request, or one of its outputs, in any state. Unknown or ended ones are ignored.
+
+        Return whether anything of the request continues. If not, no output of it follows.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -164,11 +168,11 @@ class Engine:
         return True
 
     def step(self) -> StepResult:
-        """Plans, runs and commits one step, or starts it and commits the one before. Where one raises, those end as
-        FAILED that it raises for.
+        """Plan, run and commit one step, or start it and commit the one before. Where a step raises, its failing
+        requests end as FAILED.
 
-        Where every sequence is held it waits for `wake`, HELD_SECONDS at most, and brings nothing. Raises EngineFailed
-        at the beginning of a step after MAX_FAILURES_IN_A_ROW.
+        Where every sequence is held, it waits for `wake`, HELD_SECONDS at most, and returns no output. Raises
+        EngineFailed at the beginning of a step after MAX_FAILURES_IN_A_ROW.
         """
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
@@ -180,12 +184,13 @@ class Engine:
             has_turned = True
         if not (has_turned or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
             self._woken.wait(HELD_SECONDS)
-            # Whoever sets it between the two calls has queued a command or made a mask before: both are seen next.
+            # A thread that sets it between the two calls has queued a command or made a mask before: the next step sees
+            # both.
             self._woken.clear()
         return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
 
     def wake(self) -> None:
-        """Ends a step that waits: a sequence may be held no more, or there is something new. For any thread."""
+        """End a step that waits: a sequence may no longer be held, or a command waits. Any thread may call this."""
         self._woken.set()
 
     def _take(self, ended: EndedStep) -> list[SequenceOutput]:
@@ -197,7 +202,7 @@ class Engine:
         return [output for update in ended.updates for output in self._outputs(update)]
 
     def _expire(self, now: float) -> list[SequenceOutput]:
-        """Ends what is past its deadline, and what waits and cannot meet it, before it costs any prefill."""
+        """End requests past their deadline, and waiting ones that cannot meet it, before they cost any prefill."""
         late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
         rate = self.mixed_steps.rates.prefill_tokens_per_second
         queued_tokens = 0
@@ -217,7 +222,7 @@ class Engine:
         expired: bool = False,
         has_no_choice: bool = False,
     ) -> SequenceOutput:
-        """Ends all of a request."""
+        """End all of a request."""
         self.scheduler.cancel_request(request_id)
         del self._requests[request_id]
         return SequenceOutput(
@@ -272,7 +277,7 @@ class Engine:
         self._counters.cached_tokens += sequence.cached_tokens or 0
 
     def _end_output(self, request_id: RequestId) -> bool:
-        """One output less; whether it was the last."""
+        """Count one output less, and return whether it was the last."""
         request = self._requests[request_id]
         request.num_outputs -= 1
         if not request.num_outputs:
@@ -303,7 +308,7 @@ class Engine:
         ]
 
     def flush(self) -> tuple[int, int]:
-        """Forgets every cached block that no sequence holds: so many on the device, and so many in host memory."""
+        """Drop every cached block without references. Return how many on the device, and how many in host memory."""
         host_cache = self.scheduler.host_cache
         num_host_blocks = 0 if host_cache is None else len(host_cache)
         if host_cache is not None:
@@ -311,13 +316,13 @@ class Engine:
         return self.cache.flush(), num_host_blocks
 
     def forget_history(self, *, keeps_rates: bool) -> None:
-        """What ran so far was a trial and counts for nothing; what it measured may stay."""
+        """Forget what ran so far, which was a trial. Measured rates may stay."""
         self._counters = _Counters()
         if not keeps_rates:
             self.mixed_steps.forget_measurements()
 
     def seconds_since(self, moment: float) -> float:
-        """By the clock that steps go by."""
+        """Return the seconds since `moment` on the clock that steps use."""
         return self._clock() - moment
 
     def load(self) -> EngineLoad:

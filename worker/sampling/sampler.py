@@ -1,13 +1,13 @@
-"""From logits to tokens, for all rows of a step at once.
+"""Sampler: logits to tokens, for all rows of a step at once.
 
-The order is vLLM V1's (`sampler.py`), but that a grammar's mask is no part of the logprobs:
+The order is vLLM V1's (`sampler.py`), except that a grammar's mask does not change the logprobs:
 
-    logprobs and beams' candidates, from the model's own logits
-    the grammar's mask; allowed and bad tokens, min_tokens, bias; repetition, frequency, presence   (logit_edits.py)
-    the likeliest token where the temperature is 0, otherwise
-    temperature; min-p; top-k; top-p among what is left; the draw                                   (draw.py)
+- logprobs and beams' candidates, from the model's own logits (logprobs.py)
+- the grammar's mask; allowed and bad tokens, min_tokens, bias; repetition, frequency, presence (logit_edits.py)
+- the argmax where the temperature is 0
+- otherwise temperature; min-p; top-k; top-p among what is left; the draw (draw.py)
 
-What a row gets depends on its own logits and parameters only, never on the other rows. Owns no stop conditions.
+A row's token depends on its own logits and parameters only, never on the other rows. Owns no stop conditions.
 
 Shapes: S rows that sample, V vocabulary, N outputs a row (1, or more where one forks), D rows that draw, L rows that
 report logprobs.
@@ -31,30 +31,30 @@ from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE, RowExt
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 DRAWN_AT_ONCE = 2**18
-"""Logits on a CPU: what is made of them stays in its caches."""
+"""Logits drawn at once on a CPU, so that their intermediate values stay in its caches."""
 LEAST_DRAWN_AT_ONCE = 8
-"""Rows on a CPU: its threads part a search by rows."""
+"""Least rows drawn at once on a CPU, whose threads divide a search by rows."""
 
 Likeliest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""As `Backend.likeliest`."""
+"""The type of `Backend.likeliest`."""
 ApplyMasks = Callable[[torch.Tensor, Sequence[ScheduledRow]], None]
 """Makes tokens impossible in logits [S, V], in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """What was drawn for the rows of a step: on the device already, and on its way to the host."""
+    """Tokens drawn for the rows of a step: on the device, and on their way to the host."""
 
     tokens_SN: torch.Tensor
-    """FAILED_TOKEN or NO_CHOICE where there is none."""
+    """FAILED_TOKEN or NO_CHOICE where a row has no token."""
     on_host: Readback
     logits_SV: torch.Tensor | None
-    """As the model gave them, and edited; None where no row asks for more than tokens."""
+    """The model's logits, and the edited ones. None where no row asks for more than tokens."""
     edited_SV: torch.Tensor | None
     batch: Batch
 
     def result(self) -> StepTokens:
-        """Waits for the device."""
+        """Wait for the device, and return the tokens."""
         tokens: list[list[int]] = self.on_host.wait().tolist()
         extras: dict[int, RowExtras] = {}
         if self.logits_SV is not None and self.edited_SV is not None:
@@ -87,7 +87,7 @@ class Sampler:
         in_flight: InFlight,
         apply_masks: ApplyMasks | None = None,
     ) -> StepTokens:
-        """`start`, and its result."""
+        """Call `start`, and return its result."""
         if not rows:
             return StepTokens(tokens=[])
         return self.start(logits_SV, rows, in_flight=in_flight, apply_masks=apply_masks).result()
@@ -100,10 +100,11 @@ class Sampler:
         in_flight: InFlight,
         apply_masks: ApplyMasks | None = None,
     ) -> Drawing:
-        """One token a row and what else it asks for, by index in `rows`, which all sample; there is one at least.
+        """Draw one token a row, and what else it asks for, by index in `rows`. At least one row is given, and all
+        sample.
 
-        FAILED_TOKEN where the logits hold NaN or infinity, NO_CHOICE where what the request asks for leaves no token.
-        `logits_SV` stays as it is, and must until the result where a row asks for more than tokens.
+        The token is FAILED_TOKEN where the logits hold NaN or infinity, and NO_CHOICE where the request leaves no
+        token. Do not write `logits_SV` before the result is taken, where a row asks for more than tokens.
         """
         batch = self.state.gather(rows, in_flight)
         edited_SV = self._edited(logits_SV, rows, batch, apply_masks)
@@ -133,7 +134,7 @@ class Sampler:
         batch: Batch,
         apply_masks: ApplyMasks | None,
     ) -> torch.Tensor:
-        """The same tensor where no row wants a change, otherwise a copy."""
+        """Return the edited copy, or the same tensor where no row wants a change."""
         is_edited = has_edits(batch)
         if not is_edited and apply_masks is None:
             return logits_SV
@@ -148,7 +149,7 @@ class Sampler:
 def _choose(
     logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, nuclei: NucleusSearch
 ) -> torch.Tensor:
-    """Tokens [S, N]; of a row that does not fork the first counts."""
+    """Return tokens [S, N]. In a row that does not fork, the first counts."""
     tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
     drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
     at_once = _drawn_at_once(logits_SV)
@@ -160,7 +161,7 @@ def _choose(
 
 
 def _drawn_at_once(logits_SV: torch.Tensor) -> int:
-    """Rows: of these all, but for a CPU."""
+    """Return how many rows to draw at once: all, except on a CPU."""
     if logits_SV.device.type != "cpu":
         return len(logits_SV)
     return max(LEAST_DRAWN_AT_ONCE, torch.get_num_threads(), DRAWN_AT_ONCE // logits_SV.shape[1])
@@ -179,7 +180,7 @@ def _extras(
     tokens: list[list[int]],
     batch: Batch,
 ) -> dict[int, RowExtras]:
-    """Of the rows that have any and have not failed."""
+    """Return the extras of those rows that have any and have not failed."""
     params_S = batch.params_S
     has_token_S = np.array([row_tokens[0] >= 0 for row_tokens in tokens])
     beams = np.flatnonzero(has_token_S & (params_S["num_candidates"] > 0)).tolist()
