@@ -76,7 +76,7 @@ class WorkerActor:
         return await asyncio.shield(self._starting)
 
     async def until_stopped(self) -> None:
-        """Return never: Ray reports the actor's death to the caller within milliseconds.
+        """Never return: Ray reports the actor's death to the caller within milliseconds.
 
         Raises RuntimeError if the engine has failed.
         """

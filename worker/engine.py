@@ -19,8 +19,8 @@ from blockyard.worker.sequences.identifiers import RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 
 MAX_FAILURES_IN_A_ROW = 8
-"""Consecutive requests whose steps raised, without a step that succeeded. Then the device is at fault: the engine ends,
-and its worker is restarted."""
+"""Failed requests in a row, without a step that succeeded between. Then the device is at fault: the engine ends, and
+its worker is restarted."""
 DEFAULT_AGEING_SECONDS = 10.0
 HELD_SECONDS = 0.05
 """Longest wait of a step where all sequences are held. Then deadlines are checked again."""
@@ -96,7 +96,9 @@ class Engine:
     def submit(self, request: EngineRequest) -> RequestId:
         """Queue a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
         if not 0 < request.prompt_length <= len(request.token_ids):
-            raise ValueError(f"a prompt of {request.prompt_length} tokens, of {len(request.token_ids)} given")
+            raise ValueError(
+                f"a prompt of {request.prompt_length} tokens: it must have from 1 to the {len(request.token_ids)} given"
+            )
         request_id = RequestId(self._next_request)
         sequences = self._sequences(request, request_id)
         try:
@@ -124,7 +126,7 @@ class Engine:
             or len({part.index for part in request.continuations}) < len(request.continuations)
         ):
             raise ValueError(
-                "continuations need a prompt alone, no beams, and tokens for each of different outputs"
+                "continuations need a prompt without output, no beams, distinct indices below n, and tokens each"
             )
         if len(request.continuations) > self.scheduler.config.max_num_seqs:
             raise CapacityError(f"more outputs than max_num_seqs {self.scheduler.config.max_num_seqs}")

@@ -71,7 +71,7 @@ class EngineThread:
         try:
             self._turn()
         except Exception:
-            logger.critical("a defect ends the engine", exc_info=True)
+            logger.critical("the engine fails: a defect ended its thread", exc_info=True)
             self._on_death()
 
     def _turn(self) -> None:

@@ -30,9 +30,9 @@ class EngineRequest:
     priority: int = 0
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
-    """The tenant whose account its cached blocks are on."""
+    """The tenant that its cached blocks are accounted to."""
     client: int = 0
-    """The client whose turn its slow masks take. 0 is no client in particular."""
+    """The client that gives its turn to its slow masks. 0 is no client in particular."""
     continuations: tuple[Continuation, ...] = ()
     """The unfinished outputs of a replayed request that has several. `token_ids` is then the prompt alone."""
     grammar: object | None = None

@@ -107,11 +107,11 @@ class LLM:
         """Compile in this process and without a time limit: no other request waits here."""
         if self._loaded.masks is None:
             raise ValueError(
-                "this engine follows no grammar: it is simulated, or llguidance is not installed"
+                "this engine does not support structured output: it is simulated, or llguidance is not installed"
             )
         if sampling.beam_width or sampling.min_tokens or not sampling.eos_token_ids >= self._model_ends:
             raise ValueError(
-                "structured output takes no beams, no min_tokens and no other end than the model's"
+                "structured output takes no beams, no min_tokens and no end tokens but the model's"
             )
         from blockyard.worker.grammar.compiled import CompiledGrammar
 
@@ -139,7 +139,7 @@ class LLM:
         if answer.is_finished(output.index):
             return  # computed before the engine heard of a stop string
         if output.has_no_choice:
-            raise ValueError("what a prompt's output may be leaves it no token to go on with")
+            raise ValueError("the limits on a prompt's output leave no token to choose")
         if not output.token_ids:
             raise RuntimeError("the engine failed on this prompt; its log says why")
         answer.add(output)

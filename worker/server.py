@@ -200,7 +200,7 @@ class WorkerServer:
 
     def _fail(self, task_name: str, error: BaseException) -> None:
         """Fail the whole worker where one of its tasks fails, rather than leave it half alive."""
-        logger.critical("a defect ends the %s", task_name, exc_info=error)
+        logger.critical("the worker fails: a defect ended its %s", task_name, exc_info=error)
         self.failed.set()
 
     def _publish(self, result: StepResult) -> None:
@@ -260,7 +260,9 @@ class WorkerServer:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not drained.done():
-                logger.error("the engine did not let go of its requests: routers will find them lost")
+                logger.error(
+                    "the engine did not hand over its requests in time: routers will count them as lost"
+                )
         await draining.aclose()
         if self._service.has_routers:
             await asyncio.sleep(LINGER_SECONDS)
@@ -329,9 +331,7 @@ def _refuse_openness(config: WorkerConfig) -> None:
         return
     if not is_loopback(config.host):
         raise ValueError(
-            f"a worker without a cluster secret would serve whoever reaches {config.host}: set "
+            f"a worker without a cluster secret would serve every client that reaches {config.host}: set "
             "BLOCKYARD_CLUSTER_SECRET or the session's TLS files, or bind loopback"
         )
-    logger.warning(
-        "no cluster secret: whoever has an account on this machine may call this worker, in plaintext"
-    )
+    logger.warning("no cluster secret: every account on this machine may call this worker, in plaintext")

@@ -332,7 +332,7 @@ async def test_without_a_secret_a_worker_serves_loopback_alone_and_says_so(
     engine = engine_settings(model="/nowhere")
     worker = WorkerServer(WorkerConfig(engine=engine, host=host, advertise_host="127.0.0.2"))
     is_open = host != "127.0.0.2"
-    told = "without a cluster secret would serve whoever reaches" if is_open else "/nowhere"
+    told = "without a cluster secret would serve every client that reaches" if is_open else "/nowhere"
     with pytest.raises(ValueError, match=told):
         await worker.start()
     assert ("no cluster secret" in caplog.text) is not is_open

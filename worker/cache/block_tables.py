@@ -164,7 +164,7 @@ class BlockTables:
         sequence.plain_until = len(sequence.block_table) * self.block_size - 1
 
     def name_full_blocks(self, sequence: Sequence) -> None:
-        """Name the blocks whose last token is scheduled and known."""
+        """Name each block once its last token is scheduled and known."""
         size = self.block_size
         full = min(sequence.num_scheduled, len(sequence.tokens)) // size
         if full <= sequence.num_named:

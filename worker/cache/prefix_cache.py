@@ -52,7 +52,7 @@ class Lineage(NamedTuple):
 
 
 class PrefixCache:
-    """Names over a pool, whose evictions it follows.
+    """Names over a pool. It follows the pool's evictions.
 
     `on_lost` is called when the pool is about to reuse the last copy of a published name. It takes the block, its name
     and its parent's name.
@@ -77,7 +77,7 @@ class PrefixCache:
         """The current time. The engine's loop sets it at each step: this class reads no clock."""
         self._unconfirmed: set[BlockId] = set()
         self._untold: set[BlockId] = set()
-        """Blocks whose names are not published to the index."""
+        """Blocks with names that are not published to the index."""
         self._num_published = 0
         self._changes = NetChanges[BlockName]()
 
@@ -118,7 +118,7 @@ class PrefixCache:
         is_told: bool = True,
         parent: BlockName | None = None,
     ) -> None:
-        """Name a used block whose last token has just been scheduled, on the account of `tenant`.
+        """Name a used block, on the account of `tenant`. Its last token has just been scheduled.
 
         `is_told` says whether the index gets the name. It is the same for every copy.
         """
@@ -138,7 +138,7 @@ class PrefixCache:
         return None if block is None else self._pool.owner(block)
 
     def confirm(self, block: BlockId) -> None:
-        """Publish the name of a block whose step has run."""
+        """Publish the name of a block after its step has run."""
         self.confirm_all((block,))
 
     def confirm_all(self, blocks: Iterable[BlockId]) -> None:

@@ -42,7 +42,7 @@ class TenantShares(Generic[Key]):
         self._ranking: list[tuple[int, TenantId]] = []
         """A heap of (minus the number of things held, tenant). Outdated entries are dropped when they surface."""
         self._changed: set[TenantId] = set()
-        """Tenants whose current entry may be missing from the ranking."""
+        """Tenants with a current entry that may be missing from the ranking."""
 
     def __len__(self) -> int:
         return len(self._accounts)

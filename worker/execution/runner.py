@@ -81,7 +81,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class StartingRunner(Runner, Protocol):
-    """A runner whose steps may overlap."""
+    """A runner with steps that may overlap."""
 
     def start(self, plan: StepPlan) -> PendingStep:
         """Begin a step. Its result is that of `execute`.
@@ -144,7 +144,7 @@ class TorchRunner:
         self._moves = StepMoves(save=self._save_blocks, load=self._load_blocks, copy=self._copy_blocks)
 
     def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
-        """Replace the pools, whose blocks are lost. Call it before any graph is captured."""
+        """Replace the pools. The blocks in them are lost. Call it before any graph is captured."""
         assert self._graphs is None, "a graph writes where the old pools are"
         self.kv_pools.clear()
         self.host_blocks, self._blocks_N2KPD = None, torch.empty(0)

@@ -81,7 +81,7 @@ class RepeatedStep:
 
 
 class CudaSteps:
-    """Makes CUDA graphs whose tensors share one memory pool. No two of them are replayed at a time."""
+    """Makes CUDA graphs with tensors in one memory pool. No two of them are replayed at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -111,7 +111,7 @@ class CudaStep:
 
 
 class CpuSteps:
-    """Makes recordings of C++ kernels whose tensors share one arena. No two of them are replayed at a time."""
+    """Makes recordings of C++ kernels with tensors in one arena. No two of them are replayed at a time."""
 
     def __init__(self, backend: CpuBackend) -> None:
         self._backend = backend
@@ -148,7 +148,7 @@ class GraphSizes:
     at_start: tuple[int, ...]
     """Sizes captured before the first request. The others are captured at their first use."""
     shared_at_start: tuple[int, ...] = ()
-    """Sizes captured before the first request for steps whose plans have items over a shared prefix."""
+    """Sizes captured before the first request for steps with items over a shared prefix in their plans."""
 
 
 def sizes_for(backend: Backend, device: torch.device, max_rows: int) -> GraphSizes | None:
@@ -185,7 +185,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], StepGraph] = {}
 
     def capture(self) -> None:
-        """Capture the graphs of the start, the largest first, whose memory the others reuse.
+        """Capture the graphs of the start, the largest first: the others reuse its memory.
 
         All rows are padding: no block is written.
         """

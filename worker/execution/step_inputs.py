@@ -3,7 +3,7 @@ wanted.
 
 Owns the flattening of a step into tensors. Does not choose the rows, run them, or use the result.
 
-Shapes: T tokens in the step, R rows, Q positions whose output the step needs.
+Shapes: T tokens in the step, R rows, Q positions with an output that the step needs.
 """
 
 from array import array

@@ -33,7 +33,7 @@ class EndedStep:
     seconds: float
     """Seconds in which the device worked on this step alone."""
     num_blamed: int = 0
-    """Requests whose part failed, where nothing else succeeded."""
+    """Requests with a part that failed, where nothing else succeeded."""
     is_disturbed: bool = False
     """A row failed, or a part was run again: what was computed on top of it does not count."""
 

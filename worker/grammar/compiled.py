@@ -55,7 +55,7 @@ class TokenizerSource:
     """Allowed exactly where the output is complete."""
 
     def load(self) -> LLTokenizer:
-        """Return the tokenizer. Raises ValueError, with the reason, for a model whose outputs cannot be constrained."""
+        """Return the tokenizer. Raises ValueError, with the reason, for a model that cannot follow grammars."""
         if not self.eos_token_ids:
             raise ValueError("a model without end-of-sequence tokens cannot end a structured output")
         try:

@@ -114,7 +114,7 @@ class GrammarCompiler:
     async def start(self) -> None:
         """Load the tokenizer here and in a trial process, so that the first grammar need not wait for it.
 
-        Raises ValueError for a model whose outputs cannot be constrained, TrialsUnavailable if there is no process.
+        Raises ValueError for a model with outputs that cannot be constrained, TrialsUnavailable if there is no process.
         """
         await self._ready_tokenizer()
         async with self._seats[0].lock:
@@ -126,11 +126,11 @@ class GrammarCompiler:
         """Compile the grammar of a session's message. Raises as `compile` does."""
         grammar = grammar_of(message)
         if grammar is None:
-            raise GrammarError("structured output names nothing to follow")
+            raise GrammarError("structured output names no grammar")
         return await self.compile(grammar, client)
 
     async def compile(self, grammar: Grammar, client: int = 0) -> CompiledGrammar:
-        """Return the compiled grammar. `client` is the client whose turn it takes.
+        """Return the compiled grammar. It takes a turn of `client`.
 
         Raises GrammarError (the client's fault), GrammarsBusy, or TrialsUnavailable (ours).
         """

@@ -185,7 +185,7 @@ class Masks:
         assert len(sequence.tokens) >= row.end, "a token before the one to be sampled is not committed yet"
         follower = self._follower(sequence.sequence_id, grammar)
         if follower.ahead is not None:
-            made_W = follower.ahead.mask.result()  # it is made: a sequence whose mask is not made is held
+            made_W = follower.ahead.mask.result()  # it is made: until then the sequence is held
             if follower.ahead.end == row.end:
                 mask_W[:] = made_W
                 return
@@ -200,7 +200,7 @@ class Masks:
         return follower
 
     def _make_next(self) -> None:
-        """Make, in the slow thread, the mask of the client whose turn it is."""
+        """Make, in the slow thread, the mask of the client that has its turn."""
         with self._lock:
             make = self._to_make.take()
         make()

@@ -46,11 +46,11 @@ class TrialProcess:
         try:
             async with asyncio.timeout(timeout_seconds):
                 if not await trials._ask(first_line(source, memory_bytes)):
-                    raise TrialsUnavailable("the process that compiles grammars ended at its start")
+                    raise TrialsUnavailable("the trial process for grammars ended at its start")
         except TimeoutError:
             await trials.end()
             raise TrialsUnavailable(
-                f"the process that compiles grammars took over {timeout_seconds:g} s to start"
+                f"the trial process for grammars took over {timeout_seconds:g} s to start"
             ) from None
         except BaseException:
             await trials.end()

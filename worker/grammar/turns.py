@@ -83,7 +83,7 @@ class ClientQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._items: OrderedDict[int, deque[T]] = OrderedDict()
-        """Queues by client. The client whose turn is next comes first, and no queue is empty."""
+        """Queues by client. The client with the next turn comes first, and no queue is empty."""
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))

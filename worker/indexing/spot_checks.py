@@ -24,7 +24,7 @@ class SpotChecks:
         self._gone: deque[bytes] = deque(maxlen=REMEMBERED_GONE)
 
     def removed(self, names: Iterable[bytes]) -> None:
-        """Note names whose removal the index has confirmed."""
+        """Note names that the index has confirmed as removed."""
         self._gone.extend(names)
 
     def restart(self) -> None:

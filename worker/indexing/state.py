@@ -36,7 +36,7 @@ class PublisherState:
 
     berth: Berth | None
     num_pending: int
-    """Names whose change the index has not confirmed."""
+    """Names with a change that the index has not confirmed."""
     num_entries: int
     """Names that the GPU's cache holds."""
     num_anywhere: int

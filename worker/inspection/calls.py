@@ -1,4 +1,4 @@
-"""Parsing of calls to a worker: their bytes must be a message. TLS decides who may connect at all."""
+"""Parsing of calls to a worker: their bytes must be a message. TLS decides which peers may connect at all."""
 
 from __future__ import annotations
 

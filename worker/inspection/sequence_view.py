@@ -14,7 +14,7 @@ from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.sequences.sequence import SequenceState as State
 
 MAX_TABLE_BLOCKS = 65_536
-"""Blocks of the one sequence whose table is shown: a million tokens in blocks of 16."""
+"""Maximum blocks of a shown table, which is that of one sequence: a million tokens in blocks of 16."""
 STATES = {
     State.WAITING: SequenceState.SEQUENCE_STATE_WAITING,
     State.RUNNING: SequenceState.SEQUENCE_STATE_RUNNING,

@@ -1,7 +1,7 @@
 """Host blocks: the KV of swapped or evicted blocks in host memory, and the copies there and back.
 
-Owns the bytes of every host slot. Does not know whose blocks they are or which slots are free: the scheduler's plan
-says what moves where.
+Owns the bytes of every host slot. Does not know which sequences they belong to or which slots are free: the scheduler's
+plan says what moves where.
 
 A slot holds one block of all layers in one piece. On the device one launch for all layers gathers blocks into a staging
 buffer, or scatters them from it. From there slots that follow one another cross the bus in one copy.

@@ -53,7 +53,7 @@ def _yarn(frequency_F: torch.Tensor, scaling: YarnScaling, theta: float) -> torc
     head_dim = 2 * len(frequency_F)
 
     def dimension_of(turns: float) -> float:
-        """Return the dimension whose wave turns this often within the original context."""
+        """Return the dimension with a wave that turns this often within the original context."""
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 

@@ -33,7 +33,7 @@ GREEDY_BELOW_TEMPERATURE = 1e-5
 DRAWN_AT_ONCE = 2**18
 """Logits drawn at once on a CPU, so that their intermediate values stay in its caches."""
 LEAST_DRAWN_AT_ONCE = 8
-"""Least rows drawn at once on a CPU, whose threads divide a search by rows."""
+"""Least rows drawn at once on a CPU. Its threads divide a search by rows."""
 
 Likeliest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """The type of `Backend.likeliest`."""

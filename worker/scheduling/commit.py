@@ -139,7 +139,7 @@ class Outcome:
         )
 
     def fail(self, row: ScheduledRow) -> list[Update]:
-        """End the sequence of a row whose step raised. Nothing that the step computed is kept or found again."""
+        """End the sequence of a row after its step raised. Nothing that the step computed is kept or found again."""
         row.sequence.num_in_flight -= 1
         if row.sequence.is_over:
             self._queues.release_if_idle(row.sequence)

@@ -82,7 +82,7 @@ class Sequence:
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
     client: int = 0
-    """The client whose share of time its slow masks use."""
+    """The client that gives its turn to its slow masks."""
     request_id: RequestId = RequestId(0)
     index: int = 0
     """Index of this output within its request."""

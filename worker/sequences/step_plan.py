@@ -13,11 +13,11 @@ NO_TOKEN = -1
 
 
 FAILED_TOKEN = -2
-"""Token of a row whose logits were not finite."""
+"""Token of a row with logits that were not finite."""
 
 
 NO_CHOICE = -3
-"""Token of a row whose request leaves no token to choose."""
+"""Token of a row where the request leaves no token to choose."""
 
 
 LOST_TOKEN = -4

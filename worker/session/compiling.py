@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_DEADLINE_SECONDS = 0.001
 CompileGrammar: TypeAlias = Callable[[StructuredOutput, int], Awaitable[object]]
-"""Compiles a grammar for the engine. The number is the client whose turn it takes.
+"""Compiles a grammar for the engine. The number is the client that gives its turn.
 
 Raises ValueError for what cannot be compiled within its limits, and GrammarsBusy where too many wait. The client sees
 only the text of a GrammarError.

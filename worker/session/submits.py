@@ -101,7 +101,7 @@ def _names(submit: Submit, block_size: int) -> list[BlockName]:
     """Return the names of the prompt's blocks, each checked against the name before it and its block's tokens.
 
     Other requests read what is stored under a name, so a wrong name would give them wrong content. The root alone
-    cannot be checked: only routers know whose prefix it stands for.
+    cannot be checked: only routers know which prefix it stands for.
     """
     names = split_names(submit.block_names)
     if not names:

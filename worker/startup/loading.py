@@ -92,7 +92,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     fingerprint = _fingerprint_in_background(path, config, dtype.name)
     runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len)
     if weights_state(path) != weights_before:
-        raise ValueError(f"the weights in {path} changed while they were loaded: start again")
+        raise ValueError(f"the weights in {path} changed while they were loaded: start the worker again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
     engine, masks = _make_engine(config, scheduling, runner, kv_size), _give_masks(runner, model.vocab_size)
     if masks is not None:
@@ -172,7 +172,7 @@ def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> No
     if stride_tokens is not None and stride_tokens > max_model_len:
         raise ValueError(
             f"index_stride_tokens {stride_tokens} is more than max_model_len {max_model_len}: "
-            "no prompt is that long, so the index would never know any"
+            "no prompt is that long, so no block would be published"
         )
 
 
@@ -242,7 +242,7 @@ def _swap_rate(runner: Runner) -> float:
 
 def _resolve_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, and torch sees none")
+        raise ValueError("device is cuda, but torch finds no CUDA device")
     if config.engine == "simulated" or config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda:0")

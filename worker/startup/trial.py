@@ -41,4 +41,4 @@ def _run_one(engine: Engine) -> None:
     while engine.has_work:
         num_tokens += sum(len(output.token_ids) for output in engine.step().outputs)
     if not num_tokens:
-        raise ValueError("the engine fails on its very first request; its log says why")
+        raise ValueError("the engine failed on its first request; its log says why")
