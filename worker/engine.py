@@ -180,11 +180,11 @@ class Engine:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
         now = self.cache.now_seconds = self._clock()
         expired = self._expire(now)
-        outputs, has_turned = expired, self.steps.is_any_in_flight
+        outputs, has_stepped = expired, self.steps.is_any_in_flight
         for ended in self.steps.turn():
             outputs += self._take(ended)
-            has_turned = True
-        if not (has_turned or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
+            has_stepped = True
+        if not (has_stepped or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
             self._woken.wait(HELD_SECONDS)
             # A thread that sets it between the two calls has queued a command or made a mask before: the next step sees
             # both.

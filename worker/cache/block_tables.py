@@ -176,9 +176,9 @@ class BlockTables:
         owner, table = self._owner(sequence), sequence.block_table
         for index in range(sequence.num_named, full):
             block, name = table[index], sequence.names[index + 1]
-            is_told = (index + 1) % self._index_stride_blocks == 0
+            is_indexed = (index + 1) % self._index_stride_blocks == 0
             parent = sequence.names[index] if index else None
-            self.cache.assign(block, name, owner, is_told=is_told, parent=parent)
+            self.cache.assign(block, name, owner, is_indexed=is_indexed, parent=parent)
         sequence.num_named = full
 
     def _owner(self, sequence: Sequence) -> TenantId:

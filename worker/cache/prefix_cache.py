@@ -76,7 +76,7 @@ class PrefixCache:
         self.now_seconds = 0.0
         """The current time. The engine's loop sets it at each step: this class reads no clock."""
         self._unconfirmed: set[BlockId] = set()
-        self._untold: set[BlockId] = set()
+        self._unindexed: set[BlockId] = set()
         """Blocks with names that are not published to the index."""
         self._num_published = 0
         self._changes = NetChanges[BlockName]()
@@ -115,12 +115,12 @@ class PrefixCache:
         block: BlockId,
         name: BlockName,
         tenant: TenantId = NOBODY,
-        is_told: bool = True,
+        is_indexed: bool = True,
         parent: BlockName | None = None,
     ) -> None:
         """Name a used block, on the account of `tenant`. Its last token has just been scheduled.
 
-        `is_told` says whether the index gets the name. It is the same for every copy.
+        `is_indexed` says whether the index gets the name. It is the same for every copy.
         """
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
@@ -128,8 +128,8 @@ class PrefixCache:
         if self._blocks.setdefault(name, block) != block:
             self._copies.setdefault(name, []).append(block)
         self._unconfirmed.add(block)
-        if not is_told:
-            self._untold.add(block)
+        if not is_indexed:
+            self._unindexed.add(block)
         self._pool.keep(block, tenant)
 
     def owner(self, name: BlockName) -> TenantId | None:
@@ -150,10 +150,10 @@ class PrefixCache:
                 name = self._names[block]
                 if not self._is_published_beside(block, name):
                     self._num_published += 1
-                    is_told = block not in self._untold
+                    is_indexed = block not in self._unindexed
                     if self._anywhere is not None:
-                        self._anywhere.add(name, is_told=is_told)
-                    if is_told:
+                        self._anywhere.add(name, is_indexed=is_indexed)
+                    if is_indexed:
                         self._changes.add(name)
 
     def _is_published_beside(self, block: BlockId, name: BlockName) -> bool:
@@ -189,9 +189,9 @@ class PrefixCache:
         name = self._names.pop(block)
         parent = self._parents.pop(block)
         del self._named_at[block]
-        is_told = block not in self._untold
-        if not is_told:
-            self._untold.remove(block)
+        is_indexed = block not in self._unindexed
+        if not is_indexed:
+            self._unindexed.remove(block)
         is_published_beside = self._is_published_beside(block, name)
         self._drop_block(block, name)
         if block in self._unconfirmed:
@@ -202,7 +202,7 @@ class PrefixCache:
                 self.on_lost(block, name, parent)
             if self._anywhere is not None:
                 self._anywhere.remove(name)
-            if is_told:
+            if is_indexed:
                 self._changes.remove(name)
 
     def _drop_block(self, block: BlockId, name: BlockName) -> None:
@@ -237,4 +237,4 @@ class PrefixCache:
         assert len(published) == self._num_published
         assert self._names.keys() == self._parents.keys() == self._named_at.keys()
         assert self._unconfirmed <= self._names.keys()
-        assert self._untold <= self._names.keys()
+        assert self._unindexed <= self._names.keys()

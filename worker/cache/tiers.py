@@ -16,7 +16,7 @@ class AnywhereNames:
 
     def __init__(self) -> None:
         self._places: dict[BlockName, int] = {}
-        self._untold: set[BlockName] = set()
+        self._unindexed: set[BlockName] = set()
         self._changes = NetChanges[BlockName]()
 
     def __len__(self) -> int:
@@ -25,23 +25,23 @@ class AnywhereNames:
     def __contains__(self, name: BlockName) -> bool:
         return name in self._places
 
-    def add(self, name: BlockName, *, is_told: bool = True) -> None:
-        """Count one more place. A place that does not know `is_told` is never the first."""
+    def add(self, name: BlockName, *, is_indexed: bool = True) -> None:
+        """Count one more place. A place that does not know `is_indexed` is never the first."""
         self._places[name] = self._places.get(name, 0) + 1
         if self._places[name] > 1:
             return
-        if is_told:
+        if is_indexed:
             self._changes.add(name)
         else:
-            self._untold.add(name)
+            self._unindexed.add(name)
 
     def remove(self, name: BlockName) -> None:
         self._places[name] -= 1
         if self._places[name]:
             return
         del self._places[name]
-        if name in self._untold:
-            self._untold.remove(name)
+        if name in self._unindexed:
+            self._unindexed.remove(name)
         else:
             self._changes.remove(name)
 

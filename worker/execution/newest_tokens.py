@@ -32,14 +32,14 @@ class NewestTokens(Mapping[tuple[SequenceId, int], int]):
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def fill_in(self, tokens_T: torch.Tensor, unheard: Mapping[int, tuple[SequenceId, int]]) -> None:
-        """Write the unknown tokens into `tokens_T`. `unheard` gives sequence and position by index in T.
+    def fill_in(self, tokens_T: torch.Tensor, unknown: Mapping[int, tuple[SequenceId, int]]) -> None:
+        """Write the unknown tokens into `tokens_T`. `unknown` gives sequence and position by index in T.
 
         Where the last step sampled no such token, the sequence ends at its commit. Until then any token will do as its
         input.
         """
-        if not unheard:
+        if not unknown:
             return
-        places_U = upload(list(unheard), tokens_T.device)
-        rows_U = upload([self._row_of[key] for key in unheard.values()], tokens_T.device)
+        places_U = upload(list(unknown), tokens_T.device)
+        rows_U = upload([self._row_of[key] for key in unknown.values()], tokens_T.device)
         tokens_T.index_copy_(0, places_U, self._tokens_SN[rows_U, 0].clamp_(min=0))

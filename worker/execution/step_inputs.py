@@ -95,9 +95,9 @@ class InputRows:
         )
 
     def _tokens(self, rows: Sequence[ScheduledRow], newest: NewestTokens) -> torch.Tensor:
-        tokens, unheard = _input_tokens(rows)
+        tokens, unknown = _input_tokens(rows)
         tokens_T = upload(tokens, self._device)
-        newest.fill_in(tokens_T, unheard)
+        newest.fill_in(tokens_T, unknown)
         return tokens_T
 
     def forget(self, ended: Sequence[SequenceId]) -> None:
@@ -120,15 +120,15 @@ def _input_tokens(
 ) -> tuple["array[int]", dict[int, tuple[SequenceId, int]]]:
     """Return the tokens row by row, and the unknown ones by index in T, with sequence and position."""
     tokens = token_array()
-    unheard: dict[int, tuple[SequenceId, int]] = {}
+    unknown: dict[int, tuple[SequenceId, int]] = {}
     for row in rows:
         known, start = row.sequence.tokens, row.start
         tokens += known[start : row.end]
         if len(known) < row.end:
             assert len(known) == row.end - 1, "only the last step's token may be uncommitted"
-            unheard[len(tokens)] = row.sequence.sequence_id, row.end - 1
+            unknown[len(tokens)] = row.sequence.sequence_id, row.end - 1
             tokens.append(0)
-    return tokens, unheard
+    return tokens, unknown
 
 
 def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:

@@ -40,7 +40,7 @@ class _Gathered:
 
     versions: list[object | None] = field(default_factory=list)
     """Versions of the block tables. None where the sequence has left since."""
-    places_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
+    entries_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
     """Index of each one's row in the array, and the number of blocks written there."""
 
 
@@ -70,21 +70,21 @@ class TableRows:
         """
         versions: list[object | None] = [sequence.block_table.version for sequence in sequences]
         last, self._last = self._last, _Gathered()
-        places_2R = _widened(last.places_2R, len(versions))
+        entries_2R = _widened(last.entries_2R, len(versions))
         stand_as_before = map(and_, map(is_, versions, last.versions), is_plain)
         changed = [index for index, stands in enumerate(stand_as_before) if not stands]
         changed += range(len(last.versions), len(versions))
         if changed:
             known = [self._up_to_date(sequences[index]) for index in changed]
-            places_2R[:, changed] = [row.number for row in known], [row.num_blocks for row in known]
-        numbers_R, lengths_R = places_2R[0], places_2R[1]
+            entries_2R[:, changed] = [row.number for row in known], [row.num_blocks for row in known]
+        numbers_R, lengths_R = entries_2R[0], entries_2R[1]
         short = np.flatnonzero(lengths_R < needed_R)
         if len(short):
             row_number = int(short[0])
             raise ValueError(
                 f"row {row_number}: {lengths_R[row_number]} blocks, {needed_R[row_number]} needed"
             )
-        self._last = _Gathered(versions, places_2R)
+        self._last = _Gathered(versions, entries_2R)
         num_blocks = int(needed_R.max())
         self._widen(num_blocks)
         tables_RB: npt.NDArray[np.int32] = self._tables_NB[:, :num_blocks][numbers_R]
@@ -132,10 +132,10 @@ class TableRows:
             self._tables_NB = np.pad(self._tables_NB, ((0, 0), (0, added)))
 
 
-def _widened(places_2R: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
+def _widened(entries_2R: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
     """Return the array itself where it has `num_rows` columns, else a copy cut or padded with zeros."""
-    if places_2R.shape[1] == num_rows:
-        return places_2R
+    if entries_2R.shape[1] == num_rows:
+        return entries_2R
     widened_2R = np.zeros((2, num_rows), dtype=np.int64)
-    widened_2R[:, : places_2R.shape[1]] = places_2R[:, :num_rows]
+    widened_2R[:, : entries_2R.shape[1]] = entries_2R[:, :num_rows]
     return widened_2R

@@ -55,7 +55,7 @@ class _Entry:
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _TrialSlot:
     """A slot for one trial process at a time."""
 
     source: TokenizerSource
@@ -96,8 +96,8 @@ class GrammarCompiler:
         self._source = source
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = asyncio.Lock()
-        self._seats = [_Seat(source, self.config) for _ in range(self.config.num_processes)]
-        self._idle = self._seats[::-1]
+        self._slots = [_TrialSlot(source, self.config) for _ in range(self.config.num_processes)]
+        self._idle = self._slots[::-1]
         """The next one to be taken comes last."""
         self._turns = Turns(self.config.num_processes)
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
@@ -117,8 +117,8 @@ class GrammarCompiler:
         Raises ValueError for a model with outputs that cannot be constrained, TrialsUnavailable if there is no process.
         """
         await self._ready_tokenizer()
-        async with self._seats[0].lock:
-            await self._seats[0].ready()
+        async with self._slots[0].lock:
+            await self._slots[0].ready()
 
     async def compile_message(
         self, message: inference_pb2.StructuredOutput, client: int = 0
@@ -147,9 +147,9 @@ class GrammarCompiler:
         """End the processes and all waiting work. Compiled grammars stay usable."""
         self._is_closed = True
         await self._tasks.aclose()
-        for seat in self._seats:
-            async with seat.lock:
-                await seat.end()
+        for slot in self._slots:
+            async with slot.lock:
+                await slot.end()
         self._entries.clear()
 
     def _entry(self, grammar: Grammar, client: int) -> _Entry:
@@ -168,13 +168,13 @@ class GrammarCompiler:
         task = self._tasks.start(self._compile(grammar, turn), name="compile a grammar")
         entry = self._entries[grammar] = _Entry(task, turn, grammar.num_bytes)
         self._entries.move_to_end(grammar)
-        task.add_done_callback(lambda _: self._settle(grammar, entry))
+        task.add_done_callback(lambda _: self._finish(grammar, entry))
         return entry
 
     def _is_outdated(self, entry: _Entry) -> bool:
         return entry.refused_until is not None and asyncio.get_running_loop().time() >= entry.refused_until
 
-    def _settle(self, grammar: Grammar, entry: _Entry) -> None:
+    def _finish(self, grammar: Grammar, entry: _Entry) -> None:
         """Keep what is compiled and what is refused. Any other end says nothing about the grammar."""
         self._turns.end(entry.turn)
         error = None if entry.task.cancelled() else entry.task.exception()
@@ -197,14 +197,14 @@ class GrammarCompiler:
 
     async def _compile(self, grammar: Grammar, turn: Turn) -> CompiledGrammar:
         await turn.future
-        seat = self._idle.pop()
+        slot = self._idle.pop()
         try:
             tokenizer = await self._ready_tokenizer()
             self.num_trials += 1
-            await seat.check(grammar)
+            await slot.check(grammar)
             compiled = await asyncio.to_thread(_build, grammar, tokenizer)
         finally:
-            self._idle.append(seat)
+            self._idle.append(slot)
         # A client that has had a slow grammar gets the slow lane at once. Otherwise each new grammar would delay one
         # step before it is recognised.
         times_slow = min(map(self._times_slow, turn.clients))

@@ -119,7 +119,7 @@ class Masks:
         grammar = sequence.grammar
         if not isinstance(grammar, CompiledGrammar):
             return False
-        self._settle()
+        self._drop_leftovers()
         follower, end = self._follower(sequence.sequence_id, grammar), len(sequence.tokens)
         if follower.ahead is not None and not follower.ahead.mask.done():
             return True
@@ -135,7 +135,7 @@ class Masks:
         return True
 
     def start(self, rows: Sequence[ScheduledRow]) -> None:
-        self._settle()
+        self._drop_leftovers()
         followed = [row for row in rows if isinstance(row.sequence.grammar, CompiledGrammar)]
         if followed:
             self._filling = self._thread.submit(self._fill, followed)
@@ -154,19 +154,19 @@ class Masks:
         logits_SV[index_G] = logits_SV[index_G].masked_fill_(forbidden_GV, float("-inf"))
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        self._settle()
+        self._drop_leftovers()
         for sequence_id in ended:
             follower = self._followers.pop(sequence_id, None)
             if follower is not None and follower.ahead is not None:
                 follower.ahead.mask.cancel()
 
     def close(self) -> None:
-        self._settle()
+        self._drop_leftovers()
         self._followers.clear()
         self._thread.shutdown()
         self._slow_thread.shutdown(cancel_futures=True)
 
-    def _settle(self) -> None:
+    def _drop_leftovers(self) -> None:
         """Wait for the masks that a step left behind when it failed between `start` and `apply`."""
         if self._filling is not None:
             self._filling.result()

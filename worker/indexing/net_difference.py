@@ -51,14 +51,14 @@ class TieredDifference:
     def __init__(self) -> None:
         self.on_gpu = NetDifference()
         self.anywhere = NetDifference()
-        self.tells_anywhere = False
+        self.publishes_anywhere = False
 
     def __len__(self) -> int:
-        return len(self.on_gpu) + (len(self.anywhere) if self.tells_anywhere else 0)
+        return len(self.on_gpu) + (len(self.anywhere) if self.publishes_anywhere else 0)
 
     def take(self, limit: int, *, sequence: int) -> Batch:
         """Return the next batch, of up to `limit` names in all."""
-        anywhere = self.anywhere if self.tells_anywhere else NetDifference()
+        anywhere = self.anywhere if self.publishes_anywhere else NetDifference()
         removed = self.on_gpu.take_removed(limit)
         left = limit - len(removed)
         anywhere_removed = anywhere.take_removed(left)
@@ -72,8 +72,8 @@ class TieredDifference:
             added=self.on_gpu.take_added(left - len(anywhere_added)),
         )
 
-    def restart(self, *, tells_anywhere: bool) -> None:
+    def restart(self, *, publishes_anywhere: bool) -> None:
         """Make all names unpublished: the index knows nothing under the new berth."""
-        self.tells_anywhere = tells_anywhere
+        self.publishes_anywhere = publishes_anywhere
         self.on_gpu.restart()
         self.anywhere.restart()

@@ -111,7 +111,7 @@ class IndexPublisher:
         """Take `withdraw` back, and republish everything."""
         if self._is_withdrawn:
             self._is_withdrawn, self._changed_at = False, None
-            self._tell_all()
+            self._republish()
             self._changed.set()
 
     def rebuild(self) -> bool:
@@ -198,7 +198,7 @@ class IndexPublisher:
         )
         self._berth, self._on_its_way, self._applied_sequence = berth, None, FIRST_SEQUENCE - 1
         self._wants_new_berth = False
-        self._tell_all()
+        self._republish()
         self._num_registrations += 1
         self._renew_at = self._clock() + lease_seconds / 3
         logger.info(
@@ -207,11 +207,13 @@ class IndexPublisher:
             len(self._difference),
         )
 
-    def _tell_all(self) -> None:
+    def _republish(self) -> None:
         """Make everything unpublished: the index holds nothing under this berth."""
         self._checks.restart()
         self._anywhere_checks.restart()
-        self._difference.restart(tells_anywhere=self._berth is not None and self._berth.anywhere is not None)
+        self._difference.restart(
+            publishes_anywhere=self._berth is not None and self._berth.anywhere is not None
+        )
         self._is_resyncing = bool(self._difference)
         self._note_age()
 

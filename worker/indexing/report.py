@@ -50,5 +50,5 @@ def index_message(state: PublisherState) -> WorkerIndex:
 
 def num_entries(state: PublisherState) -> int:
     """Return how many names the index should hold of this worker. Names anywhere include those on the GPU."""
-    tells_anywhere = state.berth is not None and state.berth.anywhere is not None
-    return state.num_anywhere if tells_anywhere else state.num_entries
+    publishes_anywhere = state.berth is not None and state.berth.anywhere is not None
+    return state.num_anywhere if publishes_anywhere else state.num_entries

@@ -82,8 +82,8 @@ class Inspection:
         request = await parse(cluster_pb2.FindBlocksRequest, data, context)
         ids, names = list(request.block_ids), list(request.names)
         if max(len(ids), len(names)) > MAX_PAGE_SIZE or any(len(name) != NAME_BYTES for name in names):
-            told = f"at most {MAX_PAGE_SIZE} block_ids, and as many names of {NAME_BYTES} bytes each"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+            rule = f"at most {MAX_PAGE_SIZE} block_ids, and as many names of {NAME_BYTES} bytes each"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, rule)
         blocks = await asyncio.wrap_future(self._engine.call(lambda engine: self._blocks(engine, ids, names)))
         return cluster_pb2.FindBlocksResponse(blocks=blocks)
 

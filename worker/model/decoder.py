@@ -71,7 +71,7 @@ class Decoder:
         for layer, next_layer, pool_B2KPD, window in zip(
             weights.layers, (*weights.layers[1:], None), kv_pools, windows, strict=True
         ):
-            q_TND, attends = self._place(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
+            q_TND, attends = self._project_and_store(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
             if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
             x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
@@ -84,7 +84,7 @@ class Decoder:
         self._backend.add_rms_norm(x_TH, residual_TH, weights.final_norm_H, eps, out_TH=x_TH)
         return x_TH
 
-    def _place(
+    def _project_and_store(
         self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
         """Store keys and values, and return the queries [T, N, D]."""

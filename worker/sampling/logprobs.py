@@ -15,7 +15,7 @@ from blockyard.worker.sequences.sequence import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Likelihoods:
+class BatchLogprobs:
     """Log-probabilities of N tokens in each of L rows, on the host."""
 
     tokens_LN: list[list[int]]
@@ -26,13 +26,13 @@ class Likelihoods:
 
     def of_row(self, row: int, *, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
         """Return the row's first tokens, each with the row's most probable ones."""
-        likeliest = zip(self.top_tokens_LW[row], self.top_logprobs_LW[row], strict=True)
-        top = tuple(likeliest)[:num_top]
+        most_probable = zip(self.top_tokens_LW[row], self.top_logprobs_LW[row], strict=True)
+        top = tuple(most_probable)[:num_top]
         columns = zip(self.tokens_LN[row], self.logprobs_LN[row], self.ranks_LN[row], strict=True)
         return tuple(TokenLogprob(*column, top) for column in columns)[:num_tokens]
 
 
-def likelihoods(logits_LV: torch.Tensor, tokens_LN: torch.Tensor) -> Likelihoods:
+def token_logprobs(logits_LV: torch.Tensor, tokens_LN: torch.Tensor) -> BatchLogprobs:
     """Return the log-probabilities of tokens.
 
     It always looks for the maximum number of most probable tokens: among equals, which ones are found may depend on how
@@ -43,7 +43,7 @@ def likelihoods(logits_LV: torch.Tensor, tokens_LN: torch.Tensor) -> Likelihoods
     chosen_LN = logits_LV.gather(1, tokens_LN)
     # One token of all rows at a time: [L, N, V] may be larger than the device.
     ranks_LN = torch.stack([1 + (logits_LV > chosen_L1).sum(-1) for chosen_L1 in chosen_LN.split(1, 1)], 1)
-    return Likelihoods(
+    return BatchLogprobs(
         tokens_LN=tokens_LN.tolist(),
         logprobs_LN=logprobs_LV.gather(1, tokens_LN).tolist(),
         ranks_LN=ranks_LN.tolist(),
@@ -57,7 +57,7 @@ def score(logits_LV: torch.Tensor, tokens: Sequence[int], *, num_top: int) -> tu
     if not tokens:
         return ()
     tokens_L1 = torch.tensor(tokens, dtype=torch.int64, device=logits_LV.device)[:, None]
-    found = likelihoods(logits_LV, tokens_L1)
+    found = token_logprobs(logits_LV, tokens_L1)
     return tuple(found.of_row(row, num_tokens=1, num_top=num_top)[0] for row in range(len(tokens)))
 
 

@@ -23,7 +23,7 @@ from blockyard.kernels.torch.nucleus import BY_SORTING, NucleusSearch
 from blockyard.worker.memory.transfers import Readback, upload
 from blockyard.worker.sampling.draw import draw
 from blockyard.worker.sampling.logit_edits import IMPOSSIBLE, edit, has_edits
-from blockyard.worker.sampling.logprobs import candidates, likelihoods
+from blockyard.worker.sampling.logprobs import candidates, token_logprobs
 from blockyard.worker.sampling.state import NO_LOGPROBS, Batch, InFlight, SamplingState
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import TokenLogprob
@@ -109,13 +109,13 @@ class Sampler:
         batch = self.state.gather(rows, in_flight)
         edited_SV = self._edited(logits_SV, rows, batch, apply_masks)
         if edited_SV is logits_SV:
-            likeliest_S, finite_S = self._likeliest(logits_SV)
+            greedy_S, finite_S = self._likeliest(logits_SV)
             usable_S = finite_S
         else:
-            likeliest_S, _ = self._likeliest(edited_SV)
+            greedy_S, _ = self._likeliest(edited_SV)
             finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
             usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
-        tokens_SN = _choose(edited_SV, likeliest_S, batch, self._nuclei)
+        tokens_SN = _choose(edited_SV, greedy_S, batch, self._nuclei)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
         tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)
         reports = _asks_for_more(batch)
@@ -147,10 +147,10 @@ class Sampler:
 
 
 def _choose(
-    logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, nuclei: NucleusSearch
+    logits_SV: torch.Tensor, greedy_S: torch.Tensor, batch: Batch, nuclei: NucleusSearch
 ) -> torch.Tensor:
     """Return tokens [S, N]. In a row that does not fork, the first counts."""
-    tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
+    tokens_SN = greedy_S[:, None].repeat(1, batch.num_columns)
     drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
     at_once = _drawn_at_once(logits_SV)
     for first in range(0, len(drawing), at_once):
@@ -215,6 +215,6 @@ def _logprobs(
     if not rows:
         return {}
     index_L = torch.tensor(rows, device=logits_SV.device)
-    found = likelihoods(logits_SV[index_L], tokens_SN[index_L])
+    found = token_logprobs(logits_SV[index_L], tokens_SN[index_L])
     num_tokens, num_top = batch.num_outputs_S[rows].tolist(), batch.params_S["logprobs"][rows].tolist()
     return {row: found.of_row(i, num_tokens=num_tokens[i], num_top=num_top[i]) for i, row in enumerate(rows)}

@@ -40,19 +40,19 @@ def _blocks_held(sequence: Sequence) -> int:
     return len({block for beam in sequence.group.live for block in beam.block_table})
 
 
-def spared_blocks(sequence: Sequence, tables: BlockTables, most: int) -> int:
+def protected_blocks(sequence: Sequence, tables: BlockTables, most: int) -> int:
     """Return how many cached blocks of other tenants this sequence must leave alone, `most` at the most."""
     return min(most, tables.pool.num_cached_by_others(sequence.tenant)) if most else 0
 
 
-def places(sequence: Sequence, running: Items[Sequence]) -> int:
+def seq_slots(sequence: Sequence, running: Items[Sequence]) -> int:
     """Return how many of max_num_seqs it would add to the running ones. It counts all its future forks."""
     if sequence.group is None:
         return sequence.num_outputs
     return 0 if any(other.group is sequence.group for other in running) else sequence.group.width
 
 
-def places_taken(running: Items[Sequence]) -> int:
+def seq_slots_taken(running: Items[Sequence]) -> int:
     groups = {id(sequence.group): sequence.group.width for sequence in running if sequence.group is not None}
     return sum(groups.values()) + sum(sequence.num_outputs for sequence in running if sequence.group is None)
 
@@ -65,12 +65,12 @@ def fits(
     waiting: Items[Sequence],
     tables: BlockTables,
     is_reserved: bool,
-    most_spared: int,
+    max_protected: int,
 ) -> bool:
     """Return whether it fits beside what running prompts still need and one block for each decode.
 
     Blocks that are found in the cache need no room. With `is_reserved` there must be room for all blocks that it can
-    ever need. Up to `most_spared` blocks that other tenants have cached do not count as room.
+    ever need. Up to `max_protected` blocks that other tenants have cached do not count as room.
     """
     if is_reserved and any(
         other.is_reserved and other.group is sequence.group is not None for other in running
@@ -83,5 +83,5 @@ def fits(
     promised = sum(max(1, blocks_soon(other, tables) - len(other.block_table)) for other in running)
     unused_hits = sum(tables.pool.references(block) == 0 for block in hits.blocks)
     available = tables.pool.num_allocatable - reserved_blocks(running, tables) - unused_hits
-    available -= spared_blocks(sequence, tables, most_spared)
+    available -= protected_blocks(sequence, tables, max_protected)
     return needed - len(hits.blocks) + promised <= available

@@ -39,7 +39,7 @@ class BeamsUpdate:
 Update = SequenceUpdate | BeamsUpdate
 
 
-class Outcome:
+class StepCommit:
     """Applies rows to the sequences of one scheduler."""
 
     def __init__(self, queues: Queues, tables: BlockTables, *, max_model_len: int) -> None:

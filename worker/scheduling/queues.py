@@ -114,7 +114,7 @@ class Queues:
     def forget_ended(self) -> None:
         self._ended.clear()
 
-    def tell_ended_again(self, ended: tuple[SequenceId, ...]) -> None:
+    def report_ended_again(self, ended: tuple[SequenceId, ...]) -> None:
         """Report these as ended again: the step that reported them may never have begun."""
         self._ended += ended
 

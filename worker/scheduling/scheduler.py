@@ -30,12 +30,12 @@ from blockyard.worker.cache.tiers import AnywhereNames
 from blockyard.worker.scheduling.capacity import (
     fits,
     most_blocks,
-    places,
-    places_taken,
+    protected_blocks,
     reserved_blocks,
-    spared_blocks,
+    seq_slots,
+    seq_slots_taken,
 )
-from blockyard.worker.scheduling.commit import Outcome, Update
+from blockyard.worker.scheduling.commit import StepCommit, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import PreemptionMode, Victim, choose_victim
 from blockyard.worker.scheduling.queues import Queues
@@ -66,7 +66,7 @@ class SchedulerConfig:
     """Blocks of host memory for named blocks that the pool has evicted."""
     index_stride_blocks: int = 1
     """Only every Nth block of a prefix is published to the prefix index."""
-    spared_blocks: int = 0
+    protected_blocks: int = 0
     """Cached blocks of other tenants that no tenant's work evicts, except where nothing else would run."""
 
 
@@ -102,7 +102,7 @@ class Scheduler:
             index_stride_blocks=config.index_stride_blocks,
         )
         self._queues = Queues(self.tables)
-        self._outcome = Outcome(self._queues, self.tables, max_model_len=config.max_model_len)
+        self._step_commit = StepCommit(self._queues, self.tables, max_model_len=config.max_model_len)
         self.holds: Callable[[Sequence], bool] | None = None
         """Return whether a sequence must wait for its grammar's mask. Until then no step has it, so a plan may be empty
         although there is work."""
@@ -153,7 +153,7 @@ class Scheduler:
             raise CapacityError("nothing is left to generate")
         if sequence.sampling.beam_width:
             sequence.group = BeamGroup(sequence)
-        if places(sequence, self.running) > self.config.max_num_seqs:
+        if seq_slots(sequence, self.running) > self.config.max_num_seqs:
             raise CapacityError(f"more outputs than max_num_seqs {self.config.max_num_seqs}")
         if most_blocks(sequence, self.tables) > self.pool.num_blocks:
             raise CapacityError("the beams can never fit the KV cache together")
@@ -282,8 +282,8 @@ class Scheduler:
             return self.pool.num_allocatable
         first, reserved = self.running[0], reserved_blocks(self._queues.reserved, self.tables)
         is_first = sequence is first or sequence.group is first.group is not None
-        spared = 0 if is_first else spared_blocks(sequence, self.tables, self.config.spared_blocks)
-        return self.pool.num_allocatable - reserved - spared
+        protected = 0 if is_first else protected_blocks(sequence, self.tables, self.config.protected_blocks)
+        return self.pool.num_allocatable - reserved - protected
 
     def _add_row(
         self,
@@ -323,7 +323,7 @@ class Scheduler:
             sequence = self._next_waiting()
             if sequence is None:
                 return
-            if places_taken(self.running) + places(sequence, self.running) > self.config.max_num_seqs:
+            if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
                 return
             hits = self.tables.match(sequence)
             is_reserved = sequence.num_preemptions >= self.config.max_preemptions
@@ -366,7 +366,7 @@ class Scheduler:
             waiting=self.waiting,
             tables=self.tables,
             is_reserved=is_reserved,
-            most_spared=self.config.spared_blocks,
+            max_protected=self.config.protected_blocks,
         )
 
     # Committing
@@ -380,7 +380,7 @@ class Scheduler:
         updates: list[Update] = []
         for index, (row, token) in enumerate(zip(plan.rows, step.tokens, strict=True)):
             if token != LOST_TOKEN:
-                updates += self._outcome.commit(row, token, step.extras.get(index, _NO_EXTRAS))
+                updates += self._step_commit.commit(row, token, step.extras.get(index, _NO_EXTRAS))
         if step.lost_slots:
             rows = zip(plan.rows, step.tokens, strict=True)
             self._lose(step.lost_slots, [row for row, token in rows if token == LOST_TOKEN])
@@ -403,7 +403,7 @@ class Scheduler:
         """
         self._end_step(plan)
         self._distrust_host_memory(plan)
-        return [update for row in plan.rows for update in self._outcome.fail(row)]
+        return [update for row in plan.rows for update in self._step_commit.fail(row)]
 
     def abandon(self, plan: StepPlan, *, moved: bool) -> None:
         """Take back a step that was planned on one which has failed. Its sequences wait, and compute again what is not
@@ -412,7 +412,7 @@ class Scheduler:
         Unless its blocks are sure to have `moved`, all cached blocks in host memory are dropped, as after a failure.
         """
         self._end_step(plan)
-        self._queues.tell_ended_again(plan.ended)
+        self._queues.report_ended_again(plan.ended)
         if not moved:
             self._distrust_host_memory(plan)
         self._take_back(plan.rows)

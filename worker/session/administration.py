@@ -31,7 +31,7 @@ class Administration:
     def __init__(self, *, service: SessionService, engine: EngineThread) -> None:
         self._engine = engine
         self.draining = Draining(service)
-        self.draining.on_change = self._tell_index
+        self.draining.on_change = self._update_index
         self.index: IndexPublisher | None = None
 
     def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -46,7 +46,7 @@ class Administration:
             for name, behaviour in behaviours.items()
         }
 
-    def _tell_index(self, is_draining: bool) -> None:
+    def _update_index(self, is_draining: bool) -> None:
         """Withdraw a draining worker from the index, so that it attracts no request."""
         if self.index is not None and is_draining:
             self.index.withdraw()

@@ -88,7 +88,7 @@ class SessionService:
         self.is_draining = False
         """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
-        self._has_turned = asyncio.Event()
+        self._has_stepped = asyncio.Event()
         """Set when the engine has done something."""
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
@@ -128,12 +128,12 @@ class SessionService:
     async def until_idle(self) -> None:
         """Wait until no request runs or waits here. While draining, no new one comes."""
         while True:
-            self._has_turned.clear()
+            self._has_stepped.clear()
             if not await asyncio.wrap_future(self._engine.call(lambda _: bool(self._routes))):
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_CHECK_SECONDS):
-                    await self._has_turned.wait()
+                    await self._has_stepped.wait()
 
     async def hand_over(self) -> int:
         """End all requests as DRAINING, each after its tokens so far. Return how many routers place elsewhere."""
@@ -196,7 +196,7 @@ class SessionService:
         for route, output in news:
             route.link.outbox.add(route.handle, output)
             route.link.has_news.set()
-        self._has_turned.set()
+        self._has_stepped.set()
         self.on_changes(result)
 
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
