@@ -237,6 +237,7 @@ class WorkerServer:
         given."""
         if not self.failed.is_set():
             await self._drain(self.config.grace_seconds if grace_seconds is None else grace_seconds)
+        await self._administration.draining.aclose()
         if self._publisher is not None:
             await self._publisher.close()
         await self._tasks.aclose()
@@ -263,7 +264,6 @@ class WorkerServer:
                 logger.error(
                     "the engine did not hand over its requests in time: routers will count them as lost"
                 )
-        await draining.aclose()
         if self._service.has_routers:
             await asyncio.sleep(LINGER_SECONDS)
 
