@@ -67,8 +67,8 @@ class Engine:
         """`ageing_seconds` of waiting make up for one step of priority.
 
         `mixed_step_seconds` is the time that prompts may add to a step that decodes, as estimated from earlier steps.
-        With None only the token budget limits them. `overlap_steps` starts each step during the one before it
-        (execution/steps.py): its tokens come with the next `step`.
+        With None only the token budget limits them. With `overlap_steps` each step starts during the one before it
+        (execution/steps.py), and its tokens come with the next `step`.
         """
         self.mixed_steps = MixedStepController(
             target_seconds=mixed_step_seconds, max_batched_tokens=config.max_num_batched_tokens

@@ -29,7 +29,7 @@ class LLM:
     """One model in this process. Keyword arguments are EngineConfig's. Raises ValueError as loading does.
 
     The garbage collector stays as it is, unlike in a worker's process. Frozen objects are never freed where they form
-    cycles, and here that would be all that the caller has made so far, and this model once it is dropped.
+    cycles. Here these would be all objects that the caller has made so far, and this model once it is dropped.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:

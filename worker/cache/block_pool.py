@@ -3,12 +3,14 @@
 Every block is in exactly one of three states, and `free + cached + used == total` at every moment:
 
     free    no references, and no content worth finding
-    cached  no references, but the prefix cache can find it; evicted once no block is free
+    cached  no references, but the prefix cache can find it
     used    one reference or more
 
-The pool knows neither names nor tensors. The prefix cache marks the blocks that are worth keeping and their tenant, and
-is called at evictions. Which tenant gives up a block is decided in tenant_shares.py; among its blocks the least
-recently used one goes. All operations are O(1) a block, an eviction O(log tenants).
+
+A cached block is evicted only once no block is free. The pool knows neither names nor tensors. The prefix cache marks
+the blocks that are worth keeping and their tenant, and is called at evictions. Which tenant gives up a block is decided
+in tenant_shares.py; among its blocks the least recently used one goes. All operations are O(1) a block, an eviction
+O(log tenants).
 """
 
 from collections import Counter, OrderedDict

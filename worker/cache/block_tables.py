@@ -1,8 +1,8 @@
 """Block tables: which blocks each sequence holds, from admission over forks and swaps to release.
 
-Owns every change of a sequence's block table and the moves before the next step: copies of half-filled blocks that
-forks share, and blocks to and from host memory. A step's moves stay protected until it ends: the source of a copy is
-not reused, and a host slot that is read is not overwritten. Does not decide which sequence runs or is preempted.
+Owns every change of a sequence's block table and the moves before the next step. These are copies of half-filled blocks
+that forks share, and blocks to and from host memory. A step's moves stay protected until it ends: no source of a copy
+is reused, and no host slot that is read is overwritten. Does not decide which sequence runs or is preempted.
 """
 
 from collections import Counter

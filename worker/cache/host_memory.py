@@ -1,8 +1,8 @@
 """Host memory: slots for swapped sequences, and for named blocks that the GPU's pool has evicted.
 
-The two parts never lend each other slots. `SwapSpace` holds what preempted sequences computed, until they run again.
-`HostCache` holds named blocks in order of their last use. Pure: it chooses the slot of each block. The runner moves the
-bytes (StepPlan.to_host, from_host).
+The two parts never lend each other slots. The `SwapSpace` holds what preempted sequences computed, until they run
+again. The `HostCache` holds named blocks in order of their last use. Pure: it chooses the slot of each block. The
+runner moves the bytes (StepPlan.to_host, from_host).
 """
 
 from collections import Counter, deque

@@ -1,9 +1,9 @@
 """Bisection of a step that raises: runs it again in halves until the failing requests stand alone.
 
 All other requests get the tokens of a step in which nothing went wrong. Rows that depend on one another stay together:
-those of one request, and those that read a block which another row of the same step fills. Where requests raise one
-after the other and none succeeds, the device is at fault, and the whole step has failed. A block that host memory has
-lost is no request's fault: the step runs without the rows that read it.
+those of one request, and those that read a block that the same step fills. Where requests raise one after the other and
+none succeeds, the device is at fault, and the whole step has failed. A block that host memory has lost is no request's
+fault: the step runs without the rows that read it.
 
 Every token before a row's must be committed to its sequence. A part of a step replaces what the runner remembers of the
 step before it.

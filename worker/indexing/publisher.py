@@ -2,7 +2,7 @@
 
 Owns the worker's berth, its lease and the batch in flight. Does not own the cache, the arithmetic of changes
 (net_difference.py), the connection, or what a router makes of the index. Nothing here may raise into the engine or make
-it wait: without the index the worker keeps serving, and the difference is kept until the index is back.
+it wait. Without the index the worker keeps serving, and the difference is kept until the index is back.
 
     record() -> net difference -> batches of <= 512 names, one in flight -> the index
 

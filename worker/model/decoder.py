@@ -1,7 +1,7 @@
 """Decoder of Llama, Mistral, Qwen2 and Qwen3: one forward pass, driven by the configuration.
 
 Owns the order of a layer's operations. The kernel backend owns their arithmetic. Every layer stores all keys and values
-of the step before any token attends, so a sequence may read blocks that another sequence fills in the same step. Layers
+of the step before any token attends. So a sequence may read blocks that another sequence fills in the same step. Layers
 that attend within a window get the step's plan cut to it. Outputs of the last layer that are not read are not computed.
 
 Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads. A = N D

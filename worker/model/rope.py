@@ -1,7 +1,7 @@
 """Rope scaling: how a model stretches its rotary embedding over longer contexts, from its config.json.
 
-Owns the two forms in which transformers writes it: `rope_scaling` with the base beside it up to version 4, and
-`rope_parameters` with the base inside from 5 on. Owns the refusal of every kind and key that `rotary_table` does not
+Owns the two forms in which transformers writes it. Up to version 4 that is `rope_scaling` with the base beside it, from
+5 on `rope_parameters` with the base inside. Owns the refusal of every kind and key that `rotary_table` does not
 compute. Imports no torch. The semantics are those of transformers' `modeling_rope_utils`.
 """
 

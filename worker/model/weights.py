@@ -1,9 +1,9 @@
 """Weights of a model in memory: where each tensor of a checkpoint goes, loaded from safetensors or drawn.
 
 Owns the names of Hugging Face checkpoints and the fusing of their matrices (q, k, v into one; gate, up into one). The
-fused tensors are allocated first, and each tensor of a shard is copied into its part of them, so that no more than one
-tensor is held twice. Does not find the files (shards.py), or know how the weights are used. It lays them out for the
-backend that will use them.
+fused tensors are allocated first, and each tensor of a shard is copied into its part of them. So at most one tensor is
+held twice. Does not find the files (shards.py), or know how the weights are used. It lays them out for the backend that
+will use them.
 
 Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size. A = N D attention
 width, Q = (N + 2 K) D fused query, key and value width.

@@ -4,8 +4,8 @@ Output (seed, index of the sequence, position) always draws the same uniform num
 worker continues with the same draws. The token is where that number falls in the cumulative distribution, in the order
 of token ids. What a row draws depends on its own logits and parameters only, never on the other rows.
 
-All filters are one threshold a row on its probabilities after temperature: a share of the largest, the k-th largest, or
-the smallest within top-p (kernels/torch/nucleus.py).
+All filters are one threshold a row on its probabilities after temperature (kernels/torch/nucleus.py). The threshold is
+a share of the largest, the k-th largest, or the smallest within top-p.
 
 Shapes: D rows that draw, V vocabulary, N outputs a row (1, or more where one forks), M rows with min-p, F rows with
 top-k or top-p.

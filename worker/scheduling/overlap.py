@@ -1,7 +1,7 @@
 """Overlap: which steps may be in flight while the host plans the next one.
 
-A step may not where the host needs its result first: for a grammar's mask, for the choice between beams, or to report
-more than a token. Tokens that are sampled with filters alone are chosen on the device. Triton's kernels need no
+A step may not be in flight where the host needs its result first: for a grammar's mask, a beam search, or results
+beyond a token. Tokens that are sampled with filters alone are chosen on the device. Triton's kernels need no
 synchronisation for it. Where PyTorch samples on a GPU, top-p filtering synchronises as the step starts, which waits for
 the step before.
 

@@ -42,9 +42,8 @@ def choose_victim(
     - one that holds all blocks that it can ever need;
     - one that this step or a step in flight computes, because its blocks are still in use.
 
-    A sequence that frees nothing by itself is chosen only where none frees anything, and where it shares blocks with
-    the first or with others like it. Outputs of one request that are about to write the same half-filled block are such
-    a case.
+    A sequence that frees nothing alone is chosen only where none frees anything, and it shares blocks with the first or
+    with others like it. Outputs of one request that are about to write the same half-filled block are such a case.
     """
     best: tuple[tuple[int, float], Victim] | None = None
     freeing_nothing: list[tuple[Sequence, ...]] = []

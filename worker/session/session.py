@@ -1,7 +1,7 @@
 """Session service: serves the streams of routers from one engine.
 
 Owns the map from requests to routers, and what waits to be sent to each router. A slow router only sees older data:
-what it has not taken yet is merged, so an outbox never holds more rows than its requests have outputs. The engine never
+what it has not taken yet is merged. So an outbox never holds more rows than its requests have outputs. The engine never
 waits for a stream. The end of a stream cancels its requests.
 
 Does not own the checks of a Submit (submits.py), the wait for a grammar (compiling.py), merging (outbox.py) or the
