@@ -63,7 +63,7 @@ CHANGES = st.one_of(
 def test_a_copy_refreshed_from_its_last_entry_on_equals_the_table(
     changes: list[tuple[tuple[str, list[int]], bool]],
 ) -> None:
-    """As execution/table_rows.py keeps its rows: it looks at the table now and then, not after each change."""
+    """Keep the copy as execution/table_rows.py keeps its rows, which looks at the table now and then."""
     table = BlockTable(blocks(0))
     version, copy = table.version, list(table)
     for (kind, numbers), is_looked_at in changes:
