@@ -1,5 +1,6 @@
-"""A worker: one engine with its KV block pool, and the server in front of it.
+"""Worker: one engine with its KV block pool, and the server in front of it.
 
 The engine (engine.py, with sequences/, cache/, scheduling/, execution/, sampling/ and model/) runs without Ray, Redis
-and gRPC. server.py adds session/, indexing/ and inspection/. Never imports a router. actor.py alone knows Ray.
+and gRPC. The server (server.py) adds session/, indexing/ and inspection/. Never imports a router. Only actor.py knows
+Ray.
 """

@@ -1,7 +1,7 @@
-"""A worker inside a Ray actor: the only file of worker/ that knows Ray.
+"""Worker actor: a worker inside a Ray actor. The only file of worker/ that knows Ray.
 
-Owns what Ray adds to a WorkerServer: its metrics each second, the place of the pool map in Ray's session logs, and a
-call that ends with the actor. Does not own serving; tokens never pass through Ray.
+Owns what Ray adds to a WorkerServer: metrics each second, the pool map in Ray's session logs, and a call that ends with
+the actor. Does not own serving. Tokens never pass through Ray.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from blockyard.proto.naming.model_files import resolve_tokenizer
 from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.sigterm import end_at_sigterm
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.metrics import worker_source
 from blockyard.worker.startup.openmp import bound_spinning
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedWorker:
-    """Where one incarnation serves."""
+    """Address and identity of one incarnation that serves."""
 
     address: str
     pid: int
@@ -38,7 +39,7 @@ class StartedWorker:
     code: str
     """The code version that runs here."""
     dtype: str
-    """The data type that it computes in, and why."""
+    """The data type of its computation, and the reason."""
 
 
 class WorkerActor:
@@ -52,50 +53,54 @@ class WorkerActor:
         self._server: WorkerServer | None = None
         """None until its libraries have been imported."""
         self._started: StartedWorker | None = None
+        self._starts = BackgroundTasks(on_failure=None)
         self._starting: asyncio.Task[StartedWorker] | None = None
-        self._reporting: asyncio.Task[None] | None = None
+        self._reports = BackgroundTasks()
         self._serving = ExitStack()
 
     def __repr__(self) -> str:
         return f"{self._worker_id}({self._model})"
 
     async def whereabouts(self) -> tuple[str, int]:
-        """Its node and its process: by them one that hangs is ended."""
+        """Return its node and its process id, by which a hanging one can be ended."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def fetch_model(self) -> None:
-        """Download the model if only the hub has it. This may take hours. Raises ValueError if nobody has it."""
+        """Download the model if only the hub has it. This may take hours. Raises ValueError if it is nowhere."""
         await asyncio.to_thread(_fetch, self._config)
 
     async def start(self) -> StartedWorker:
-        """Idempotent: a supervisor that adopts a running worker asks again."""
+        """Start to serve. Idempotent: a supervisor that adopts a running worker calls it again."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+            self._starting = self._starts.start(self._start(), name="start")
         return await asyncio.shield(self._starting)
 
     async def until_stopped(self) -> None:
-        """Answers only by the actor's death, which Ray reports to the caller within milliseconds, or if the
-        engine has failed, with RuntimeError."""
+        """Never return: Ray reports the actor's death to the caller within milliseconds.
+
+        Raises RuntimeError if the engine has failed.
+        """
         assert self._server is not None
         await self._server.failed.wait()
         raise RuntimeError("the engine has failed; the worker's log says why")
 
     async def is_draining(self) -> bool:
-        """Whether it takes nothing new, whoever said so. One that starts answers too, which shows that it lives."""
+        """Return whether it drains, whichever caller asked for it. An answer during the start shows that it is
+        alive."""
         return self._server is not None and self._started is not None and self._server.is_draining
 
     async def stop(self, grace_seconds: float) -> None:
-        """Drains, and says goodbye to routers and index; the caller ends the actor."""
-        if self._reporting is not None:
-            self._reporting.cancel()
+        """Drain, and leave routers and index. The caller ends the actor."""
+        await self._reports.aclose()
         if self._server is not None:
             await self._server.stop(grace_seconds)
+        await self._starts.aclose()
         self._serving.close()
 
     async def _start(self) -> StartedWorker:
         bound_spinning()
-        # Aside, so that it answers meanwhile. And not before, because whoever names this class to Ray, `up` and the
-        # supervisor, would load torch with it.
+        # Imported in a thread, so that the actor answers meanwhile. Not imported earlier, because `up` and the
+        # supervisor name this class to Ray, and would load torch with it.
         server = await asyncio.to_thread(importlib.import_module, "blockyard.worker.server")
         self._server = server.WorkerServer(_placed(self._config))
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
@@ -103,7 +108,8 @@ class WorkerActor:
         configure_logging(log, worker_id=worker_id, incarnation=self._server.incarnation)
         address = await self._server.start()
         self._serving.enter_context(spared_by_garbage_collection())
-        self._reporting = asyncio.create_task(keep_reporting(worker_source(self._config), self._server.stats))
+        reporting = keep_reporting(worker_source(self._config), self._server.stats)
+        self._reports.start(reporting, name="metrics")
         self._started = StartedWorker(
             address=address,
             pid=os.getpid(),
@@ -116,18 +122,18 @@ class WorkerActor:
 
 
 def _fetch(config: WorkerConfig) -> None:
-    # Here, because whoever names the actor's class to Ray would import it too.
+    # Imported here, because processes that only name the actor's class to Ray would import it too.
     from blockyard.worker.model.config import resolve_model
 
     resolve_tokenizer(config.engine.tokenizer, resolve_model(config.engine.model))
 
 
 def _placed(config: WorkerConfig) -> WorkerConfig:
-    """The config with what only the node knows: its address, and where the dashboard's Logs tab looks."""
+    """Return the config with what only the node knows: its address, and the folder of the dashboard's Logs tab."""
     node_id = ray.get_runtime_context().get_node_id()
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     node = next(node for node in nodes if node["NodeID"] == node_id)
-    # `<session>/sockets/raylet`: the one public place that tells this node's session folder.
+    # `<session>/sockets/raylet` is the only public value that tells this node's session folder.
     logs = Path(node["RayletSocketName"]).parent.parent / "logs"
     return replace(
         config,

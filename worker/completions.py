@@ -1,4 +1,7 @@
-"""What offline generation gives back, gathered as its tokens come. Where a stop cuts the text is proto/text.py's."""
+"""Completions: the results of offline generation, gathered as their tokens come.
+
+Does not own where a stop cuts the text (proto/text.py).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token, if asked for."""
     cumulative_logprob: float | None = None
-    """Of a beam, or where logprobs were asked for."""
+    """Set for a beam, or where logprobs were asked for."""
     beam_score: float | None = None
 
 
@@ -34,7 +37,7 @@ class Completion:
     """One prompt's answer."""
 
     outputs: tuple[Output, ...]
-    """`n` of them; of beams the best first."""
+    """`n` outputs. Those of a beam search are in order, the best first."""
     prompt_tokens: int
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -42,7 +45,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the first output, as the three below."""
+        """Text of the first output. The next three properties are also of the first output."""
         return self.outputs[0].text
 
     @property
@@ -59,7 +62,7 @@ class Completion:
 
 
 class GrowingOutput:
-    """What has come of one output so far."""
+    """One output while it grows."""
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class GrowingOutput:
         """None while more may come. A stop string sets it before the engine knows."""
 
     def add(self, output: SequenceOutput) -> None:
-        """Takes what a step brought, at least one token, while it is not finished."""
+        """Take a step's result, at least one token, while the output is not finished."""
         assert self.finish_reason is None
         piece = self._output.push(
             output.token_ids, is_last=output.finish_reason is not None, stop_token=output.stop_token
@@ -101,7 +104,7 @@ class GrowingOutput:
             self.finish_reason, self._stop_reason = FinishReason.STOP, piece.stop
 
     def output(self) -> Output:
-        """Once it has finished."""
+        """Return the output once it has finished."""
         assert self.finish_reason is not None
         summed = sum(token.logprob for token in self._logprobs) if self._logprobs else None
         return Output(

@@ -1,7 +1,7 @@
-"""The engine: scheduler, pool, prefix cache and runner in one loop body.
+"""Engine: scheduler, pool, prefix cache and runner in one loop body.
 
-Synchronous, and owned by one thread (engine_thread.py); needs no Ray, Redis or gRPC. Owns requests: who they are, when
-they are late, what is told of them. What runs is the scheduler's choice.
+Synchronous, and owned by one thread (engine_thread.py). Needs no Ray, Redis or gRPC. Owns requests: their ids, their
+deadlines, and their outputs. Does not choose what runs (the scheduler).
 """
 
 import threading
@@ -13,34 +13,25 @@ from blockyard.worker.engine_types import Continuation, EngineLoad, EngineReques
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
-from blockyard.worker.scheduling.decode_times import DecodeTimes
+from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_tokens
 from blockyard.worker.sequences.identifiers import RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
-from blockyard.worker.sequences.step_plan import StepPlan
 
-RATE_SMOOTHING = 0.2
-"""Weight of the newest step in what is measured."""
-MIN_MEASURED_PREFILL_TOKENS = 64
-"""A smaller prefill measures the overhead of a step, not the rate."""
-FIRST_CHUNK_TOKENS = 256
-"""Of a prompt beside decodes, before any such step was measured."""
-MIN_CHUNK_TOKENS = 16
-"""Of a prompt beside decodes, however long its step takes: it must get done."""
 MAX_FAILURES_IN_A_ROW = 8
-"""Requests whose steps raised, and no step succeeded between: then the device, not they, is what fails. The engine
-ends, and its worker is started afresh."""
+"""Failed requests in a row, without a step that succeeded between. Then the device is at fault: the engine ends, and
+its worker is restarted."""
 DEFAULT_AGEING_SECONDS = 10.0
 HELD_SECONDS = 0.05
-"""The longest that a step waits where all sequences are held: then deadlines are looked at again."""
+"""Longest wait of a step where all sequences are held. Then deadlines are checked again."""
 SHED_AT_SHARE_OF_ESTIMATE = 0.5
-"""A waiting request is shed once less than this share of its estimated prefill time is left: then not even a prefill
-twice as fast as measured would meet its deadline."""
+"""A waiting request is shed once less than this share of its estimated prefill time is left. Not even a prefill twice
+as fast as measured would then meet its deadline."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """What is unfinished of a request."""
+    """The unfinished part of a request."""
 
     num_outputs: int
     deadline: float | None
@@ -51,11 +42,10 @@ class _Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    decode_tokens_per_second: float = 0.0
 
 
 class EngineFailed(RuntimeError):
-    """Every step fails; this engine serves nobody any more."""
+    """Every step fails. This engine serves no request any more."""
 
 
 class Engine:
@@ -74,27 +64,28 @@ class Engine:
         overlap_steps: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ageing_seconds` of waiting make up for one step of priority. `mixed_step_seconds` is what a step that
-        decodes may take for prompts beside it, as far as earlier steps tell; None leaves it to the token budget.
-        `overlap_steps` starts each step during the one before it (execution/steps.py): its tokens come with the next
-        `step`."""
-        self.scheduler = Scheduler(config, num_blocks=num_blocks)
-        self.scheduler.rates.swap_blocks_per_second = swap_blocks_per_second
-        if mixed_step_seconds is not None:
-            self.scheduler.prefill_tokens_beside_decodes = FIRST_CHUNK_TOKENS
+        """`ageing_seconds` of waiting make up for one step of priority.
+
+        `mixed_step_seconds` is the time that prompts may add to a step that decodes, as estimated from earlier steps.
+        With None only the token budget limits them. With `overlap_steps` each step starts during the one before it
+        (execution/steps.py), and its tokens come with the next `step`.
+        """
+        self.mixed_steps = MixedStepController(
+            target_seconds=mixed_step_seconds, max_batched_tokens=config.max_num_batched_tokens
+        )
+        self.mixed_steps.rates.swap_blocks_per_second = swap_blocks_per_second
+        self.scheduler = Scheduler(config, num_blocks=num_blocks, mixed_steps=self.mixed_steps)
         self.pool = self.scheduler.pool
         self.cache = self.scheduler.cache
         self.runner = runner
         self.bytes_per_block = bytes_per_block
         self._ageing_seconds = ageing_seconds
-        self._mixed_step_seconds = mixed_step_seconds
         self._clock = clock
         self.steps = Steps(self.scheduler, runner, overlap=overlap_steps, clock=clock)
         self._requests: dict[RequestId, _Request] = {}
         self._next_request = 0
         self._next_sequence = 0
         self._counters = _Counters()
-        self._decode_times = DecodeTimes(smoothing=RATE_SMOOTHING)
         self._failures_in_a_row = 0
         self._woken = threading.Event()
 
@@ -103,9 +94,11 @@ class Engine:
         return self.scheduler.has_work or self.steps.is_any_in_flight
 
     def submit(self, request: EngineRequest) -> RequestId:
-        """Queues a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
+        """Queue a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
         if not 0 < request.prompt_length <= len(request.token_ids):
-            raise ValueError(f"a prompt of {request.prompt_length} tokens, of {len(request.token_ids)} given")
+            raise ValueError(
+                f"a prompt of {request.prompt_length} tokens: it must have from 1 to the {len(request.token_ids)} given"
+            )
         request_id = RequestId(self._next_request)
         sequences = self._sequences(request, request_id)
         try:
@@ -123,7 +116,7 @@ class Engine:
         return request_id
 
     def _sequences(self, request: EngineRequest, request_id: RequestId) -> list[Sequence]:
-        """One that will fork, or each output's own where it is a replay."""
+        """Return one sequence that will fork, or one for each output where it is a replay."""
         now = self._clock()
         sampling = request.sampling
         if request.continuations and (
@@ -133,7 +126,7 @@ class Engine:
             or len({part.index for part in request.continuations}) < len(request.continuations)
         ):
             raise ValueError(
-                "continuations need a prompt alone, no beams, and tokens for each of different outputs"
+                "continuations need a prompt without output, no beams, distinct indices below n, and tokens each"
             )
         if len(request.continuations) > self.scheduler.config.max_num_seqs:
             raise CapacityError(f"more outputs than max_num_seqs {self.scheduler.config.max_num_seqs}")
@@ -163,8 +156,10 @@ class Engine:
         return sequences
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> bool:
-        """Ends a request, or one of its outputs, in any state; unknown or over, nothing happens. Whether anything of
-        the request goes on: if not, no output of it follows."""
+        """End a request, or one of its outputs, in any state. Unknown or ended ones are ignored.
+
+        Return whether anything of the request continues. If not, no output of it follows.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -175,28 +170,29 @@ class Engine:
         return True
 
     def step(self) -> StepResult:
-        """Plans, runs and commits one step, or starts it and commits the one before. Where one raises, those end as
-        FAILED that it raises for.
+        """Plan, run and commit one step, or start it and commit the one before. Where a step raises, its failing
+        requests end as FAILED.
 
-        Where every sequence is held it waits for `wake`, HELD_SECONDS at most, and brings nothing. Raises EngineFailed
-        at the beginning of a step after MAX_FAILURES_IN_A_ROW.
+        Where every sequence is held, it waits for `wake`, HELD_SECONDS at most, and returns no output. Raises
+        EngineFailed at the beginning of a step after MAX_FAILURES_IN_A_ROW.
         """
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
         now = self.cache.now_seconds = self._clock()
         expired = self._expire(now)
-        outputs, has_turned = expired, self.steps.is_any_in_flight
+        outputs, has_stepped = expired, self.steps.is_any_in_flight
         for ended in self.steps.turn():
             outputs += self._take(ended)
-            has_turned = True
-        if not (has_turned or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
+            has_stepped = True
+        if not (has_stepped or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
             self._woken.wait(HELD_SECONDS)
-            # Whoever sets it between the two calls has queued a command or made a mask before: both are seen next.
+            # A thread that sets it between the two calls has queued a command or made a mask before: the next step sees
+            # both.
             self._woken.clear()
         return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
 
     def wake(self) -> None:
-        """Ends a step that waits: a sequence may be held no more, or there is something new. For any thread."""
+        """End a step that waits: a sequence may no longer be held, or a command waits. Any thread may call this."""
         self._woken.set()
 
     def _take(self, ended: EndedStep) -> list[SequenceOutput]:
@@ -204,13 +200,13 @@ class Engine:
             self._failures_in_a_row += ended.num_blamed
         else:
             self._failures_in_a_row = 0
-            self._measure(ended.plan, ended.seconds)
+            self.mixed_steps.observe(ended.plan, ended.seconds)
         return [output for update in ended.updates for output in self._outputs(update)]
 
     def _expire(self, now: float) -> list[SequenceOutput]:
-        """Ends what is past its deadline, and what waits and cannot meet it, before it costs any prefill."""
+        """End requests past their deadline, and waiting ones that cannot meet it, before they cost any prefill."""
         late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
-        rate = self.scheduler.rates.prefill_tokens_per_second
+        rate = self.mixed_steps.rates.prefill_tokens_per_second
         queued_tokens = 0
         for sequence in self.scheduler.waiting if rate else ():
             estimate = (queued_tokens + uncached_tokens(sequence)) / rate
@@ -228,7 +224,7 @@ class Engine:
         expired: bool = False,
         has_no_choice: bool = False,
     ) -> SequenceOutput:
-        """Ends all of a request."""
+        """End all of a request."""
         self.scheduler.cancel_request(request_id)
         del self._requests[request_id]
         return SequenceOutput(
@@ -283,7 +279,7 @@ class Engine:
         self._counters.cached_tokens += sequence.cached_tokens or 0
 
     def _end_output(self, request_id: RequestId) -> bool:
-        """One output less; whether it was the last."""
+        """Count one output less, and return whether it was the last."""
         request = self._requests[request_id]
         request.num_outputs -= 1
         if not request.num_outputs:
@@ -313,38 +309,8 @@ class Engine:
             for index, beam in enumerate(update.hypotheses)
         ]
 
-    def _measure(self, plan: StepPlan, seconds: float) -> None:
-        prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
-        decodes = sum(row.num_tokens == 1 for row in plan.rows)
-        if seconds <= 0:
-            return
-        counters, rates = self._counters, self.scheduler.rates
-        if prefill >= MIN_MEASURED_PREFILL_TOKENS:
-            rates.prefill_tokens_per_second = _smooth(
-                rates.prefill_tokens_per_second, plan.num_tokens / seconds
-            )
-        elif decodes and not prefill:
-            counters.decode_tokens_per_second = _smooth(counters.decode_tokens_per_second, decodes / seconds)
-            self._decode_times.observe(decodes, seconds)
-        if decodes and prefill:
-            self.scheduler.next_decodes_go_alone = self._decode_times.wants_measuring(decodes)
-            self._limit_prefill(prefill, seconds - self._decode_times.expected(decodes))
-
-    def _limit_prefill(self, prefill: int, seconds: float) -> None:
-        """Follows what prompts beside decodes really took: a chunk costs the more, the more context is before it. By
-        what decodes were expected to take, it may even be less than nothing."""
-        limit = self.scheduler.prefill_tokens_beside_decodes
-        if limit is None or self._mixed_step_seconds is None:
-            return
-        change = self._mixed_step_seconds / max(seconds, 0.1 * self._mixed_step_seconds)
-        if change < 1.0:
-            limit = max(MIN_CHUNK_TOKENS, int(min(limit, prefill) * max(change, 0.5)))
-        elif prefill >= limit // 2:
-            limit = min(self.scheduler.config.max_num_batched_tokens, int(limit * min(change, 1.25)) + 1)
-        self.scheduler.prefill_tokens_beside_decodes = limit
-
     def flush(self) -> tuple[int, int]:
-        """Forgets every cached block that no sequence holds: so many on the device, and so many in host memory."""
+        """Drop every cached block without references. Return how many on the device, and how many in host memory."""
         host_cache = self.scheduler.host_cache
         num_host_blocks = 0 if host_cache is None else len(host_cache)
         if host_cache is not None:
@@ -352,19 +318,17 @@ class Engine:
         return self.cache.flush(), num_host_blocks
 
     def forget_history(self, *, keeps_rates: bool) -> None:
-        """What ran so far was a trial and counts for nothing; what it measured may stay."""
-        rate = self._counters.decode_tokens_per_second if keeps_rates else 0.0
-        self._counters = _Counters(decode_tokens_per_second=rate)
+        """Forget what ran so far, which was a trial. Measured rates may stay."""
+        self._counters = _Counters()
         if not keeps_rates:
-            self._decode_times = DecodeTimes(smoothing=RATE_SMOOTHING)
-            self.scheduler.rates.prefill_tokens_per_second = 0.0
+            self.mixed_steps.forget_measurements()
 
     def seconds_since(self, moment: float) -> float:
-        """By the clock that steps go by."""
+        """Return the seconds since `moment` on the clock that steps use."""
         return self._clock() - moment
 
     def load(self) -> EngineLoad:
-        counters, rates, host_cache = self._counters, self.scheduler.rates, self.scheduler.host_cache
+        counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -374,7 +338,7 @@ class Engine:
             cached_blocks=self.pool.num_cached,
             used_blocks=self.pool.num_used,
             prefill_tokens_per_second=rates.prefill_tokens_per_second,
-            decode_tokens_per_second=counters.decode_tokens_per_second,
+            decode_tokens_per_second=rates.decode_tokens_per_second,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
@@ -388,7 +352,3 @@ class Engine:
 
 def _is_late(deadline: float | None, now: float) -> bool:
     return deadline is not None and deadline <= now
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if not old else old + RATE_SMOOTHING * (new - old)

@@ -1,5 +1,5 @@
-"""A thread that turns an engine beside an event loop: commands go in through a queue, what each step brought comes out
-through one callback."""
+"""Engine thread: runs an engine beside an event loop. Commands go in through a queue, results come out by one
+callback."""
 
 import logging
 import queue
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Turns an engine in a thread of its own, as long as there is work; commands run between steps."""
+    """Runs an engine in a thread of its own while there is work. Commands run between steps."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class EngineThread:
         on_step: Callable[[StepResult, EngineLoad], None],
         on_death: Callable[[], object] = lambda: None,
     ) -> None:
-        """Both are called on the engine's thread: `on_step` when anything has changed, `on_death` if a defect
-        ends the thread."""
+        """Both callbacks run on the engine's thread: `on_step` when anything has changed, `on_death` if a defect ends
+        the thread."""
         self._engine = engine
         self._on_step = on_step
         self._on_death = on_death
@@ -34,11 +34,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._reported = engine.load()
         self._busy_since: float | None = None
-        """When the step or the command that runs now began."""
+        """When the current step or command began."""
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the step or the command has run that runs now. May be asked on any thread."""
+        """How long the current step or command has run. Any thread may ask."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -46,13 +46,13 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_seconds: float | None = None) -> None:
-        """Ends the thread after the current step, for which it waits so long at most."""
+        """End the thread after the current step. Wait `timeout_seconds` for it at most."""
         self._commands.put(None)
         self._engine.wake()
         self._thread.join(timeout_seconds)
 
     def call(self, command: Callable[[Engine], T]) -> "Future[T]":
-        """Runs a command on the engine's thread, between steps."""
+        """Run a command on the engine's thread, between steps."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -71,7 +71,7 @@ class EngineThread:
         try:
             self._turn()
         except Exception:
-            logger.critical("a defect ends the engine", exc_info=True)
+            logger.critical("the engine fails: a defect ended its thread", exc_info=True)
             self._on_death()
 
     def _turn(self) -> None:
@@ -81,7 +81,7 @@ class EngineThread:
                 result = self._engine.step()
                 self._busy_since = None
             elif self._engine.load() != self._reported:
-                # A command ended the last work: nobody must go on believing in it.
+                # A command ended the last work: the load must not stay as it was.
                 result = StepResult(outputs=(), changes=self._engine.cache.take_changes())
             else:
                 continue
@@ -89,8 +89,11 @@ class EngineThread:
             self._on_step(result, self._reported)
 
     def _run_commands(self) -> bool:
-        """Runs what is queued by now, waiting for a command when there is no other work: what comes meanwhile does
-        not put a step off. False once told to stop."""
+        """Run the commands that are queued by now, and wait for one when there is no other work. Return False at the
+        end.
+
+        Commands that come meanwhile do not delay a step.
+        """
         block = not self._engine.has_work
         for _ in range(max(1, self._commands.qsize())):
             try:

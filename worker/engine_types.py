@@ -1,4 +1,4 @@
-"""What goes into an engine, and what comes out of it. Plain values."""
+"""Engine types: requests to an engine, and its results. Plain values."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from blockyard.worker.sequences.sequence import FinishReason, SequenceState, Tok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """An output of a replayed request, and what it has so far."""
+    """One output of a replayed request, and its tokens so far."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -19,31 +19,33 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What to run. `token_ids` is the prompt, then, for a request with one output, tokens generated before a replay."""
+    """A request to run. `token_ids` is the prompt, then the tokens generated before a replay of a single output."""
 
     token_ids: list[int]
     prompt_length: int
     names: list[BlockName]
-    """The root's name, then those of the prompt's full blocks (they may stop short: the rest is computed)."""
+    """The root's name, then those of the prompt's full blocks. They may stop short: the rest is computed."""
     sampling: SamplingParams
     deadline_seconds: float | None = None
     priority: int = 0
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
-    """On whose account it is cached."""
+    """The tenant that its cached blocks are accounted to."""
     client: int = 0
-    """The client whose turn its slow masks take; 0 is nobody in particular."""
+    """The client that gives its turn to its slow masks. 0 is no client in particular."""
     continuations: tuple[Continuation, ...] = ()
-    """A replay of a request with several outputs: those that are unfinished. `token_ids` is then the prompt alone."""
+    """The unfinished outputs of a replayed request that has several. `token_ids` is then the prompt alone."""
     grammar: object | None = None
-    """What the output must follow, compiled; for the runner."""
+    """The compiled grammar that the output must follow, for the runner."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SequenceOutput:
-    """What one step brought one output of a request. One without tokens ends the whole request early: what its outputs
-    have so far is all that comes of them. Nobody changes it; it is not frozen because each step makes one a sequence,
-    and freezing is most of what that costs."""
+    """One step's result for one output of a request.
+
+    A result without tokens ends the whole request early: its outputs get no more than they have so far. Do not change a
+    result. It is not frozen, because each step makes one for each sequence, and freezing is most of that cost.
+    """
 
     request_id: RequestId
     index: int = 0
@@ -56,17 +58,17 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     expired: bool = False
-    """The deadline passed, or cannot be met: nobody waits for the rest."""
+    """The deadline has passed or cannot be met."""
     has_no_choice: bool = False
     """The request's own restrictions left no token to choose."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """With the first token of output 0."""
+    """Set with the first token of output 0."""
     cumulative_logprob: float | None = None
-    """Of a beam."""
+    """Set for a beam."""
     beam_score: float | None = None
     is_last: bool = False
-    """Nothing more comes of the request."""
+    """The request gets no more results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +79,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What routers place by, and operators look at. Counters are since the engine's start."""
+    """The load by which routers place, and which operators see. Counters are since the engine's start."""
 
     running: int
     waiting: int
     queued_prefill_tokens: int
     context_tokens: int
-    """Of all running sequences, as often as they are read: a shared prefix counts once for each sharer."""
+    """Tokens of all running sequences, as often as they are read: a shared prefix counts once for each sharer."""
     free_blocks: int
     cached_blocks: int
     used_blocks: int
@@ -98,4 +100,4 @@ class EngineLoad:
     host_cached_blocks: int
     """Names that host memory holds."""
     host_tokens_per_second: float
-    """Of blocks moved to host memory and back; 0 is unknown."""
+    """Rate of blocks moved to host memory and back. 0 is unknown."""

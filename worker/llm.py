@@ -28,8 +28,8 @@ __all__ = ["LLM", "Completion", "SamplingParams"]
 class LLM:
     """One model in this process. Keyword arguments are EngineConfig's. Raises ValueError as loading does.
 
-    The garbage collector stays as it is, unlike in a worker's process: cycles among what is spared are
-    never freed, and here that would be all that the caller has made so far, and this model once it is dropped.
+    The garbage collector stays as it is, unlike in a worker's process. Frozen objects are never freed where they form
+    cycles. Here these would be all objects that the caller has made so far, and this model once it is dropped.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
@@ -59,13 +59,15 @@ class LLM:
         include_stop_in_output: bool = False,
         structured_output: Grammar | None = None,
     ) -> list[Completion]:
-        """Runs all prompts (texts, or token ids) together; completions in the order of the prompts.
+        """Run all prompts (texts, or token ids) together. Return completions in the order of the prompts.
 
-        Every prompt uses the same sampling, so equal prompts get equal answers: the seed is 0 unless it says otherwise,
-        or ask for `n`. Its end-of-sequence tokens are the model's unless it names others. Stop
-        strings count from the text after `min_tokens`. Every output follows `structured_output`, and then ends. Raises
-        ValueError for an empty prompt, one that can never fit, what does not go together, or a grammar that cannot
-        be compiled.
+        Every prompt uses the same sampling, so equal prompts get equal answers. The seed is 0 unless `sampling` sets
+        one; ask for `n` to get different outputs. The end-of-sequence tokens are the model's unless `sampling` names
+        others. Stop strings count from the text after `min_tokens`. Every output follows `structured_output`, and then
+        ends.
+
+        Raises ValueError for an empty prompt, one that can never fit, options that do not go together, or a grammar
+        that cannot be compiled.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         stop = (stop,) if isinstance(stop, str) else stop
@@ -89,7 +91,7 @@ class LLM:
         return [answer.completion() for answer in answers.values()]
 
     def _complete(self, sampling: SamplingParams, stop: Sequence[str], ignore_eos: bool) -> SamplingParams:
-        """With the model's end-of-sequence tokens."""
+        """Return the sampling with the model's end-of-sequence tokens."""
         if stop and sampling.beam_width:
             raise ValueError("a beam search takes no stop strings")
         ends = frozenset() if ignore_eos else sampling.eos_token_ids or self._model_ends
@@ -102,14 +104,14 @@ class LLM:
             raise ValueError(f"token ids must be below {self._loaded.model.vocab_size}")
 
     def _compile(self, grammar: Grammar, sampling: SamplingParams) -> CompiledGrammar:
-        """In this process and without a limit of time: here nobody else waits."""
+        """Compile in this process and without a time limit: no other request waits here."""
         if self._loaded.masks is None:
             raise ValueError(
-                "this engine follows no grammar: it is simulated, or llguidance is not installed"
+                "this engine does not support structured output: it is simulated, or llguidance is not installed"
             )
         if sampling.beam_width or sampling.min_tokens or not sampling.eos_token_ids >= self._model_ends:
             raise ValueError(
-                "structured output takes no beams, no min_tokens and no other end than the model's"
+                "structured output takes no beams, no min_tokens and no end tokens but the model's"
             )
         from blockyard.worker.grammar.compiled import CompiledGrammar
 
@@ -137,7 +139,7 @@ class LLM:
         if answer.is_finished(output.index):
             return  # computed before the engine heard of a stop string
         if output.has_no_choice:
-            raise ValueError("what a prompt's output may be leaves it no token to go on with")
+            raise ValueError("the limits on a prompt's output leave no token to choose")
         if not output.token_ids:
             raise RuntimeError("the engine failed on this prompt; its log says why")
         answer.add(output)
@@ -146,7 +148,7 @@ class LLM:
 
 
 class _Answer:
-    """What has come for one prompt so far."""
+    """The results of one prompt so far."""
 
     def __init__(self, prompt_tokens: int, outputs: list[GrowingOutput]) -> None:
         self._prompt_tokens = prompt_tokens
@@ -155,7 +157,7 @@ class _Answer:
         self._prompt_logprobs: list[TokenLogprob] = []
 
     def is_finished(self, index: int) -> bool:
-        """Whether one of its outputs is."""
+        """Return whether one of its outputs has finished."""
         return self._outputs[index].finish_reason is not None
 
     def add(self, output: SequenceOutput) -> None:

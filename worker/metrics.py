@@ -1,6 +1,6 @@
-"""A worker's readings: its load and its part of the index under the names of the table (proto/metrics/table.py).
+"""Worker metrics: its load and its part of the index, under the names of the table (proto/metrics/table.py).
 
-Pure. Does not own how they are counted (engine.py, indexing/publisher.py) nor how they leave (actor.py, __main__.py).
+Pure. Does not own how they are counted (engine.py, indexing/publisher.py) or exported (actor.py, __main__.py).
 """
 
 from blockyard.proto.metrics.readings import Readings, Source, labels_of
@@ -20,7 +20,7 @@ FROM_LOAD = (
     "preemptions",
     "swaps",
 )
-"""Called the same in the load and in the table."""
+"""Figures with the same name in the load and in the table."""
 
 
 def worker_source(config: WorkerConfig) -> Source:
@@ -38,7 +38,7 @@ def worker_readings(
     stalled_seconds: float,
     is_draining: bool,
 ) -> Readings:
-    """`index` None: the worker has none."""
+    """Return the readings. `index` is None where the worker has no part in the index."""
     index = index or WorkerIndex(state=IndexState.INDEX_STATE_ABSENT)
     total_blocks = load.free_blocks + load.cached_blocks + load.used_blocks
     return {

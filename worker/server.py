@@ -1,23 +1,22 @@
-"""One worker as a server: engine thread, session service, index publisher and pool map, started and stopped together.
+"""Worker server: engine thread, session service, index publisher and pool map, started and stopped together.
 
-Needs no Ray: `python -m blockyard.worker` runs it in a process, worker/actor.py in a Ray actor.
+Needs no Ray. It runs in a process (`python -m blockyard.worker`) or in a Ray actor (worker/actor.py).
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.metrics.readings import Readings
 from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.cluster_identity import record_proof
 from blockyard.proto.security.loopback import is_loopback
 from blockyard.proto.security.tls import listen, session_server_credentials
@@ -44,36 +43,36 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_CONNECTIONS = 1024
-"""Routers have one each. Beyond it new ones are closed at once."""
+"""Each router has one. Further connections are closed at once."""
 MAX_STREAMS = 256
-"""Of one connection: a router has its session and what it inspects and administers meanwhile."""
+"""Streams of one connection: a router's session, and its calls that inspect and administer meanwhile."""
 REDIS_TIMEOUT_SECONDS = 1.0
 POOL_MAP_SECONDS = 1.0
 LOG_LINE_SECONDS = 10.0
 STALL_CHECK_SECONDS = 0.5
 FAILED_STOP_SECONDS = 1.0
-"""For an engine that has failed to end by itself."""
+"""Time for a failed engine to end by itself."""
 LINGER_SECONDS = 0.1
-"""What routers sent before they heard of the drain is still answered."""
+"""Time to answer what routers sent before they heard of the drain."""
 LAST_WORDS_SECONDS = 1.0
-"""For routers to take what still waits for them."""
+"""Time for routers to take what still waits for them."""
 HAND_OVER_SECONDS = 10.0
-"""For the step under way when the grace is over; an engine that hangs must not keep its worker."""
+"""Time for the current step when the grace is over. An engine that hangs must not keep its worker alive."""
 NO_CHANGES = CacheChanges(stored=(), removed=())
 SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 1_000),
-    # The other sets TCP's own time-out, which a frozen peer's kernel never trips: without this one it is 60 s.
+    # The other option sets TCP's own time-out, which a frozen peer's kernel never trips. Without this one it is 60 s.
     ("grpc.http2.ping_timeout_ms", 1_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Before its handshake a connection takes some kilobytes, and whoever does not know the secret never ends it.
+    # A connection takes some kilobytes before its handshake, and a peer without the secret never ends the handshake.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
-    # A port of its own: a second worker on it would take half of its sessions.
+    # Take the port alone: a second worker on it would take half of its sessions.
     ("grpc.so_reuseport", 0),
 )
 
@@ -86,7 +85,7 @@ class WorkerServer:
         self.incarnation = secrets.token_hex(8)
         self.address = ""
         self.failed = asyncio.Event()
-        """Set when the engine has ended by a defect: whoever runs this worker must end it."""
+        """Set when the engine has ended by a defect. The caller must then end this worker."""
         self._loaded: LoadedEngine
         self._service: SessionService
         self._engine: EngineThread
@@ -94,12 +93,12 @@ class WorkerServer:
         self._server: grpc.aio.Server
         self._grammars: GrammarCompiler | None = None
         self._publisher: IndexPublisher | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks(self._fail)
 
     async def start(self) -> str:
-        """Loads the model and serves; the address "host:port" under which routers reach it.
+        """Load the model and serve. Return the address "host:port" at which routers reach it.
 
-        Raises ValueError for a model, size or interface that cannot be had, or one that would be open to everybody.
+        Raises ValueError for a model, size or interface that is not possible, or an interface without protection.
         """
         config = self.config
         _refuse_openness(config)
@@ -134,8 +133,11 @@ class WorkerServer:
         return self.address
 
     async def _load_aside(self) -> LoadedEngine:
-        """In a thread that ends. OpenMP keeps a team for every thread that has computed, and where all teams together
-        are more than the cores, none of them spins while it waits (startup/openmp.py)."""
+        """Load in a thread that ends.
+
+        OpenMP keeps a team for every thread that has computed. Where all teams together exceed the cores, none of them
+        spins while it waits (startup/openmp.py).
+        """
         executor = ThreadPoolExecutor(1, thread_name_prefix="loading")
         try:
             return await asyncio.get_running_loop().run_in_executor(executor, self._load)
@@ -149,7 +151,7 @@ class WorkerServer:
 
     @property
     def dtype(self) -> str:
-        """The data type that it computes in, and why."""
+        """The data type of its computation, and the reason."""
         return str(self._loaded.dtype)
 
     @property
@@ -157,7 +159,8 @@ class WorkerServer:
         return self._administration.draining.is_on
 
     def _compile_grammar(self) -> CompileGrammar | None:
-        """Its process starts with the first grammar: most workers never need it."""
+        """Return the grammar compiler, if there is one. Its process starts with the first grammar: most workers never
+        need it."""
         if self._loaded.masks is None:
             return None
         self._grammars = GrammarCompiler(self._loaded.tokenizer_source)
@@ -189,23 +192,16 @@ class WorkerServer:
             self._service.on_changes = self._publish
             self._service.index_part = self._index_part
             self._administration.index = self._publisher
-            self._run(self._publisher.run(), "index publisher")
+            self._tasks.start(self._publisher.run(), name="index publisher")
         if self.config.pool_map_path is not None:
-            self._run(self._write_pool_map(Path(self.config.pool_map_path)), "pool map")
-        self._run(self._log_load(), "load log")
-        self._run(self._watch_engine(), "engine watch")
+            self._tasks.start(self._write_pool_map(Path(self.config.pool_map_path)), name="pool map")
+        self._tasks.start(self._log_load(), name="load log")
+        self._tasks.start(self._watch_engine(), name="engine watch")
 
-    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs until `stop`; work that fails by a defect fails the worker, rather than leaving it half alive."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.critical("a defect ends the %s", name, exc_info=error)
-                self.failed.set()
-
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(ended)
-        self._tasks.append(task)
+    def _fail(self, task_name: str, error: BaseException) -> None:
+        """Fail the whole worker where one of its tasks fails, rather than leave it half alive."""
+        logger.critical("the worker fails: a defect ended its %s", task_name, exc_info=error)
+        self.failed.set()
 
     def _publish(self, result: StepResult) -> None:
         changes = result.changes
@@ -237,39 +233,42 @@ class WorkerServer:
         )
 
     async def stop(self, grace_seconds: float | None = None) -> None:
-        """Drains, for the config's grace unless another is given, leaves the index, ends the sessions, then the
-        engine."""
+        """Drain, leave the index, end the sessions, then the engine. The grace is the config's unless another is
+        given."""
         if not self.failed.is_set():
             await self._drain(self.config.grace_seconds if grace_seconds is None else grace_seconds)
+        await self._administration.draining.aclose()
         if self._publisher is not None:
             await self._publisher.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.aclose()
         self._service.end_streams()
         await self._server.stop(LAST_WORDS_SECONDS)
         if self._grammars is not None:
             await self._grammars.aclose()
-        # One that hangs is left to the end of the process.
+        # An engine that hangs ends with the process.
         await asyncio.to_thread(self._engine.stop, FAILED_STOP_SECONDS if self.failed.is_set() else None)
         if self._loaded.masks is not None:
             self._loaded.masks.close()
 
     async def _drain(self, grace_seconds: float) -> None:
-        drained = asyncio.create_task(self._administration.draining.drain_for_good(grace_seconds))
-        failed = asyncio.create_task(self.failed.wait())
-        patience_seconds = grace_seconds + HAND_OVER_SECONDS
-        await asyncio.wait((drained, failed), timeout=patience_seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not drained.done():
-            logger.error("the engine did not let go of its requests: routers will find them lost")
-        for task in (drained, failed):
-            task.cancel()
-        await asyncio.gather(drained, failed, return_exceptions=True)
+        draining = self._administration.draining
+        async with BackgroundTasks() as waits:
+            drained = waits.start(draining.drain_for_good(grace_seconds), name="wait for the drain")
+            failed = waits.start(self.failed.wait(), name="wait for a failure")
+            await asyncio.wait(
+                (drained, failed),
+                timeout=grace_seconds + HAND_OVER_SECONDS,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not drained.done():
+                logger.error(
+                    "the engine did not hand over its requests in time: routers will count them as lost"
+                )
         if self._service.has_routers:
             await asyncio.sleep(LINGER_SECONDS)
 
     def stats(self) -> Readings:
-        """Gauges and counters as of the last step, by name. May be asked on any thread."""
+        """Return gauges and counters as of the last step, by name. Any thread may call this."""
         return worker_readings(
             self._service.load,
             self._index_part(),
@@ -279,7 +278,7 @@ class WorkerServer:
         )
 
     async def _write_pool_map(self, path: Path) -> None:
-        """Rewrites the file each second, whole or not at all; a folder that is gone fails no request."""
+        """Rewrite the file each second, whole or not at all. A missing folder fails no request."""
         scratch = path.with_name(f".{path.name}.new")
         complained = False
         while True:
@@ -301,7 +300,7 @@ class WorkerServer:
         self.failed.set()
 
     async def _log_load(self) -> None:
-        """One line each ten seconds in which something ran."""
+        """Log one line each ten seconds in which something ran."""
         before = self._service.load
         while True:
             await asyncio.sleep(LOG_LINE_SECONDS)
@@ -312,7 +311,7 @@ class WorkerServer:
 
 
 def load_line(before: EngineLoad, now: EngineLoad, seconds: float) -> str:
-    """What ran between two looks, for the log."""
+    """Return the log line on what ran between two loads."""
     total = now.free_blocks + now.cached_blocks + now.used_blocks
     prompt = now.prompt_tokens - before.prompt_tokens
     cached = now.cached_tokens - before.cached_tokens
@@ -326,14 +325,13 @@ def load_line(before: EngineLoad, now: EngineLoad, seconds: float) -> str:
 
 
 def _refuse_openness(config: WorkerConfig) -> None:
-    """Whoever reaches a session port without proof may read and change every request. Raises ValueError."""
+    """Refuse to serve without protection: a peer at the session port could read and change every request. Raises
+    ValueError."""
     if config.session_tls is not None or config.cluster_secret:
         return
     if not is_loopback(config.host):
         raise ValueError(
-            f"a worker without a cluster secret would serve whoever reaches {config.host}: set "
+            f"a worker without a cluster secret would serve every client that reaches {config.host}: set "
             "BLOCKYARD_CLUSTER_SECRET or the session's TLS files, or bind loopback"
         )
-    logger.warning(
-        "no cluster secret: whoever has an account on this machine may call this worker, in plaintext"
-    )
+    logger.warning("no cluster secret: every account on this machine may call this worker, in plaintext")

@@ -79,15 +79,15 @@ def _drain(engine: Engine) -> None:
 
 def _start(engine: Engine, running: int) -> None:
     """With no regard to the pauses of those that run already."""
-    scheduler = engine.scheduler
-    limit, scheduler.prefill_tokens_beside_decodes = scheduler.prefill_tokens_beside_decodes, None
+    scheduler, mixed_steps = engine.scheduler, engine.mixed_steps
+    limit, mixed_steps.limit_tokens = mixed_steps.limit_tokens, None
     try:
         for _ in range(START_STEPS):
             engine.step()
             if not scheduler.waiting and not scheduler.queued_prefill_tokens:
                 break
     finally:
-        scheduler.prefill_tokens_beside_decodes = limit
+        mixed_steps.limit_tokens = limit
     if scheduler.waiting or scheduler.queued_prefill_tokens or len(scheduler.running) < running:
         raise RuntimeError(
             f"{len(scheduler.running)} of {running} sequences run after {START_STEPS} steps, "

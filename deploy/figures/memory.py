@@ -148,7 +148,7 @@ class PagedEngine:
 
     def num_in_pieces(self) -> int:
         """Running sequences whose blocks do not lie one after the other."""
-        tables = [sequence.block_table for sequence in self.drive.scheduler.running]
+        tables = [list(sequence.block_table) for sequence in self.drive.scheduler.running]
         return sum(table != list(range(table[0], table[0] + len(table))) for table in tables if table)
 
     def cells(self) -> list[tuple[int, float]]:

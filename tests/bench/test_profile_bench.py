@@ -156,10 +156,10 @@ def test_all_sequences_decode_in_each_step_in_a_pool_that_just_holds_them(full_e
 def test_decodes_begin_at_about_one_length_however_slow_prompts_are(
     full_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(full_engine.scheduler, "prefill_tokens_beside_decodes", 1)
+    monkeypatch.setattr(full_engine.mixed_steps, "limit_tokens", 1)
     with decoding(full_engine, running=FULL_HOUSE, context=CONTEXT, num_steps=PROMISED_STEPS):
         lengths = [len(sequence.tokens) for sequence in full_engine.scheduler.running]
-        assert full_engine.scheduler.prefill_tokens_beside_decodes == 1
+        assert full_engine.mixed_steps.limit_tokens == 1
     assert len(lengths) == FULL_HOUSE
     assert CONTEXT < min(lengths) <= max(lengths) <= CONTEXT + 3
 

@@ -68,7 +68,7 @@ def check_logs_through_the_dashboard(command: Command) -> None:
         assert following.stdout is not None
         watchdog = threading.Timer(60, following.kill)
         watchdog.start()
-        while "stands in the prefix index" not in following.stdout.readline():
+        while "registered in the prefix index" not in following.stdout.readline():
             assert following.poll() is None
         assert command.run("drain", "worker-1").returncode == 0
         while "drained" not in following.stdout.readline():

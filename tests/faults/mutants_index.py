@@ -4,8 +4,8 @@ from .mutant import mutant
 
 TELLS_NOTHING_AGAIN = (
     "worker:IndexPublisher._register",
-    "self._tell_all()",
-    "if not self._num_registrations: self._tell_all()",
+    "self._republish()",
+    "if not self._num_registrations: self._republish()",
 )
 
 MUTANTS = (

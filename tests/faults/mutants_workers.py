@@ -128,7 +128,7 @@ MUTANTS = (
         "what failed is cached",
         "poison.py::test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_prefix",
         (
-            "worker:Outcome.commit",
+            "worker:StepCommit.commit",
             "token in (FAILED_TOKEN, NO_CHOICE)",
             "token in (FAILED_TOKEN, NO_CHOICE) and (self._tables.confirm(sequence, row.start) or True)",
         ),

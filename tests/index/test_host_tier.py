@@ -163,7 +163,7 @@ async def test_the_index_says_what_a_real_engine_then_finds() -> None:
     )
     index, difference = TwinPrefixIndex(lambda: 0.0), TieredDifference()
     berth = await index.register(record("a"), lease_seconds=LEASE_SECONDS, has_host_cache=True)
-    difference.restart(tells_anywhere=True)
+    difference.restart(publishes_anywhere=True)
     prompts = [[group % 3 + 1] * 32 + [group + 10] * (16 + 16 * (group % 3)) + [1] for group in range(8)]
     all_names = [chain_names(bytes(16), tokens, BLOCK_SIZE) for tokens in prompts]
     from_host = 0

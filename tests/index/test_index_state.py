@@ -82,10 +82,10 @@ def test_a_worker_is_exact_with_a_berth_all_told_answered_and_little_lag(
         (replace(WELL, last_error=ErrorKind.TIMEOUT, num_pending=3), "gets no answer from Redis"),
         (replace(WELL, berth=None, last_error=ErrorKind.CONNECTION), "gets no answer from Redis"),
         (replace(WELL, last_error=ErrorKind.READ_ONLY), "is refused by Redis (read only)"),
-        (replace(WELL, berth=None), "takes a place in the index: it had none yet, or Redis lost it"),
+        (replace(WELL, berth=None), "registers in the index: it was not registered yet, or Redis lost it"),
         (
             replace(WELL, is_resyncing=True, num_pending=1500, lag_seconds=3.0),
-            "tells the index all that it holds, 1,500 changes are left",
+            "republishes all its blocks, 1,500 changes are left",
         ),
         (replace(WELL, num_pending=7, lag_seconds=2.0), "has 7 changes unconfirmed for 2.0 s"),
     ],

@@ -70,7 +70,7 @@ class TrueWorker:
         self._berth = await self._index.register(
             record(), lease_seconds=600, has_host_cache=self._has_host_cache
         )
-        self._difference.restart(tells_anywhere=self._has_host_cache)
+        self._difference.restart(publishes_anywhere=self._has_host_cache)
 
     def submit(self, tokens: list[int], names: list[bytes]) -> None:
         self.engine.submit(

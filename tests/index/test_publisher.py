@@ -116,7 +116,7 @@ def test_every_batch_leaves_prefix_closed_sets_and_what_is_on_the_gpu_is_anywher
     """Batches of three names, taken while the caches go on changing."""
     chooser = random.Random(seed)
     difference, tiers = TieredDifference(), Tiers(has_host_cache=has_host_cache)
-    difference.restart(tells_anywhere=has_host_cache)
+    difference.restart(publishes_anywhere=has_host_cache)
     on_gpu, anywhere = set[bytes](), set[bytes]()
     for step in range(400):
         if step < 150:
@@ -132,7 +132,7 @@ def test_every_batch_leaves_prefix_closed_sets_and_what_is_on_the_gpu_is_anywher
         if step < 150 and chooser.random() < 0.02:
             on_gpu.clear()
             anywhere.clear()
-            difference.restart(tells_anywhere=has_host_cache)
+            difference.restart(publishes_anywhere=has_host_cache)
     assert len(difference) == 0
     assert on_gpu == {name_of(path) for path in tiers.on_gpu.paths}
     assert anywhere == {name_of(path) for path in tiers.anywhere.paths}

@@ -95,7 +95,7 @@ def run_to_end(scheduler: Scheduler, limit: int = 10_000) -> int:
 
 def victim_of(scheduler: Scheduler) -> Victim | None:
     """Who would give way now."""
-    mode, rates = scheduler.config.preemption, scheduler.rates
+    mode, rates = scheduler.config.preemption, scheduler.mixed_steps.rates
     return choose_victim(scheduler.running, {}, scheduler.tables, mode=mode, rates=rates)
 
 

@@ -297,9 +297,9 @@ class Storm:
         self._in_flight.clear()
 
     def measure(self, prefill: float, swap: float, beside_decodes: int | None) -> None:
-        rates = self.scheduler.rates
+        rates = self.scheduler.mixed_steps.rates
         rates.prefill_tokens_per_second, rates.swap_blocks_per_second = prefill, swap
-        self.scheduler.prefill_tokens_beside_decodes = beside_decodes
+        self.scheduler.mixed_steps.limit_tokens = beside_decodes
 
     def finish(self) -> None:
         """Lets everything end by itself."""

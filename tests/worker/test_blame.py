@@ -309,7 +309,7 @@ def rows(*blocks: list[int], requests: Sequence[int] | None = None) -> tuple[Sch
     for number, table in enumerate(blocks):
         sequence = make_sequence(number, [1] * 4)
         sequence.request_id = RequestId(number if requests is None else requests[number])
-        sequence.block_table = [BlockId(block) for block in table]
+        sequence.block_table.assign(map(BlockId, table))
         made.append(ScheduledRow(sequence=sequence, start=0, num_tokens=4, samples=True))
     return tuple(made)
 

@@ -15,6 +15,7 @@ from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.weights import load_weights
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence, token_array
@@ -86,7 +87,9 @@ def make_sequences(prompts: list[list[int]], sampling: SamplingParams = GREEDY) 
             prompt_length=len(tokens),
             sampling=sampling,
             names=[],
-            block_table=[BlockId(next(free)) for _ in range(-(-(len(tokens) + NUM_TOKENS) // BLOCK_SIZE))],
+            block_table=BlockTable(
+                BlockId(next(free)) for _ in range(-(-(len(tokens) + NUM_TOKENS) // BLOCK_SIZE))
+            ),
         )
         for index, tokens in enumerate(prompts)
     ]
@@ -242,7 +245,7 @@ def test_equal_prompts_of_one_step_may_share_blocks(make_runner: MakeRunner) -> 
     runner = make_runner("LlamaForCausalLM")
     tokens = prompt(33)
     first, second = make_sequences([tokens, tokens])
-    second.block_table[:2] = first.block_table[:2]
+    second.block_table.assign([*first.block_table[:2], *second.block_table[2:]])
     rows = (
         ScheduledRow(sequence=second, start=32, num_tokens=1, samples=True),
         ScheduledRow(sequence=first, start=0, num_tokens=33, samples=True),

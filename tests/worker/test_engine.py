@@ -363,11 +363,11 @@ def test_a_trial_that_was_forgotten_leaves_no_times_of_decodes() -> None:
     engine = make_engine(clock, mixed_step_seconds=0.1)
     engine.submit(request(max_tokens=4))
     outputs_of(engine)
-    assert engine._decode_times.expected(1) == pytest.approx(0.1, rel=0.05)
+    assert engine.mixed_steps.decode_times.expected(1) == pytest.approx(0.1, rel=0.05)
     engine.forget_history(keeps_rates=True)
-    assert engine._decode_times.expected(1) > 0
+    assert engine.mixed_steps.decode_times.expected(1) > 0
     engine.forget_history(keeps_rates=False)
-    assert engine._decode_times.expected(1) == 0
+    assert engine.mixed_steps.decode_times.expected(1) == 0
 
 
 def test_one_output_is_cancelled_and_a_second_cancel_of_it_leaves_the_others() -> None:

@@ -11,6 +11,7 @@ from blockyard.worker.execution.step_graphs import GRAPH_BYTES, ladder
 from blockyard.worker.execution.trial_rows import largest_rows
 from blockyard.worker.memory.gpu_memory import MemoryUse, measure
 from blockyard.worker.memory.host_blocks import STAGING_BYTES
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence, token_array
@@ -119,7 +120,7 @@ def test_a_runner_measured_on_one_block_serves_on_the_pool_it_gets_then() -> Non
         prompt_length=len(prompt),
         sampling=SamplingParams(temperature=0.0),
         names=[],
-        block_table=[BlockId(block) for block in (6, 1, 7)],
+        block_table=BlockTable(map(BlockId, (6, 1, 7))),
     )
     row = ScheduledRow(sequence=sequence, start=0, num_tokens=len(prompt), samples=True)
     expected = reference_greedy(shared_checkpoint("LlamaForCausalLM"), tuple(prompt), 1).tokens[0]

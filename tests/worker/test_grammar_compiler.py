@@ -75,7 +75,7 @@ async def open_compiler(
 
 
 def pid_of(compiler: GrammarCompiler) -> int:
-    process = compiler._seats[0].process
+    process = compiler._slots[0].process
     assert process is not None
     return process.pid
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.prompt_scoring import SCORED_AT_ONCE
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -134,7 +135,7 @@ def make_sequence(number: int, length: int, first_block: int, **params: Any) -> 
         prompt_length=length,
         sampling=SamplingParams(temperature=0.0, **params),
         names=[],
-        block_table=[BlockId(block) for block in blocks],
+        block_table=BlockTable(map(BlockId, blocks)),
     )
 
 
@@ -201,7 +202,7 @@ def test_rows_that_share_blocks_of_a_scored_prompt_read_them_after_they_are_writ
         pool.fill_(float("nan"))
     scored = make_sequence(0, 300, 0, prompt_logprobs=0)
     sharing = make_sequence(1, 300, 30)
-    sharing.block_table[:18] = scored.block_table[:18]
+    sharing.block_table.assign([*scored.block_table[:18], *sharing.block_table[18:]])
     rest = ScheduledRow(sequence=sharing, start=288, num_tokens=12, samples=True)
     tokens = runner.execute(step(rest, whole(scored))).tokens
     assert tokens == [int(reference_logits(scored.tokens)[-1].argmax())] * 2

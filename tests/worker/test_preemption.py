@@ -28,7 +28,10 @@ def test_outputs_are_the_same_after_any_preemption(mode: str, swap_blocks: int) 
     tokens = []
     for num_blocks in (100, 12):
         scheduler = make_scheduler(num_blocks, max_model_len=112, preemption=mode, swap_blocks=swap_blocks)
-        scheduler.rates.prefill_tokens_per_second, scheduler.rates.swap_blocks_per_second = 10.0, 1000.0
+        (
+            scheduler.mixed_steps.rates.prefill_tokens_per_second,
+            scheduler.mixed_steps.rates.swap_blocks_per_second,
+        ) = 10.0, 1000.0
         sequences = crowd(scheduler)
         run_to_end(scheduler)
         tokens.append([sequence.tokens for sequence in sequences])
@@ -70,7 +73,10 @@ def test_auto_swaps_where_that_is_quicker() -> None:
         scheduler.submit(make_sequence(number, prompt(48, start=9 * number), max_tokens=20))
     step(scheduler)
     for prefill, swap, swaps in ((480.0, 40.0, True), (480.0, 20.0, False), (0.0, 40.0, False)):
-        scheduler.rates.prefill_tokens_per_second, scheduler.rates.swap_blocks_per_second = prefill, swap
+        (
+            scheduler.mixed_steps.rates.prefill_tokens_per_second,
+            scheduler.mixed_steps.rates.swap_blocks_per_second,
+        ) = prefill, swap
         victim = victim_of(scheduler)
         assert victim is not None
         assert victim.swaps is swaps
@@ -138,7 +144,7 @@ def test_prompts_beside_decodes_take_no_more_than_they_may() -> None:
     scheduler = make_scheduler(600, max_num_batched_tokens=2048)
     scheduler.submit(make_sequence(0, prompt(20), max_tokens=30))
     step(scheduler)
-    scheduler.prefill_tokens_beside_decodes = 100
+    scheduler.mixed_steps.limit_tokens = 100
     scheduler.submit(make_sequence(1, prompt(450, start=7), max_tokens=3))
     assert [row.num_tokens for row in scheduler.plan().rows] == [1, 100]
 

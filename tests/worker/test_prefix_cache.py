@@ -78,7 +78,7 @@ def test_a_name_that_the_index_is_not_to_know_is_found_and_never_in_the_news() -
     anywhere = AnywhereNames()
     cache = PrefixCache(pool, anywhere=anywhere)
     blocks = pool.allocate(2)
-    cache.assign(blocks[0], A, is_told=False)
+    cache.assign(blocks[0], A, is_indexed=False)
     cache.assign(blocks[1], B)
     cache.confirm_all(blocks)
     assert cache.match([A, B]) == blocks
@@ -91,9 +91,9 @@ def test_a_name_that_the_index_is_not_to_know_is_found_and_never_in_the_news() -
     cache.check_invariants()
 
 
-def test_an_untold_name_stays_untold_in_its_second_place() -> None:
+def test_an_unindexed_name_stays_unindexed_in_its_second_place() -> None:
     anywhere = AnywhereNames()
-    anywhere.add(A, is_told=False)
+    anywhere.add(A, is_indexed=False)
     anywhere.add(A)
     anywhere.remove(A)
     assert A in anywhere

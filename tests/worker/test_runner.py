@@ -8,6 +8,7 @@ import pytest
 import torch
 from blockyard.kernels.torch.nucleus import NucleusSearch, settle_by_sorting
 from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence, token_array
@@ -43,7 +44,7 @@ def make_row(blocks: list[int], *, start: int = 0, sampling: SamplingParams = GR
         prompt_length=len(TOKENS),
         sampling=sampling,
         names=[],
-        block_table=[BlockId(block) for block in blocks],
+        block_table=BlockTable(map(BlockId, blocks)),
     )
     return ScheduledRow(sequence=sequence, start=start, num_tokens=len(TOKENS) - start, samples=True)
 

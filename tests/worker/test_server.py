@@ -168,7 +168,7 @@ def test_host_memory_becomes_blocks(changes: dict[str, object], swap_blocks: int
     if isinstance(loaded.runner, TorchRunner) and loaded.host_size.num_blocks:
         assert loaded.runner.host_blocks is not None
         assert loaded.runner.host_blocks.num_slots == loaded.host_size.num_blocks
-        assert loaded.engine.scheduler.rates.swap_blocks_per_second > 0
+        assert loaded.engine.scheduler.mixed_steps.rates.swap_blocks_per_second > 0
 
 
 def test_a_gpu_has_4_gib_of_swap_space_unless_the_machine_has_little_memory() -> None:
@@ -332,7 +332,7 @@ async def test_without_a_secret_a_worker_serves_loopback_alone_and_says_so(
     engine = engine_settings(model="/nowhere")
     worker = WorkerServer(WorkerConfig(engine=engine, host=host, advertise_host="127.0.0.2"))
     is_open = host != "127.0.0.2"
-    told = "without a cluster secret would serve whoever reaches" if is_open else "/nowhere"
+    told = "without a cluster secret would serve every client that reaches" if is_open else "/nowhere"
     with pytest.raises(ValueError, match=told):
         await worker.start()
     assert ("no cluster secret" in caplog.text) is not is_open

@@ -231,7 +231,7 @@ async def test_a_real_worker_compiles_follows_refuses_and_leaves_no_process_behi
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             assert re.fullmatch("[0-9]{4}-[0-9]{2}", text), text
         assert worker._grammars is not None
-        process = worker._grammars._seats[0].process
+        process = worker._grammars._slots[0].process
         assert process is not None
         assert process.is_alive
     finally:

@@ -287,7 +287,7 @@ def test_a_grammar_is_known_for_slow_by_its_first_slow_mask(
     assert not masks.holds(row.sequence)
     monkeypatch.setattr(library, "SLOW_MASK_SECONDS", -1.0)
     masks.start([row])
-    masks._settle()
+    masks._drop_leftovers()
     assert grammar.is_slow
     assert masks.holds(row.sequence)
     masks.forget([row.sequence.sequence_id])

@@ -12,6 +12,7 @@ from blockyard.worker.execution.newest_tokens import NewestTokens
 from blockyard.worker.execution.step_inputs import InputRows, StepInputs, wanted_positions
 from blockyard.worker.execution.table_rows import FIRST_BLOCKS, FIRST_ROWS
 from blockyard.worker.scheduling.scheduler import Scheduler
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.prompt_scoring import scored_positions
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -71,13 +72,13 @@ def test_a_table_too_short_for_its_context_is_refused_whatever_lay_in_its_row_be
             prompt_length=9,
             sampling=SamplingParams(),
             names=[],
-            block_table=[BlockId(3 * number + index) for index in range(3)],
+            block_table=BlockTable(BlockId(3 * number + index) for index in range(3)),
         )
         for number in (0, 1)
     ]
     rows.prepare([ScheduledRow(sequence, 8, 1, True) for sequence in sequences], NewestTokens.none())
     rows.forget([SequenceId(1)])
-    sequences[1].block_table = sequences[1].block_table[:2]
+    sequences[1].block_table.assign(sequences[1].block_table[:2])
     with pytest.raises(ValueError, match="row 1: 2 blocks, 3 needed"):
         rows.prepare([ScheduledRow(sequence, 8, 1, True) for sequence in sequences], NewestTokens.none())
 
@@ -133,7 +134,7 @@ def make_row(
         prompt_length=end,
         sampling=SamplingParams(prompt_logprobs=prompt_logprobs),
         names=[],
-        block_table=[BlockId(block) for block in blocks],
+        block_table=BlockTable(map(BlockId, blocks)),
     )
     return ScheduledRow(sequence, end - num_tokens, num_tokens, samples=True)
 
@@ -192,8 +193,8 @@ def _another_place(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, 
     return make_row(1, [4], end=9), row
 
 
-def _another_list(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
-    row.sequence.block_table = list(row.sequence.block_table)
+def _another_version(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+    row.sequence.block_table.assign(row.sequence.block_table)
     return (row,)
 
 
@@ -214,7 +215,7 @@ def _after_a_step_that_was_refused(inputs: InputRows, row: ScheduledRow) -> tupl
 
 @pytest.mark.parametrize(
     "change",
-    [_another_place, _another_list, _a_row_that_is_not_plain, _forgotten, _after_a_step_that_was_refused],
+    [_another_place, _another_version, _a_row_that_is_not_plain, _forgotten, _after_a_step_that_was_refused],
 )
 def test_of_a_plain_row_at_its_place_the_blocks_are_looked_at_no_more(
     change: Callable[[InputRows, ScheduledRow], tuple[ScheduledRow, ...]],
@@ -223,7 +224,7 @@ def test_of_a_plain_row_at_its_place_the_blocks_are_looked_at_no_more(
     inputs, row = input_rows(), make_row(0, [3, 1], end=20)
     plain = row._replace(is_plain=True)
     assert_from_scratch(inputs.prepare((row,), NewestTokens.none()), (row,), 16)
-    row.sequence.block_table[-1] = BlockId(9)
+    row.sequence.block_table.replace(1, BlockId(9))
     assert inputs.prepare((plain,), NewestTokens.none()).plan.block_table_RB.tolist() == [[3, 1]]
     rows = change(inputs, plain)
     assert_from_scratch(inputs.prepare(rows, NewestTokens.none()), rows, 16)

@@ -37,7 +37,7 @@ WEATHERS: dict[str, dict[str, Any]] = {
         "block_size": 4,
         "swap_blocks": 30,
         "host_cache_blocks": 25,
-        "spared_blocks": 4,
+        "protected_blocks": 4,
         "max_preemptions": 1,
     },
     "prefixes that come back from host memory": {
@@ -168,7 +168,7 @@ class StormMachine(RuleBasedStateMachine):
         host_cache_blocks=st.sampled_from([0, 3, 20]),
         max_num_batched_tokens=st.sampled_from([20, 48, 300]),
         max_preemptions=st.integers(1, 3),
-        spared_blocks=st.integers(0, 4),
+        protected_blocks=st.integers(0, 4),
     )
     def begin(self, num_blocks: int, pipelined: bool, **settings: Any) -> None:
         self.storm = Storm(num_blocks, pipelined=pipelined, max_num_seqs=8, max_model_len=96, **settings)

@@ -85,20 +85,20 @@ MEMORY_IS_FULL = {"num_blocks": 256, "max_num_seqs": 64}
 
 @pytest.mark.parametrize("settings", [LITTLE_RUNS, MEMORY_IS_FULL], ids=["little runs", "memory is full"])
 def test_a_flood_of_prompts_leaves_another_tenants_prefix_cached(settings: dict[str, Any]) -> None:
-    spared = SYSTEM_TOKENS // 16 + 2
-    with_tenants = Flood(has_tenants=True, spared_blocks=spared, **settings)
+    protected = SYSTEM_TOKENS // 16 + 2
+    with_tenants = Flood(has_tenants=True, protected_blocks=protected, **settings)
     assert with_tenants.hit_rate() >= 0.95
     assert with_tenants.num_flooding >= 10 * NUM_VISITS
-    assert Flood(has_tenants=False, spared_blocks=spared, **settings).hit_rate() <= 0.05
+    assert Flood(has_tenants=False, protected_blocks=protected, **settings).hit_rate() <= 0.05
 
 
 def test_shares_alone_do_not_hold_where_running_fills_the_memory() -> None:
-    """What `spared_blocks` is for."""
-    assert Flood(has_tenants=True, spared_blocks=0, **MEMORY_IS_FULL).hit_rate() <= 0.05
+    """What `protected_blocks` is for."""
+    assert Flood(has_tenants=True, protected_blocks=0, **MEMORY_IS_FULL).hit_rate() <= 0.05
 
 
 def test_nothing_is_spared_where_nothing_else_runs() -> None:
-    scheduler = make_scheduler(10, spared_blocks=9)
+    scheduler = make_scheduler(10, protected_blocks=9)
     scheduler.submit(make_sequence(0, list(range(64)), max_tokens=2, tenant=B))
     run_to_end(scheduler)
     scheduler.submit(make_sequence(1, list(range(100, 244)), max_tokens=8, tenant=A))
@@ -109,7 +109,7 @@ def test_nothing_is_spared_where_nothing_else_runs() -> None:
 def test_only_work_of_others_is_kept_from_what_is_spared() -> None:
     """B's blocks are no room for A beside what runs, and all of them are for B."""
     for tenant, runs_at_once in ((A, 1), (B, 2)):
-        scheduler = make_scheduler(10, spared_blocks=4)
+        scheduler = make_scheduler(10, protected_blocks=4)
         scheduler.submit(make_sequence(0, list(range(64)), max_tokens=2, tenant=B))
         run_to_end(scheduler)
         for number in (1, 2):

@@ -10,6 +10,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.worker.execution.newest_tokens import NewestTokens
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.execution.step_inputs import StepInputs
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence, token_array
@@ -80,7 +81,7 @@ def mixed_rows(runner: TorchRunner) -> tuple[ScheduledRow, ...]:
             prompt_length=80,
             sampling=SamplingParams(temperature=0.0),
             names=[],
-            block_table=[BlockId(block) for block in blocks[number * BLOCKS_A_ROW :][:BLOCKS_A_ROW]],
+            block_table=BlockTable(map(BlockId, blocks[number * BLOCKS_A_ROW :][:BLOCKS_A_ROW])),
         )
         for number in range(len(ROWS))
     ]

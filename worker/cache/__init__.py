@@ -1,4 +1,4 @@
-"""The KV cache's bookkeeping: block pool, block tables, prefix cache and host memory. Pure Python.
+"""Bookkeeping of the KV cache: block pool, block tables, prefix cache and host memory. Pure Python.
 
-Does not own the tensors (../memory/, ../execution/) or when a block is needed (../scheduling/).
+Does not own the tensors (../memory/, ../execution/) or decide when a block is needed (../scheduling/).
 """

@@ -1,14 +1,16 @@
-"""Who holds which KV block: reference counts, and queues of blocks that nobody holds.
+"""Block pool: reference counts of KV blocks, and queues of blocks without references.
 
 Every block is in exactly one of three states, and `free + cached + used == total` at every moment:
 
-    free    nobody holds it and nothing can be found in it
-    cached  nobody holds it, but the prefix cache can find it again: evicted once no free one is left
-    used    held by one sequence or more
+    free    no references, and no content worth finding
+    cached  no references, but the prefix cache can find it
+    used    one reference or more
 
-The pool knows neither names nor tensors: the prefix cache says which blocks are worth keeping and whose they are, and
-hears of evictions. Which tenant gives up a cached block is tenant_shares.py's to say; of one tenant it is the longest
-unused. All operations are O(1) a block, an eviction O(log tenants).
+
+A cached block is evicted only once no block is free. The pool knows neither names nor tensors. The prefix cache marks
+the blocks that are worth keeping and their tenant, and is called at evictions. Which tenant gives up a block is decided
+in tenant_shares.py; among its blocks the least recently used one goes. All operations are O(1) a block, an eviction
+O(log tenants).
 """
 
 from collections import Counter, OrderedDict
@@ -26,27 +28,27 @@ class BlockState(Enum):
 
 
 class NoFreeBlocks(Exception):
-    """The pool cannot give so many blocks now; nothing was changed."""
+    """The pool does not have this many blocks now. Nothing was changed."""
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1. `on_evict` is called with a cached block just before it is given away."""
+    """Blocks 0 .. num_blocks - 1. `on_evict` is called with a cached block just before it is reused."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.num_evictions = 0
-        """Cached blocks that `allocate` gave away; a flush evicts none."""
+        """Cached blocks that `allocate` reused. A flush evicts none."""
         self.on_evict: Callable[[BlockId], None] = lambda block: None
         self._references = [0] * num_blocks
         self._kept = bytearray(num_blocks)
         self._free = OrderedDict[BlockId, None].fromkeys(self.blocks())
         self._shares = TenantShares[BlockId]()
-        """Of the kept blocks. What is cached is offered."""
+        """Accounts of the kept blocks. Cached blocks are offered."""
         self._no_account = Account[BlockId](NOBODY)
         self._accounts = [self._no_account] * num_blocks
-        """On which each kept block is, and each just given away; of others it means nothing."""
+        """The account of each block that is kept or just evicted. Without meaning for others."""
         self._num_used = 0
 
     @property
@@ -67,7 +69,7 @@ class BlockPool:
         return self.num_blocks - self._num_used
 
     def blocks(self) -> Iterable[BlockId]:
-        """Every block, in order."""
+        """Return every block, in order."""
         return map(BlockId, range(self.num_blocks))
 
     def references(self, block: BlockId) -> int:
@@ -79,9 +81,10 @@ class BlockPool:
         return BlockState.CACHED if self._kept[block] else BlockState.FREE
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Takes `count` blocks with one reference each: free ones first, then cached ones, of the tenant with most.
+        """Take `count` blocks with one reference each: free blocks first, then cached ones of the tenant that holds
+        most.
 
-        Raises NoFreeBlocks, without any side effect, where there are not as many.
+        Raises NoFreeBlocks, without any side effect, where there are too few.
         """
         free, references = self._free, self._references
         if count > self.num_blocks - self._num_used:
@@ -105,13 +108,13 @@ class BlockPool:
         return block
 
     def flush(self) -> int:
-        """Turns every cached block into a free one, in the order of eviction: how many."""
+        """Turn every cached block into a free one, in the order of eviction, and return how many."""
         blocks = [self._give_up() for _ in range(self.num_cached)]
         self._free.update(dict.fromkeys(blocks))
         return len(blocks)
 
     def share(self, blocks: Iterable[BlockId]) -> None:
-        """Adds a reference to blocks that are used or cached."""
+        """Add a reference to blocks that are used or cached."""
         references, accounts = self._references, self._accounts
         num_taken = 0
         for block in blocks:
@@ -123,7 +126,7 @@ class BlockPool:
         self._num_used += num_taken
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Gives back one reference of each block, the last of the list first.
+        """Give back one reference of each block, from the last to the first.
 
         So a sequence's tail is evicted before its head, and what stays cached is always a prefix.
         """
@@ -146,14 +149,15 @@ class BlockPool:
         self._num_used -= len(blocks) - num_left
 
     def keep(self, block: BlockId, tenant: TenantId = NOBODY) -> None:
-        """Marks a used block as worth finding again, on the tenant's account: unheld it is cached, not free."""
+        """Mark a used block as worth finding again, on the tenant's account. Without references it is cached, not
+        free."""
         assert self._references[block], "only a used block can become worth keeping"
         assert not self._kept[block], "it is on an account already"
         self._kept[block] = 1
         self._accounts[block] = self._shares.hold(tenant)
 
     def discard(self, block: BlockId) -> None:
-        """Takes `keep` back; an unreferenced block turns from cached to free."""
+        """Undo `keep`. A block without references turns from cached to free."""
         if not self._kept[block]:
             return
         self._kept[block] = 0
@@ -164,19 +168,19 @@ class BlockPool:
         self._shares.drop(account)
 
     def owner(self, block: BlockId) -> TenantId:
-        """On whose account a block is that is kept, or that `on_evict` hears of."""
+        """Return the tenant of a block that is kept, or that `on_evict` is called with."""
         return self._accounts[block].tenant
 
     def num_cached_by_others(self, tenant: TenantId) -> int:
-        """Cached blocks that are not on the tenant's account."""
+        """Return how many cached blocks are not on the tenant's account."""
         return self.num_cached - self._shares.num_offered(tenant)
 
     def snapshot(self) -> tuple[list[int], bytes]:
-        """Copies of every block's references and of whether it is kept."""
+        """Return copies of every block's references and of whether it is kept."""
         return list(self._references), bytes(self._kept)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the pool contradicts itself. O(blocks)."""
+        """Raise AssertionError where the pool contradicts itself. O(blocks)."""
         self._shares.check_invariants()
         assert self._num_used == sum(references > 0 for references in self._references)
         held = Counter(self.owner(block) for block in self.blocks() if self._kept[block])

@@ -1,8 +1,8 @@
-"""Which blocks each sequence holds: growing, sharing, forking, naming, swapping and giving back.
+"""Block tables: which blocks each sequence holds, from admission over forks and swaps to release.
 
-Owns every change of a sequence's block table, and what must move before the next step computes: copies of half-filled
-blocks that forks share, blocks to and from host memory. A step's moves stay protected until it is over: the source of
-a copy is not given away, a host slot that is read is not overwritten. Does not decide who runs or who gives way.
+Owns every change of a sequence's block table and the moves before the next step. These are copies of half-filled blocks
+that forks share, and blocks to and from host memory. A step's moves stay protected until it ends: no source of a copy
+is reused, and no host slot that is read is overwritten. Does not decide which sequence runs or is preempted.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from blockyard.worker.sequences.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """The leading blocks of a sequence that need not be computed: on the GPU, then in host memory."""
+    """Leading blocks of a sequence that need not be computed: on the GPU, then in host memory."""
 
     blocks: list[BlockId]
     host_names: list[BlockName]
@@ -30,10 +30,10 @@ class Hits:
 
 @dataclass(slots=True)
 class Moves:
-    """What one step moves, and what is held until it is over."""
+    """The moves of one step, and what it holds until its end."""
 
     to_host: dict[HostSlot, BlockId] = field(default_factory=dict)
-    """By slot: a small host cache may evict in the same step what was just to be stored."""
+    """Keyed by slot: a small host cache may evict a name in the same step in which it was to be stored."""
     from_host: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     read_names: list[BlockName] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Moves:
 
 
 class BlockTables:
-    """Tables over one pool. Moves gather until `take_moves`; `settle` ends what a step's moves hold."""
+    """Block tables over one pool. Moves gather until `take_moves`; `settle` releases what a step's moves hold."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class BlockTables:
         *,
         index_stride_blocks: int = 1,
     ) -> None:
-        """The prefix index is told of every `index_stride_blocks`-th block of a prefix."""
+        """Only every `index_stride_blocks`-th block of a prefix is published to the prefix index."""
         self.pool = pool
         self.cache = cache
         self.block_size = block_size
@@ -81,34 +81,34 @@ class BlockTables:
     # Growing
 
     def missing(self, sequence: Sequence, end: int) -> int:
-        """Blocks to be had before positions up to `end` can be written."""
+        """Return how many blocks are missing before positions up to `end` can be written."""
         return self.blocks_for(end) - len(sequence.block_table) + self._must_copy_tail(sequence)
 
     def _must_copy_tail(self, sequence: Sequence) -> bool:
-        """Whether the block that is written next is half filled and others read it too."""
-        table, index = sequence.block_table, sequence.num_scheduled // self.block_size
+        """Return whether the block that is written next is half filled and other sequences read it too."""
+        table, index = sequence.block_table.blocks, sequence.num_scheduled // self.block_size
         if index >= len(table):
             return False
         references = self.pool.references(table[index])
         return references > 1 and references - self._copied[table[index]] > 1
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Takes the missing blocks. Raises NoFreeBlocks, without side effect, where they cannot be had."""
+        """Take the missing blocks. Raises NoFreeBlocks, without side effect, where there are too few."""
         copies = self._must_copy_tail(sequence)
         blocks = self.pool.allocate(max(0, self.missing(sequence, end)))
         if copies:
             index = sequence.num_scheduled // self.block_size
             source, destination = sequence.block_table[index], blocks.pop()
-            # The reference passes from the sequence to the copy, which holds it until the step is over.
+            # The reference passes from the sequence to the copy, which holds it until the step ends.
             self._moves.copies.append((source, destination))
             self._copied[source] += 1
-            sequence.block_table[index] = destination
+            sequence.block_table.replace(index, destination)
         sequence.block_table.extend(blocks)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child holds all that the parent holds, the half-filled tail too."""
+        """Give the child all blocks of the parent, the half-filled tail too."""
         self.pool.share(parent.block_table)
-        child.block_table = list(parent.block_table)
+        child.block_table.assign(parent.block_table)
         child.num_scheduled, child.num_computed = parent.num_scheduled, parent.num_computed
         child.num_named = parent.num_named
         parent.plain_until = 0
@@ -116,7 +116,7 @@ class BlockTables:
     # Finding and filling
 
     def match(self, sequence: Sequence) -> Hits:
-        """Cached blocks of its leading tokens; the last token is always left to compute, for its logits."""
+        """Return the cached blocks of its leading tokens. The last token is always computed, for its logits."""
         if sequence.wants_whole_prompt:
             return Hits([], [])
         usable = (len(sequence.tokens) - 1) // self.block_size
@@ -125,17 +125,16 @@ class BlockTables:
         return Hits(blocks, self.host_cache.match(names[len(blocks) :]) if self.host_cache else [])
 
     def resumes_from(self, sequence: Sequence, hits: Hits) -> bool:
-        """Whether what was swapped out joins what is found on the GPU, and goes beyond it."""
+        """Return whether the swapped blocks join the hits on the GPU, and go beyond them."""
         swapped, num_found = sequence.swapped, len(hits.blocks)
         return swapped is not None and swapped.first_block <= num_found < self.blocks_for(swapped.num_tokens)
 
     def start(self, sequence: Sequence, hits: Hits) -> None:
-        """Gives a sequence without blocks what is found of it, for which the pool must have room. Its counters move
-        past what is found."""
+        """Give a sequence without blocks its hits, for which the pool must have room. Its counters move past them."""
         swapped = sequence.swapped
         resumes = self.resumes_from(sequence, hits)
         self.pool.share(hits.blocks)
-        sequence.block_table = list(hits.blocks)
+        sequence.block_table.assign(hits.blocks)
         sequence.num_named = len(hits.blocks)
         sequence.num_scheduled = len(hits.blocks) * self.block_size
         if swapped is not None and resumes:
@@ -157,15 +156,15 @@ class BlockTables:
         slots = tuple(slots)
         blocks = self.pool.allocate(len(slots))
         self._moves.from_host += zip(slots, blocks, strict=True)
-        sequence.block_table += blocks
+        sequence.block_table.extend(blocks)
 
     def note_scheduled(self, sequence: Sequence) -> None:
-        """Positions have been scheduled for which all blocks are there: names those that are full by now."""
+        """Name the blocks that are full by now. Positions have been scheduled, and all their blocks are there."""
         self.name_full_blocks(sequence)
         sequence.plain_until = len(sequence.block_table) * self.block_size - 1
 
     def name_full_blocks(self, sequence: Sequence) -> None:
-        """Names the blocks whose last token is scheduled and known."""
+        """Name each block once its last token is scheduled and known."""
         size = self.block_size
         full = min(sequence.num_scheduled, len(sequence.tokens)) // size
         if full <= sequence.num_named:
@@ -174,17 +173,20 @@ class BlockTables:
         if full > known:
             tail = sequence.tokens[known * size : full * size]
             sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
-        owner = self._owner(sequence)
+        owner, table = self._owner(sequence), sequence.block_table
         for index in range(sequence.num_named, full):
-            block, name = sequence.block_table[index], sequence.names[index + 1]
-            is_told = (index + 1) % self._index_stride_blocks == 0
+            block, name = table[index], sequence.names[index + 1]
+            is_indexed = (index + 1) % self._index_stride_blocks == 0
             parent = sequence.names[index] if index else None
-            self.cache.assign(block, name, owner, is_told=is_told, parent=parent)
+            self.cache.assign(block, name, owner, is_indexed=is_indexed, parent=parent)
         sequence.num_named = full
 
     def _owner(self, sequence: Sequence) -> TenantId:
-        """On whose account the sequence's blocks are: all that begins with one block is its owner's, whoever builds on
-        it, wherever it lies. So they go in one order, and a child before its parent."""
+        """Return the tenant that the sequence's blocks are accounted to: the owner of its first block.
+
+        All blocks that begin with one block have its owner, whichever tenant extends them and wherever they lie. So
+        they are evicted in one order, a child before its parent.
+        """
         if sequence.num_named:
             return self.pool.owner(sequence.block_table[0])
         first = sequence.names[1]
@@ -194,48 +196,53 @@ class BlockTables:
         return sequence.tenant if owner is None else owner
 
     def confirm(self, sequence: Sequence, computed_from: int) -> None:
-        """Publishes the names of blocks that are computed, root first. The step began at position `computed_from`.
+        """Publish the names of blocks that are computed, root first. The step began at position `computed_from`.
 
-        Looks at all blocks where one has become full: another sequence that shares a later block, and has another
-        copy of an earlier one, may have confirmed just the later.
+        Where a block has become full, all blocks are examined. Another sequence that shares a later block, and has its
+        own copy of an earlier one, may have confirmed only the later one.
         """
         full = min(sequence.num_computed // self.block_size, sequence.num_named)
-        table = sequence.block_table
+        table = sequence.block_table.blocks
         if full and (computed_from // self.block_size < full or self.cache.is_unconfirmed(table[full - 1])):
             self.cache.confirm_all(table[:full])
 
     # Giving back
 
     def freed_by(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that nobody would hold any more without them."""
+        """Return how many blocks lose their last reference without these sequences."""
         held = Counter(block for sequence in sequences for block in sequence.block_table)
         return sum(self.pool.references(block) == count for block, count in held.items())
 
     def num_shared(self, sequence: Sequence) -> int:
-        """Leading blocks that others hold too."""
+        """Return how many leading blocks other sequences hold too."""
         for index, block in enumerate(sequence.block_table):
             if self.pool.references(block) == 1:
                 return index
         return len(sequence.block_table)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives the blocks back. What no step has confirmed is not to be found again, unless another sequence that
-        holds it confirms it: so a child's name never outlives its parent's."""
+        """Give the blocks back. Blocks that no step has confirmed are not found again.
+
+        The exception is an unconfirmed block that another sequence holds and confirms. So a child's name never outlives
+        its parent's.
+        """
         self.cache.retract_unshared(sequence.block_table)
         self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table.clear()
         sequence.num_named = sequence.num_scheduled = sequence.num_computed = sequence.plain_until = 0
 
     def check_plain(self, sequence: Sequence) -> None:
-        """Raises AssertionError where positions below `plain_until` are not plain."""
+        """Raise AssertionError where positions below `plain_until` are not plain."""
         plain = range(sequence.num_scheduled, sequence.plain_until)
         assert not plain or self.missing(sequence, plain.stop) <= 0, "a block is missing, or is not its own"
         assert plain.stop % self.block_size == self.block_size - 1 or not plain.stop
         assert not plain or plain.stop // self.block_size == len(sequence.block_table) - 1
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Gives the blocks back, and moves to host memory what only this sequence has. False, and nothing is done,
-        where host memory has no room for it."""
+        """Give the blocks back, and move those that only this sequence has to host memory.
+
+        Returns False, and changes nothing, where host memory has no room.
+        """
         assert not sequence.num_in_flight
         first, num_computed = self.num_shared(sequence), sequence.num_computed
         blocks = sequence.block_table[first : self.blocks_for(num_computed)]
@@ -248,7 +255,7 @@ class BlockTables:
         return True
 
     def forget_swapped(self, sequence: Sequence) -> None:
-        """Its host memory is free for others; it will be computed again."""
+        """Free its host memory. Its tokens will be computed again."""
         if sequence.swapped is not None:
             self.swap.release(sequence.swapped.slots)
             sequence.swapped = None
@@ -256,12 +263,12 @@ class BlockTables:
     # Steps
 
     def take_moves(self) -> Moves:
-        """What the step that is planned must move. The caller owes a `settle`, unless there is nothing to move."""
+        """Return what the planned step must move. The caller owes a `settle`, unless there is nothing to move."""
         moves, self._moves = self._moves, Moves()
         return moves
 
     def settle(self, moves: Moves) -> None:
-        """The step is over: what it copied from and read from may be reused."""
+        """Release what an ended step copied from and read from."""
         for source, _ in moves.copies:
             self._copied[source] -= 1
             if not self._copied[source]:
@@ -272,5 +279,5 @@ class BlockTables:
             self.host_cache.done(moves.read_names)
 
     def copies_held(self) -> Counter[BlockId]:
-        """References that copies hold, for each source."""
+        """Return the references that copies hold, for each source."""
         return self._copied

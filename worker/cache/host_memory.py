@@ -1,8 +1,8 @@
-"""Host memory as places for blocks: swapped sequences, and named blocks that the GPU's pool has evicted.
+"""Host memory: slots for swapped sequences, and for named blocks that the GPU's pool has evicted.
 
-Two parts that never lend each other anything: `SwapSpace` holds what preempted sequences computed, until they run
-again; `HostCache` holds named blocks in order of their last use. Pure: says which block goes to which slot. Moving the
-bytes is the runner's (StepPlan.to_host, from_host).
+The two parts never lend each other slots. The `SwapSpace` holds what preempted sequences computed, until they run
+again. The `HostCache` holds named blocks in order of their last use. Pure: it chooses the slot of each block. The
+runner moves the bytes (StepPlan.to_host, from_host).
 """
 
 from collections import Counter, deque
@@ -25,7 +25,7 @@ class SwapSpace:
         return len(self._free)
 
     def allocate(self, count: int) -> tuple[HostSlot, ...] | None:
-        """So many slots; None, without side effect, where there are not as many."""
+        """Return `count` slots, or None, without side effect, where there are too few."""
         if count > len(self._free):
             return None
         return tuple(self._free.pop() for _ in range(count))
@@ -35,12 +35,11 @@ class SwapSpace:
 
 
 class HostCache:
-    """Slots `first_slot` and following. Evicted is the longest unused name that no step is reading, of the tenant that
-    holds most.
+    """Named blocks in slots `first_slot` and following.
 
-    Of the names that begin with one block, all one tenant's, a child is always older than its parent here, because
-    blocks leave the GPU leaf first and are touched leaf first: so what is left is closed under prefixes, together with
-    what the GPU holds.
+    It evicts the least recently used name that no step is reading, of the tenant that holds most. All names that begin
+    with one block belong to one tenant. Among them a child is always older than its parent here, because blocks leave
+    the GPU and are touched leaf first. So what is left, together with what the GPU holds, is closed under prefixes.
     """
 
     def __init__(self, num_slots: int, *, first_slot: int, anywhere: AnywhereNames) -> None:
@@ -52,21 +51,22 @@ class HostCache:
         self._parents: dict[BlockName, BlockName | None] = {}
         self._accounts: dict[BlockName, Account[BlockName]] = {}
         self._shares = TenantShares[BlockName]()
-        """What no step is reading is offered."""
+        """Accounts by tenant. Names that no step is reading are offered."""
         self._reading: dict[BlockName, int] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def owner(self, name: BlockName) -> TenantId | None:
-        """On whose account it is; None where it is not here."""
+        """Return the tenant of a name, or None where it is not here."""
         account = self._accounts.get(name)
         return None if account is None else account.tenant
 
     def store(
         self, name: BlockName, tenant: TenantId = NOBODY, *, parent: BlockName | None = None
     ) -> HostSlot | None:
-        """Where a block that the GPU is about to lose goes; None where it is here already, or nothing can go."""
+        """Return the slot for a block that the GPU is about to lose. None where it is here already, or nothing can be
+        evicted."""
         if name in self._slots:
             self._touch(name)
             return None
@@ -80,7 +80,7 @@ class HostCache:
         return slot
 
     def _touch(self, name: BlockName) -> None:
-        """It is the most recently used, unless a step is reading it: then it will be once that is over."""
+        """Make it the most recently used name. Where a step is reading it, that happens at the step's end."""
         if name not in self._reading:
             account = self._accounts[name]
             account.offered[name] = None
@@ -100,7 +100,7 @@ class HostCache:
         self._anywhere.remove(name)
 
     def match(self, names: Sequence[BlockName]) -> list[BlockName]:
-        """The leading names that are here."""
+        """Return the leading names that are here."""
         found = []
         for name in names:
             if name not in self._slots:
@@ -109,14 +109,14 @@ class HostCache:
         return found
 
     def read(self, names: Sequence[BlockName]) -> list[HostSlot]:
-        """Slots that the next step reads: kept until `done`."""
+        """Return the slots that the next step reads. They are kept until `done`."""
         for name in names:
             self._reading[name] = self._reading.get(name, 0) + 1
             self._accounts[name].offered.pop(name, None)
         return [self._slots[name] for name in names]
 
     def done(self, names: Sequence[BlockName]) -> None:
-        """The step that read them is over: they are the most recently used, the first of the list last."""
+        """Release names that an ended step read. They become the most recently used, the first of the list last."""
         for name in reversed(names):
             self._reading[name] -= 1
             if not self._reading[name]:
@@ -125,19 +125,19 @@ class HostCache:
                     self._touch(name)
 
     def clear(self) -> None:
-        """After a failed step nobody knows what was written."""
+        """Drop all names: after a failed step it is unknown what was written."""
         for name in tuple(self._slots):
             self._drop(name)
 
     def drop(self, slots: Set[HostSlot]) -> None:
-        """Forgets the names in these slots and all that builds on them, a child before its parent. No step reads them.
+        """Drop the names in these slots and their descendants, a child before its parent. No step reads them.
         O(slots)."""
         lost = {name for name, slot in self._slots.items() if slot in slots}
         for name in reversed(self._with_descendants(lost) if lost else ()):
             self._drop(name)
 
     def _with_descendants(self, names: Set[BlockName]) -> list[BlockName]:
-        """A parent before its children."""
+        """Return the names and their descendants, a parent before its children."""
         children: dict[BlockName | None, list[BlockName]] = {}
         for name, parent in self._parents.items():
             children.setdefault(parent, []).append(name)
@@ -145,7 +145,7 @@ class HostCache:
         following = deque(name for name in names if self._parents[name] not in names)
         while following:
             name = following.popleft()
-            found.pop(name, None)  # one of the names builds on another: it moves behind it
+            found.pop(name, None)  # one of the names is a descendant of another: it moves behind that one
             found[name] = None
             following.extend(children.get(name, ()))
         return list(found)
@@ -157,7 +157,7 @@ class HostCache:
         self._free_slot(name)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where slots are lost or held twice. O(slots)."""
+        """Raise AssertionError where slots are lost or held twice. O(slots)."""
         held = [*self._free, *self._slots.values()]
         assert len(held) == len(set(held)) == self.num_slots
         self._shares.check_invariants()

@@ -1,14 +1,20 @@
-"""Which block holds which prefix: the names of blocks, and the news of them for the index.
+"""Prefix cache: maps the names of full blocks to blocks, and collects the changes for the prefix index.
 
-The life of a name: `assign` when the last token of its block is scheduled, so that equal prompts share even within one
-step (each layer writes all KV before it attends); `confirm` once that step has run, which publishes it; `retract` if
-the step failed; gone when its block is evicted. Several blocks may hold the same name (a fully cached, aligned prompt
-recomputes its last block into one of its own): the name is published at its first copy and removed with its last.
+A name passes these states:
 
-Blocks are evicted leaf first (see BlockPool.release), so what is published is always closed under prefixes.
+- `assign`, when the last token of its block is scheduled. Equal prompts share blocks even within one step, because each
+  layer writes all KV before it attends.
+- `confirm`, once that step has run: the name is published.
+- `retract`, if the step failed.
+- Gone, when its block is evicted.
 
-With an index stride of S the news tell of every S-th name of a chain alone: each stands for itself and the S - 1 before
-it. Those are held whenever it is, and of any two that are told the parent still comes first and goes last.
+Several blocks may hold the same name: a fully cached, aligned prompt recomputes its last block into a block of its own.
+The name is published with its first copy and removed with its last.
+
+Blocks are evicted leaf first (see BlockPool.release), so the published names are always closed under prefixes.
+
+With an index stride of S, the changes contain only every Sth name of a chain. Each stands for itself and the S - 1
+names before it, which are held whenever it is. Of any two of these the parent still comes first and goes last.
 """
 
 import itertools
@@ -22,14 +28,14 @@ from blockyard.worker.sequences.identifiers import NOBODY, BlockId, BlockName, T
 
 
 class CacheChanges(NamedTuple):
-    """The net difference of published names since the last look. A tuple, because one is made each step."""
+    """The net changes of published names since they were last taken. A tuple, because each step makes one."""
 
     stored: tuple[BlockName, ...]
-    """A parent always before its children."""
+    """A parent always comes before its children."""
     removed: tuple[BlockName, ...]
-    """A child always before its parent."""
+    """A child always comes before its parent."""
     anywhere_stored: tuple[BlockName, ...] = ()
-    """The same of names on the GPU or in host memory; empty where there is no host cache."""
+    """Names that are new on the GPU or in host memory. Empty where there is no host cache."""
     anywhere_removed: tuple[BlockName, ...] = ()
 
 
@@ -37,46 +43,46 @@ NO_CHANGES = CacheChanges(stored=(), removed=())
 
 
 class Lineage(NamedTuple):
-    """What operators are told of a named block."""
+    """Facts on a named block, for operators."""
 
     parent: BlockName | None
-    """The name before its own in the chain; None of a prefix's first block."""
+    """The name before its own in the chain. None for a prefix's first block."""
     named_at: float
-    """By the clock that `now_seconds` follows."""
+    """Time on the clock that `now_seconds` follows."""
 
 
 class PrefixCache:
-    """Names over a pool, whose evictions it follows.
+    """Names over a pool. It follows the pool's evictions.
 
-    `on_lost` is called with a block, its name and its parent's when the pool is about to reuse the last copy of a
-    published name.
+    `on_lost` is called when the pool is about to reuse the last copy of a published name. It takes the block, its name
+    and its parent's name.
     """
 
     def __init__(self, pool: BlockPool, *, anywhere: AnywhereNames | None = None) -> None:
-        """`anywhere` hears of published names too, where host memory is a second place for them."""
+        """`anywhere` gets published names too, where host memory is a second place for them."""
         self._pool = pool
         self._anywhere = anywhere
         self.on_lost: Callable[[BlockId, BlockName, BlockName | None], None] | None = None
         pool.on_evict = self._forget
         self._blocks: dict[BlockName, BlockId] = {}
-        """The longest named block of each name."""
+        """The block that was named first, for each name."""
         self._copies: dict[BlockName, list[BlockId]] = {}
         """The other blocks of the few names that have several, in order."""
         self._names: dict[BlockId, BlockName] = {}
         self._parents: dict[BlockId, BlockName | None] = {}
         self._named_at: dict[BlockId, float] = {}
-        """Two dicts of plain values, which the garbage collector passes over (up to CPython 3.13), where an object for
-        each block took it milliseconds."""
+        """Two dicts of plain values, which the garbage collector skips (up to CPython 3.13). One object for each block
+        cost it milliseconds."""
         self.now_seconds = 0.0
-        """What time it is. Whoever turns the engine says so with each step: this asks no clock."""
+        """The current time. The engine's loop sets it at each step: this class reads no clock."""
         self._unconfirmed: set[BlockId] = set()
-        self._untold: set[BlockId] = set()
-        """Blocks whose names the index is not to know."""
+        self._unindexed: set[BlockId] = set()
+        """Blocks with names that are not published to the index."""
         self._num_published = 0
-        self._changes = NetChanges()
+        self._changes = NetChanges[BlockName]()
 
     def __len__(self) -> int:
-        """Published names."""
+        """Return the number of published names."""
         return self._num_published
 
     def name(self, block: BlockId) -> BlockName | None:
@@ -86,16 +92,16 @@ class PrefixCache:
         return Lineage(self._parents[block], self._named_at[block]) if block in self._parents else None
 
     def blocks_named(self, name: BlockName) -> list[BlockId]:
-        """Every block that holds it, the longest named first."""
+        """Return every block that holds the name, the one named first at the front."""
         first = self._blocks.get(name)
         return [] if first is None else [first, *self._copies.get(name, ())]
 
     def is_unconfirmed(self, block: BlockId) -> bool:
-        """Whether the step that fills the block has yet to run."""
+        """Return whether the step that fills the block has yet to run."""
         return block in self._unconfirmed
 
     def match(self, names: Sequence[BlockName]) -> list[BlockId]:
-        """The blocks of the longest cached prefix of `names`."""
+        """Return the blocks of the longest cached prefix of `names`."""
         blocks, block_of = [], self._blocks.get
         for name in names:
             block = block_of(name)
@@ -109,32 +115,34 @@ class PrefixCache:
         block: BlockId,
         name: BlockName,
         tenant: TenantId = NOBODY,
-        is_told: bool = True,
+        is_indexed: bool = True,
         parent: BlockName | None = None,
     ) -> None:
-        """Names a used block whose last token has just been scheduled, on the account of `tenant`. `is_told` says
-        whether the index is to know the name; it is the same for every copy."""
+        """Name a used block, on the account of `tenant`. Its last token has just been scheduled.
+
+        `is_indexed` says whether the index gets the name. It is the same for every copy.
+        """
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
         self._parents[block], self._named_at[block] = parent, self.now_seconds
         if self._blocks.setdefault(name, block) != block:
             self._copies.setdefault(name, []).append(block)
         self._unconfirmed.add(block)
-        if not is_told:
-            self._untold.add(block)
+        if not is_indexed:
+            self._unindexed.add(block)
         self._pool.keep(block, tenant)
 
     def owner(self, name: BlockName) -> TenantId | None:
-        """On whose account the longest named block of a name is."""
+        """Return the tenant of the block that was named first, or None where no block has the name."""
         block = self._blocks.get(name)
         return None if block is None else self._pool.owner(block)
 
     def confirm(self, block: BlockId) -> None:
-        """The step that filled the block has run: its name may be published."""
+        """Publish the name of a block after its step has run."""
         self.confirm_all((block,))
 
     def confirm_all(self, blocks: Iterable[BlockId]) -> None:
-        """The same for those of the blocks that are unconfirmed, root first."""
+        """Publish the names of those blocks that are unconfirmed, root first. Their step has run."""
         unconfirmed = self._unconfirmed
         for block in blocks:
             if block in unconfirmed:
@@ -142,34 +150,35 @@ class PrefixCache:
                 name = self._names[block]
                 if not self._is_published_beside(block, name):
                     self._num_published += 1
-                    is_told = block not in self._untold
+                    is_indexed = block not in self._unindexed
                     if self._anywhere is not None:
-                        self._anywhere.add(name, is_told=is_told)
-                    if is_told:
-                        self._changes.store(name)
+                        self._anywhere.add(name, is_indexed=is_indexed)
+                    if is_indexed:
+                        self._changes.add(name)
 
     def _is_published_beside(self, block: BlockId, name: BlockName) -> bool:
-        """Whether a step that has run filled another block with the same."""
+        """Return whether a step that has run filled another block with the same name."""
         copies = self._copies.get(name)
         if copies is None:
-            return False  # as nearly always
+            return False  # the usual case
         others = itertools.chain((self._blocks[name],), copies)
         return any(other != block and other not in self._unconfirmed for other in others)
 
     def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
-        """Retracts those of the blocks that one sequence alone holds, which is about to release them."""
+        """Retract the names of those blocks that only one sequence holds, which is about to release them."""
         for block in self._unconfirmed.intersection(blocks):
             if self._pool.references(block) == 1:
                 self.retract(block)
 
     def retract(self, block: BlockId) -> None:
-        """Takes an unconfirmed name back: what the block holds is not what the name says."""
+        """Take an unconfirmed name back: the block does not hold what the name says."""
         if block in self._unconfirmed:
             self._forget(block)
             self._pool.discard(block)
 
     def flush(self) -> int:
-        """Forgets the names of all blocks that nobody holds, and saves none of them elsewhere: how many blocks."""
+        """Drop the names of all blocks without references, without saving them elsewhere, and return how many
+        blocks."""
         on_lost, self.on_lost = self.on_lost, None
         try:
             return self._pool.flush()
@@ -180,9 +189,9 @@ class PrefixCache:
         name = self._names.pop(block)
         parent = self._parents.pop(block)
         del self._named_at[block]
-        is_told = block not in self._untold
-        if not is_told:
-            self._untold.remove(block)
+        is_indexed = block not in self._unindexed
+        if not is_indexed:
+            self._unindexed.remove(block)
         is_published_beside = self._is_published_beside(block, name)
         self._drop_block(block, name)
         if block in self._unconfirmed:
@@ -193,7 +202,7 @@ class PrefixCache:
                 self.on_lost(block, name, parent)
             if self._anywhere is not None:
                 self._anywhere.remove(name)
-            if is_told:
+            if is_indexed:
                 self._changes.remove(name)
 
     def _drop_block(self, block: BlockId, name: BlockName) -> None:
@@ -209,14 +218,14 @@ class PrefixCache:
             del self._copies[name]
 
     def take_changes(self) -> CacheChanges:
-        """What was published and removed since the last call."""
-        stored, removed = self._changes.take()
+        """Return what was published and removed since the last call."""
+        stored, removed = self._changes.take_added(), self._changes.take_removed()
         if self._anywhere is not None:
             return CacheChanges(stored, removed, *self._anywhere.take_changes())
         return CacheChanges(stored, removed) if stored or removed else NO_CHANGES
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where names, copies and counts disagree. O(blocks)."""
+        """Raise AssertionError where names, copies and counts disagree. O(blocks)."""
         assert self._copies.keys() <= self._blocks.keys()
         assert all(self._copies.values())
         assert len(self._blocks) + sum(map(len, self._copies.values())) == len(self._names)
@@ -228,4 +237,4 @@ class PrefixCache:
         assert len(published) == self._num_published
         assert self._names.keys() == self._parents.keys() == self._named_at.keys()
         assert self._unconfirmed <= self._names.keys()
-        assert self._untold <= self._names.keys()
+        assert self._unindexed <= self._names.keys()

@@ -1,13 +1,13 @@
-"""Who holds how much of a cache, and who gives up what when room is needed.
+"""Tenant shares: how much of a cache each tenant holds, and which tenant gives up what when room is needed.
 
-Each thing that is cached (a block, a name in host memory) is on one tenant's account. It is in use, or offered: nobody
-uses it now, and it goes in order of its last use. The next to go is of the tenant that holds most among those that
-offer any. So with `n` of them, one that holds at most its fair share, an n-th of what they hold, gives up nothing while
-another holds more; and a tenant alone has everything, in the one order of a plain LRU. What is in use counts too:
-whoever fills the cache by running much pays for it with what it has cached itself.
+Each cached thing (a block, or a name in host memory) is on one tenant's account. It is in use, or offered: unused, and
+evicted in order of its last use. The next to be evicted belongs to the tenant that holds most among those that offer
+any. Let `n` tenants offer something. One that holds at most an n-th of what they hold loses nothing while another holds
+more. A tenant alone has the whole cache, in the order of a plain LRU. Things in use count too: a tenant that fills the
+cache with running requests pays with its own cached blocks.
 
-All is O(1), `give` amortised O(log tenants). An account that holds nothing is gone. Which thing is on which
-account is kept by the block pool and the cache in host memory.
+All is O(1), `give` amortised O(log tenants). An account that holds nothing is dropped. The block pool and the host
+cache keep which thing is on which account.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Account(Generic[Key]):
-    """What one tenant holds."""
+    """The things that one tenant holds."""
 
     __slots__ = ("num_held", "offered", "tenant")
 
@@ -29,7 +29,7 @@ class Account(Generic[Key]):
         self.tenant = tenant
         self.num_held = 0
         self.offered = OrderedDict[Key, None]()
-        """What of it nobody uses, the longest unused first. Who adds to it tells `TenantShares.offers`."""
+        """Unused things, the least recently used first. After adding to it, call `TenantShares.offers`."""
 
 
 class TenantShares(Generic[Key]):
@@ -38,17 +38,17 @@ class TenantShares(Generic[Key]):
     def __init__(self) -> None:
         self._accounts: dict[TenantId, Account[Key]] = {}
         self._alone: Account[Key] | None = None
-        """The only account. While there is one nothing needs an order."""
+        """The only account. While there is one, no order is needed."""
         self._ranking: list[tuple[int, TenantId]] = []
-        """A heap of (minus how much it holds, tenant). What is no longer true is dropped when it comes up."""
+        """A heap of (minus the number of things held, tenant). Outdated entries are dropped when they surface."""
         self._changed: set[TenantId] = set()
-        """Whose true entry the ranking may lack."""
+        """Tenants with a current entry that may be missing from the ranking."""
 
     def __len__(self) -> int:
         return len(self._accounts)
 
     def num_held(self) -> dict[TenantId, int]:
-        """By tenant."""
+        """Return the number of things held, by tenant."""
         return {tenant: account.num_held for tenant, account in self._accounts.items()}
 
     def num_offered(self, tenant: TenantId) -> int:
@@ -56,7 +56,7 @@ class TenantShares(Generic[Key]):
         return 0 if account is None else len(account.offered)
 
     def hold(self, tenant: TenantId) -> Account[Key]:
-        """The tenant holds one thing more, in use."""
+        """Count one more thing of the tenant, in use."""
         account = self._accounts.get(tenant) or self._open(tenant)
         account.num_held += 1
         if self._alone is None:
@@ -64,7 +64,7 @@ class TenantShares(Generic[Key]):
         return account
 
     def drop(self, account: Account[Key]) -> None:
-        """It holds one thing less, which it does not offer any more."""
+        """Count one thing less, which the account no longer offers."""
         account.num_held -= 1
         if not account.num_held:
             self._close(account)
@@ -72,18 +72,18 @@ class TenantShares(Generic[Key]):
             self._changed.add(account.tenant)
 
     def offers(self, account: Account[Key]) -> None:
-        """It offers more than before."""
+        """Note that the account offers more than before."""
         if self._alone is None:
             self._changed.add(account.tenant)
 
     @property
     def can_give(self) -> bool:
-        """Whether anything is offered."""
+        """Return whether anything is offered."""
         account = self._alone or self._largest()
         return account is not None and bool(account.offered)
 
     def give(self) -> Key:
-        """The next thing to go is held no more. Something must be offered."""
+        """Take the next thing to evict off its account. Something must be offered."""
         account = self._alone
         if account is None:
             account = self._largest()
@@ -95,7 +95,7 @@ class TenantShares(Generic[Key]):
         return account.offered.popitem(last=False)[0]
 
     def _largest(self) -> Account[Key] | None:
-        """Whoever holds most of those that offer any. Of several that hold as much the same one each time."""
+        """Return the account that holds most of those that offer anything. Ties are resolved the same way each time."""
         accounts, ranking = self._accounts, self._ranking
         if len(ranking) > 4 * len(accounts) + 16:
             ranking[:] = [(-account.num_held, tenant) for tenant, account in accounts.items()]
@@ -127,7 +127,7 @@ class TenantShares(Generic[Key]):
             self._changed.clear()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where somebody would never have to give. O(accounts)."""
+        """Raise AssertionError where a tenant would never be asked to give. O(accounts)."""
         assert (self._alone is not None) == (len(self._accounts) == 1)
         for tenant, account in self._accounts.items():
             assert len(account.offered) <= account.num_held > 0

@@ -1,12 +1,12 @@
-"""Who is to blame for a step that raises: it is run again in halves, until those stand alone that it raises for.
+"""Bisection of a step that raises: runs it again in halves until the failing requests stand alone.
 
-Everybody else gets the tokens of a step in which nothing went wrong. Rows that depend on one another stay together:
-those of one request, and those that read a block which another of the same step fills. Where requests raise one after
-the other and none succeeds, it is not them, and the whole step has failed. Nobody is to blame for a block that host
-memory has lost: the step is run without the rows that read it.
+All other requests get the tokens of a step in which nothing went wrong. Rows that depend on one another stay together:
+those of one request, and those that read a block that the same step fills. Where requests raise one after the other and
+none succeeds, the device is at fault, and the whole step has failed. A block that host memory has lost is no request's
+fault: the step runs without the rows that read it.
 
-Every token before a row's must be committed to its sequence: a part of a step replaces what the runner remembers of
-the step before it.
+Every token before a row's must be committed to its sequence. A part of a step replaces what the runner remembers of the
+step before it.
 """
 
 import logging
@@ -27,14 +27,14 @@ from blockyard.worker.sequences.step_plan import (
 
 logger = logging.getLogger(__name__)
 MAX_BLAMED_IN_A_ROW = 3
-"""After so many that raised alone, and no success in this step: the device, not a request, is what fails."""
+"""After this many requests that raised alone, and no success in this step, the device is at fault."""
 
 Group = list[int]
 """Indices of rows that stay together."""
 
 
 class NothingSucceeds(Exception):
-    """Whatever was run of the step raised; `num_blamed` parts of it did so alone."""
+    """Every part of the step that was run raised. `num_blamed` parts of it raised alone."""
 
     def __init__(self, num_blamed: int) -> None:
         super().__init__(f"{num_blamed} parts of the step failed alone")
@@ -42,7 +42,7 @@ class NothingSucceeds(Exception):
 
 
 def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]) -> StepTokens:
-    """What the step yields, as `in_halves` has it where it raises. Raises NothingSucceeds."""
+    """Run a step and return its tokens. Where it raises, `in_halves` runs it again. Raises NothingSucceeds."""
     try:
         return runner.execute(plan)
     except Exception as failure:
@@ -52,9 +52,11 @@ def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId],
 def in_halves(
     runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool], failure: Exception
 ) -> StepTokens:
-    """Runs a step again that has raised `failure`: FAILED_TOKEN for rows that are to blame, LOST_TOKEN for those that
-    read a corrupted block of host memory. `is_being_filled` tells of a block whether this step fills it. Raises
-    NothingSucceeds."""
+    """Run a step in halves after it has raised `failure`.
+
+    Failing rows get FAILED_TOKEN. Rows that read a corrupted block of host memory get LOST_TOKEN. `is_being_filled`
+    returns whether this step fills a block. Raises NothingSucceeds.
+    """
     if isinstance(failure, HostBlockCorrupted):
         return _without(failure.slots, runner, plan, is_being_filled)
     logger.error("step %d failed with %d rows", plan.step, len(plan.rows), exc_info=failure)
@@ -72,7 +74,7 @@ def in_halves(
 def _without(
     slots: Set[HostSlot], runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]
 ) -> StepTokens:
-    """What the step yields without what lies in these host slots, and without the rows that need it."""
+    """Run the step without these host slots and without the rows that need them, and return its tokens."""
     lost = {block for slot, block in plan.from_host if slot in slots}
     assert lost, "the step reads none of the slots"
     logger.error("step %d: host slots %s are corrupted and dropped", plan.step, sorted(slots))
@@ -94,7 +96,7 @@ def _without(
 
 
 def together(rows: Iterable[ScheduledRow], is_being_filled: Callable[[BlockId], bool]) -> list[Group]:
-    """In the plan's order of their first rows."""
+    """Group rows that depend on one another, in the plan's order of their first rows."""
     groups: dict[int, Group] = {}
     group_of: dict[tuple[str, RequestId | BlockId], int] = {}
     for index, row in enumerate(rows):
@@ -112,7 +114,7 @@ def together(rows: Iterable[ScheduledRow], is_being_filled: Callable[[BlockId], 
 
 
 class _Halves:
-    """One step's parts. What has been sampled by parts that succeeded is in `tokens` and `extras`."""
+    """The parts of one step. `tokens` and `extras` hold what parts that succeeded have sampled."""
 
     def __init__(self, runner: Runner, plan: StepPlan) -> None:
         self.tokens = [FAILED_TOKEN] * len(plan.rows)
@@ -123,7 +125,7 @@ class _Halves:
         self._plan = plan
 
     def split(self, groups: list[Group]) -> None:
-        """Of groups that raised together."""
+        """Run the halves of groups that raised together."""
         if len(groups) == 1:
             self.num_blamed += 1
             logger.error("the step fails for request %d", self._request(groups[0]))
@@ -140,9 +142,9 @@ class _Halves:
         try:
             part = self._runner.execute(replace(self._plan, rows=rows))
         except HostBlockCorrupted:
-            raise  # before any part has succeeded: each begins with what host memory holds
+            raise  # raised before any part succeeded: each part begins with its moves from host memory
         except Exception:
-            return False  # why was logged when the whole step raised
+            return False  # the reason was logged when the whole step raised
         for place, index in enumerate(indices):
             self.tokens[index] = part.tokens[place]
             if place in part.extras:

@@ -1,7 +1,6 @@
-"""Shows how far the capture of decode graphs has come: a bar on a terminal, a log line now and then elsewhere, and one
-log line at its end.
+"""Progress of capturing decode graphs: a bar on a terminal, else a log line now and then, and one log line at the end.
 
-Owns the look. On stderr, which is not output; of the standard library alone, for machines that have little else.
+Owns the look. It writes to stderr, which is not output, and needs only the standard library.
 """
 
 import logging
@@ -12,16 +11,18 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 WIDTH = 24
-"""Of the bar, in characters."""
+"""Width of the bar in characters."""
 LOG_EVERY = 8
-"""Graphs, where there is no terminal."""
+"""Graphs between two log lines, where there is no terminal."""
 ERASE = "\r\x1b[K"
-"""To the line's begin, and what is on it away."""
+"""Return to the begin of the line, and erase it."""
 
 
 class CaptureProgress:
-    """`with CaptureProgress(total) as progress:`, and `progress.advance()` after each graph. Where the body raises, the
-    bar goes and no line claims an end."""
+    """Use as `with CaptureProgress(total) as progress:`, with `progress.advance()` after each graph.
+
+    Where the body raises, the bar disappears and no line reports an end.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total

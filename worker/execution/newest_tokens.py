@@ -1,4 +1,4 @@
-"""What the last step drew, on the device: the next step's inputs, although nobody on the host knows them yet.
+"""Newest tokens: what the last step sampled, on the device. They are the next step's inputs before the host knows them.
 
 Shapes: S rows of the last step that sampled, N outputs a row, T tokens of the next step, U of them that the host does
 not know.
@@ -13,7 +13,7 @@ from blockyard.worker.sequences.step_plan import ScheduledRow
 
 
 class NewestTokens(Mapping[tuple[SequenceId, int], int]):
-    """By sequence and position. Reading one as a number waits for the device; `fill_in` does not."""
+    """Tokens by sequence and position. Reading one as a number waits for the device; `fill_in` does not."""
 
     def __init__(self, rows: Sequence[ScheduledRow], tokens_SN: torch.Tensor) -> None:
         self._row_of = {(row.sequence.sequence_id, row.end): index for index, row in enumerate(rows)}
@@ -32,11 +32,14 @@ class NewestTokens(Mapping[tuple[SequenceId, int], int]):
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def fill_in(self, tokens_T: torch.Tensor, unheard: Mapping[int, tuple[SequenceId, int]]) -> None:
-        """Write the tokens of some places, by place. Where there was none its sequence ends at its commit: until
-        then any token will do as its input."""
-        if not unheard:
+    def fill_in(self, tokens_T: torch.Tensor, unknown: Mapping[int, tuple[SequenceId, int]]) -> None:
+        """Write the unknown tokens into `tokens_T`. `unknown` gives sequence and position by index in T.
+
+        Where the last step sampled no such token, the sequence ends at its commit. Until then any token will do as its
+        input.
+        """
+        if not unknown:
             return
-        places_U = upload(list(unheard), tokens_T.device)
-        rows_U = upload([self._row_of[key] for key in unheard.values()], tokens_T.device)
+        places_U = upload(list(unknown), tokens_T.device)
+        rows_U = upload([self._row_of[key] for key in unknown.values()], tokens_T.device)
         tokens_T.index_copy_(0, places_U, self._tokens_SN[rows_U, 0].clamp_(min=0))

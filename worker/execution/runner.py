@@ -1,10 +1,11 @@
-"""Runs the model: a planned step in, one token for each row out, and what else the rows ask for.
+"""Runner: runs the model on a planned step, and returns one token for each row and what else the rows ask for.
 
 Owns weights, KV pools and kernel backend of one worker. Does not decide what runs, where blocks lie or when a sequence
-ends: the scheduler does, and writes it into the plan; step_inputs.py makes tensors of that.
+ends: the scheduler does, and writes it into the plan. The plan becomes tensors in step_inputs.py.
 
-Shapes: S rows that sample, Q positions that get logits, V vocabulary, B blocks in the pool, N blocks of all layers,
+Shapes: S rows that sample, Q positions that get logits, V vocabulary, B blocks in the pool, N blocks of all layers.
 K kv heads, P tokens a block, D head size, C block copies.
+
 """
 
 import logging
@@ -54,35 +55,40 @@ class PendingStep(Protocol):
     """A step that has begun."""
 
     def result(self) -> StepTokens:
-        """Waits until the step is over. May raise what it raised."""
+        """Wait until the step has ended. May raise what it raised."""
         ...
 
 
 class Runner(Protocol):
-    """What an engine needs of a model, real or simulated."""
+    """The interface that an engine needs of a model, real or simulated."""
 
     def warm_up(self) -> None:
-        """Everything slow about a first step. To be called before the pool holds anything."""
+        """Do everything that makes a first step slow. Call it before the pool holds anything."""
         ...
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        """The new token of each row of the plan, NO_TOKEN where it does not sample, FAILED_TOKEN where the
-        logits were not finite or no token was possible.
+        """Return the new token of each row of the plan.
+
+        It is NO_TOKEN where the row does not sample, and FAILED_TOKEN where the logits were not finite or no token was
+        possible.
 
         A row's input may be the token that the step before sampled, although it is not committed yet. A step that
-        raised may be executed again, whole or in parts; its blocks move once. Raises HostBlockCorrupted before
-        it has moved anything from host memory, where a block there is not what was saved.
+        raised may be executed again, whole or in parts; its blocks move once. Raises HostBlockCorrupted where a block
+        in host memory is not what was saved, before it has moved anything from there.
         """
         ...
 
 
 @runtime_checkable
 class StartingRunner(Runner, Protocol):
-    """A runner whose steps may overlap."""
+    """A runner with steps that may overlap."""
 
     def start(self, plan: StepPlan) -> PendingStep:
-        """Begins a step, whose result is as `execute` has it. Another may be started before the result is asked for,
-        where neither waits for the host (scheduling/overlap.py)."""
+        """Begin a step. Its result is that of `execute`.
+
+        Another step may be started before the result is asked for, where neither waits for the host
+        (scheduling/overlap.py).
+        """
         ...
 
 
@@ -104,7 +110,7 @@ class TorchRunner:
         verify_host_blocks: bool = False,
         kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
-        """`verify_host_blocks` checks what comes back from host memory against what went there, by content."""
+        """`verify_host_blocks` compares what comes back from host memory with what went there, by content."""
         self.config = config
         self.backend = backend
         self.split_bounds = Bounds(
@@ -116,7 +122,7 @@ class TorchRunner:
         self._stored_dtype = self.dtype if kv_cache_dtype == "auto" else QUANTISED_DTYPES[kv_cache_dtype]
         self._verify_host_blocks = verify_host_blocks
         self._blocks_N2KPD = torch.empty(0)
-        """Of all layers, layer after layer; `kv_pools` are its parts."""
+        """Blocks of all layers, layer after layer. The parts are `kv_pools`."""
         self.kv_pools: list[torch.Tensor] = []
         self.host_blocks: HostBlocks | None = None
         self._graphs: DecodeGraphs | None = None
@@ -133,12 +139,12 @@ class TorchRunner:
             with_items=backend.reads_items,
         )
         self.replays_graphs = True
-        """Where they were captured. May change between steps."""
+        """Whether steps run as graphs where graphs were captured. May change between steps."""
         self._newest = NewestTokens.none()
         self._moves = StepMoves(save=self._save_blocks, load=self._load_blocks, copy=self._copy_blocks)
 
     def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
-        """Instead of those there are, whose blocks are gone. Before any graph is captured."""
+        """Replace the pools. The blocks in them are lost. Call it before any graph is captured."""
         assert self._graphs is None, "a graph writes where the old pools are"
         self.kv_pools.clear()
         self.host_blocks, self._blocks_N2KPD = None, torch.empty(0)
@@ -178,7 +184,7 @@ class TorchRunner:
     ) -> Self:
         """Load a model (`seed` draws random weights) and allocate its pools.
 
-        Raises ValueError for a model or a combination that cannot be had.
+        Raises ValueError for a model or a combination that is not supported.
         """
         place = torch.device(device)
         config = load_config(model_path)
@@ -240,22 +246,24 @@ class TorchRunner:
             raise ValueError(f"the model's logits are not finite in {self.dtype}; try another dtype")
 
     def run_largest_step(self, num_tokens: int, num_sequences: int) -> None:
-        """What takes the most memory beside the pools; one block is enough for it."""
+        """Run the step that takes the most memory beside the pools. One block is enough for it."""
         longest = self.config.max_position_embeddings
         self._try(
             *largest_rows(num_tokens, num_sequences, block_size=self.block_size, max_row_tokens=longest)
         )
 
     def _try(self, *rows: ScheduledRow) -> list[int]:
-        """Leaves nothing behind but what it wrote."""
+        """Run rows and leave nothing behind but what they wrote."""
         tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
         self._forget(row.sequence.sequence_id for row in rows)
         self._newest = NewestTokens.none()
         return tokens
 
     def capture_decodes(self, sizes: GraphSizes, *, max_context_tokens: int) -> None:
-        """From now on decode steps of these sizes are launched as graphs. To be called once, before the pool holds
-        anything; the backend must read a plan's tensors alone."""
+        """Launch decode steps of these sizes as graphs from now on.
+
+        Call it once, before the pool holds anything. The backend must read only a plan's tensors.
+        """
         if any(window is not None for window in self.config.layer_windows):
             logger.info("decode graphs: none, the model has layers with a window")
             return
@@ -304,8 +312,8 @@ class TorchRunner:
     def _logits(
         self, rows: Sequence[ScheduledRow]
     ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]], Chunks | None]:
-        """Logits [S, V] of the rows that sample, in order; prompt logprobs by index of the row; and which chunks of
-        prompts hold NaN."""
+        """Return logits [S, V] of the rows that sample, prompt logprobs by index of the row, and which prompt chunks
+        hold NaN."""
         if not rows:
             return torch.empty(0, self.config.vocab_size), {}, None
         inputs = self._inputs.prepare(rows, self._newest)
@@ -322,7 +330,7 @@ class TorchRunner:
         return self._decoder.logits(hidden_QH), scores, chunks
 
     def _score(self, row: ScheduledRow, hidden_QH: torch.Tensor) -> tuple[TokenLogprob, ...]:
-        """How likely the prompt's next tokens were, a slice at a time."""
+        """Return the logprobs of the prompt's next tokens, computed a slice at a time."""
         num_top = row.sequence.sampling.prompt_logprobs or 0
         following = row.sequence.tokens[row.start + 1 : row.start + 1 + len(hidden_QH)]
         scores: list[TokenLogprob] = []
@@ -332,7 +340,7 @@ class TorchRunner:
         return tuple(scores)
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
-        """[Q, H] of the wanted positions."""
+        """Return the hidden states [Q, H] of the wanted positions."""
         if self._graphs is not None and self.replays_graphs and not inputs.num_scored:
             hidden_QH = self._graphs.hidden(inputs.tokens_T, inputs.plan)
             if hidden_QH is not None:

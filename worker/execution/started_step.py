@@ -1,4 +1,4 @@
-"""A step of a torch runner that has begun, and what becomes of it on the host: one token for each row, and the rest.
+"""Started step: a step of a torch runner that has begun, and its results on the host.
 
 Shapes: Q positions that get logits, L chunks of prompts, H hidden size.
 """
@@ -16,20 +16,20 @@ from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, RowExtr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """Rows of prompts that go on: which of them are finite."""
+    """Rows of prompts that continue, and which of them are finite."""
 
     rows: tuple[int, ...]
     is_finite: Readback
 
     @classmethod
     def look_at(cls, last_positions: Mapping[int, int], hidden_QH: torch.Tensor) -> Self:
-        """The last position sees all before it: where anything was NaN, it is."""
+        """Check the last position of each row. It sees all before it: where any is NaN, so is the last."""
         last_LH = hidden_QH[upload(list(last_positions.values()), hidden_QH.device)]
         is_finite_L = torch.isfinite(last_LH).all(dim=-1)
         return cls(rows=tuple(last_positions), is_finite=Readback(is_finite_L))
 
     def spoilt(self) -> frozenset[int]:
-        """Nothing computed on top of these may be found by others."""
+        """Rows with NaN. Nothing computed on top of these may be found by others."""
         is_finite: list[bool] = self.is_finite.wait().tolist()
         return frozenset(row for row, finite in zip(self.rows, is_finite, strict=True) if not finite)
 
@@ -56,7 +56,7 @@ def _by_row_of_plan(
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
     spoilt: frozenset[int],
 ) -> StepTokens:
-    """What the rows that sample got, at their places among all rows."""
+    """Return the results of the rows that sample, at their indices among all rows."""
     places = [index for index, row in enumerate(rows) if row.samples]
     tokens = [FAILED_TOKEN if index in spoilt else NO_TOKEN for index in range(len(rows))]
     for place, token in zip(places, sampled.tokens, strict=True):

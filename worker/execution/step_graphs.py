@@ -1,10 +1,12 @@
-"""Decode steps that are launched as one graph instead of kernel by kernel, for some batch sizes.
+"""Step graphs: decode steps of some batch sizes, launched as one graph instead of kernel by kernel.
 
-A graph reads static buffers (static_plan.py): a step is copied there, padded to the next size that there is, and the
-whole forward pass up to the last norm is replayed. What does not fit runs kernel by kernel: prompts, windows, more rows
-than the largest size. Steps that read a prefix once for many decodes have graphs of their own. On a GPU the sizes
-are a ladder, and all graphs are captured before the first request. On a CPU a graph is the recorded calls of its
-kernels; there a row of padding costs as much as any other, so that each size is one, captured when it is first met.
+A graph reads static buffers (static_plan.py). A step is copied there, padded to the next available size, and the whole
+forward pass up to the last norm is replayed. Other steps run kernel by kernel: prompts, windows, and more rows than the
+largest size. Steps that read a shared prefix once for many decodes have graphs of their own.
+
+On a GPU the sizes are a ladder, and all graphs are captured before the first request. On a CPU a graph is the recorded
+calls of its kernels. A padded row costs as much there as any other, so every number of rows is a size, captured at its
+first use.
 
 Shapes: T tokens in the step, H hidden size.
 """
@@ -25,15 +27,15 @@ from blockyard.worker.execution.capture_progress import CaptureProgress
 from blockyard.worker.model.decoder import Decoder
 
 GRAPH_BYTES = 8 << 20
-"""Beside its tensors, an estimate for each graph."""
+"""Estimated memory of each graph beside its tensors."""
 _STEPS_OF_LADDER = ((256, 8), (512, 16))
-"""Up to so many rows in steps of so many; beyond them of 32."""
+"""Pairs (rows, step): up to this many rows the sizes grow by this step, beyond all by 32."""
 MAX_CPU_ROWS = 64
-"""Beyond it a step computes for so long that Python between its kernels is little beside it."""
+"""Beyond it, the Python between the kernels is a small share of a step's time."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, ... up to `max_rows`, which is the last."""
+    """Return the sizes 1, 2, 4, 8, 16, 24, ... up to `max_rows`, which is the last."""
     sizes = [size for size in (1, 2, 4) if size < max_rows]
     size = 8
     while size < max_rows:
@@ -43,24 +45,28 @@ def ladder(max_rows: int) -> tuple[int, ...]:
 
 
 def shared_sizes(rows: Sequence[int]) -> tuple[int, ...]:
-    """Those of so many rows as may share a prefix."""
+    """Return the sizes with enough rows to share a prefix."""
     return tuple(size for size in rows if size >= MIN_SHARERS)
 
 
 class StepGraph(Protocol):
-    """One computation over buffers that stay where they are."""
+    """One computation over buffers with fixed addresses."""
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> None:
-        """Once. It may run `compute` to try it."""
+        """Capture the computation, once. It may run `compute` to try it."""
         ...
 
     def replay(self) -> torch.Tensor:
-        """The same again, with what is in the buffers now. The result is valid until the next replay of any graph."""
+        """Run the captured computation on the buffers' present content.
+
+        The result is valid until the next replay of any graph.
+        """
         ...
 
 
 class RepeatedStep:
-    """Implements `StepGraph` anywhere, by calling again what was captured: gains nothing, and proves the buffers."""
+    """Implements `StepGraph` anywhere by calling the captured function again. It saves no time, but tests the
+    buffers."""
 
     def __init__(self) -> None:
         self._compute: Callable[[], torch.Tensor] | None = None
@@ -75,7 +81,7 @@ class RepeatedStep:
 
 
 class CudaSteps:
-    """Makes CUDA graphs whose tensors share one pool of memory: no two of them are replayed at a time."""
+    """Makes CUDA graphs with tensors in one memory pool. No two of them are replayed at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -105,7 +111,7 @@ class CudaStep:
 
 
 class CpuSteps:
-    """Makes recordings of C++ kernels whose tensors share one arena: no two of them are replayed at a time."""
+    """Makes recordings of C++ kernels with tensors in one arena. No two of them are replayed at a time."""
 
     def __init__(self, backend: CpuBackend) -> None:
         self._backend = backend
@@ -116,7 +122,8 @@ class CpuSteps:
 
 
 class CpuStep:
-    """Implements `StepGraph` on a CPU. `capture` raises NotRecordable for what is not the C++ kernels' alone."""
+    """Implements `StepGraph` on a CPU. `capture` raises NotRecordable where other code than the C++ kernels
+    computes."""
 
     def __init__(self, backend: CpuBackend, arena: Arena) -> None:
         self._backend = backend
@@ -133,19 +140,19 @@ class CpuStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSizes:
-    """Which graphs there are to be."""
+    """The sizes that get a graph."""
 
     make_graph: Callable[[], StepGraph]
     rows: tuple[int, ...]
-    """Of each, rising."""
+    """Rows of each graph, in rising order."""
     at_start: tuple[int, ...]
-    """Captured before the first request; the others when they are first met."""
+    """Sizes captured before the first request. The others are captured at their first use."""
     shared_at_start: tuple[int, ...] = ()
-    """Of steps whose plans have items over a shared prefix, likewise."""
+    """Sizes captured before the first request for steps with items over a shared prefix in their plans."""
 
 
 def sizes_for(backend: Backend, device: torch.device, max_rows: int) -> GraphSizes | None:
-    """None where nothing can be captured."""
+    """Return the sizes for a backend and a device, or None where nothing can be captured."""
     if device.type == "cuda" and backend.name == "triton":
         rows = ladder(max_rows)
         return GraphSizes(
@@ -169,7 +176,7 @@ class DecodeGraphs:
         sizes: GraphSizes,
         device: torch.device,
     ) -> None:
-        """The pools must stay where they are."""
+        """The pools must keep their addresses."""
         self._decoder = decoder
         self._kv_pools = tuple(kv_pools)
         self._static = static
@@ -178,8 +185,10 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], StepGraph] = {}
 
     def capture(self) -> None:
-        """Those of the start, the largest first, whose memory the others use. All rows are padding: no block is
-        written."""
+        """Capture the graphs of the start, the largest first: the others reuse its memory.
+
+        All rows are padding: no block is written.
+        """
         graphs = [(size, True) for size in self._sizes.shared_at_start]
         graphs += [(size, False) for size in self._sizes.at_start]
         with CaptureProgress(len(graphs)) as progress:
@@ -194,7 +203,7 @@ class DecodeGraphs:
         return graph
 
     def hidden(self, tokens_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor | None:
-        """[T, H] of all tokens, valid until the next call; None for a step that does not fit."""
+        """Return [T, H] of all tokens, valid until the next call, or None for a step that does not fit."""
         num_rows, rows = plan.num_rows, self._sizes.rows
         if num_rows > rows[-1] or not self._static.takes(plan):
             return None

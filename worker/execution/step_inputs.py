@@ -1,8 +1,9 @@
-"""The rows of a step as the model takes them: tokens, the plan of attention, and the positions whose output is wanted.
+"""Step inputs: a step's rows as the model takes them, with tokens, attention plan and the positions whose output is
+wanted.
 
-Owns the flattening of a step into tensors. Does not decide what runs, run it, or know what comes of it.
+Owns the flattening of a step into tensors. Does not choose the rows, run them, or use the result.
 
-Shapes: T tokens in the step, R rows, Q positions whose output the step needs.
+Shapes: T tokens in the step, R rows, Q positions with an output that the step needs.
 """
 
 from array import array
@@ -27,22 +28,22 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Of a step with rows."""
+    """Inputs of a step that has rows."""
 
     tokens_T: torch.Tensor
     plan: AttentionPlan
     wanted_Q: torch.Tensor
-    """Indices in T: row by row the positions that score its prompt, then its last."""
+    """Indices in T: for each row the positions that score its prompt, then its last."""
     wanted_plan: AttentionPlan | None
-    """Of the wanted positions alone, where there are fewer of them than tokens and it can be had."""
+    """Attention plan of the wanted positions alone. None where all tokens are wanted, or it is not possible."""
     last_R: tuple[int, ...]
-    """Indices in Q: the last position of each row, which it samples from, or which tells whether a chunk is sound."""
+    """Indices in Q of each row's last position. The row samples from it, or it shows whether a chunk is finite."""
     num_scored: Mapping[int, int]
-    """How many positions score the prompt, by index of the row, of those that have any."""
+    """Number of positions that score the prompt, by index of the row. Rows without any are left out."""
 
 
 class InputRows:
-    """What is kept from step to step of the sequences of one runner. Not thread-safe."""
+    """State of one runner's sequences that is kept from step to step. Not thread-safe."""
 
     def __init__(
         self, *, block_size: int, num_kv_heads: int, group: int, device: torch.device, with_items: bool
@@ -59,8 +60,10 @@ class InputRows:
         return len(self._tables)
 
     def prepare(self, rows: Sequence[ScheduledRow], newest: NewestTokens) -> StepInputs:
-        """`rows` are one at least, decodes first. What the step before drew and nobody has committed is taken where it
-        is: on the device."""
+        """Return the inputs of `rows`, at least one, decodes first.
+
+        Tokens that the step before sampled and that are not committed yet are taken from the device.
+        """
         sequences, starts, counts, samples, is_plain = zip(*rows, strict=True)
         is_decodes = all(samples) and sum(counts) == len(rows)
         query_R = np.ones(len(rows), dtype=np.int64) if is_decodes else np.array(counts, dtype=np.int64)
@@ -77,7 +80,7 @@ class InputRows:
         )
         num_scored = {} if is_decodes else _num_scored(rows)
         wanted_Q, last_R = wanted_positions(query_R, num_scored)
-        # A prefix that many decodes read once is worth more than a layer of prompts.
+        # A prefix that many decodes read once saves more than a layer of prompt positions.
         has_narrow = (
             len(wanted_Q) < plan.num_query_tokens and not num_scored and not len(plan.shared_items_Y5)
         )
@@ -92,18 +95,18 @@ class InputRows:
         )
 
     def _tokens(self, rows: Sequence[ScheduledRow], newest: NewestTokens) -> torch.Tensor:
-        tokens, unheard = _input_tokens(rows)
+        tokens, unknown = _input_tokens(rows)
         tokens_T = upload(tokens, self._device)
-        newest.fill_in(tokens_T, unheard)
+        newest.fill_in(tokens_T, unknown)
         return tokens_T
 
     def forget(self, ended: Sequence[SequenceId]) -> None:
-        """Sequences that have left, whether known or not."""
+        """Drop sequences that have left. Unknown ones are ignored."""
         self._tables.forget(ended)
 
 
 def _known_tokens(sequences: Sequence[RunningSequence], starts: Sequence[int]) -> "array[int] | None":
-    """One of each, unless one has not been heard of yet."""
+    """Return one token of each sequence, or None where the host does not know one yet."""
     try:
         return token_array(
             [sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)]
@@ -115,17 +118,17 @@ def _known_tokens(sequences: Sequence[RunningSequence], starts: Sequence[int]) -
 def _input_tokens(
     rows: Sequence[ScheduledRow],
 ) -> tuple["array[int]", dict[int, tuple[SequenceId, int]]]:
-    """Row by row; and by place those that stand for a token of the step before, with its sequence and position."""
+    """Return the tokens row by row, and the unknown ones by index in T, with sequence and position."""
     tokens = token_array()
-    unheard: dict[int, tuple[SequenceId, int]] = {}
+    unknown: dict[int, tuple[SequenceId, int]] = {}
     for row in rows:
         known, start = row.sequence.tokens, row.start
         tokens += known[start : row.end]
         if len(known) < row.end:
             assert len(known) == row.end - 1, "only the last step's token may be uncommitted"
-            unheard[len(tokens)] = row.sequence.sequence_id, row.end - 1
+            unknown[len(tokens)] = row.sequence.sequence_id, row.end - 1
             tokens.append(0)
-    return tokens, unheard
+    return tokens, unknown
 
 
 def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:
@@ -135,8 +138,10 @@ def _num_scored(rows: Sequence[ScheduledRow]) -> dict[int, int]:
 
 
 def wanted_positions(query_R: Int64Array, num_scored: Mapping[int, int]) -> tuple[Int64Array, Int64Array]:
-    """Indices in T of the first tokens of rows that score them, and of each row's last; and where the latter are. Of
-    shapes [Q] and [R]."""
+    """Return the wanted positions [Q] as indices in T, and the index in Q of each row's last position [R].
+
+    Wanted are the first tokens of rows that score them, and each row's last.
+    """
     ends_R = np.cumsum(query_R)
     if not num_scored:
         return ends_R - 1, np.arange(len(query_R))

@@ -1,6 +1,6 @@
-"""Each block move of a step is made once, although a step that raised is run again, whole or in parts.
+"""Step moves: make each block move of a step once, although a step that raised is run again, whole or in parts.
 
-Pure: says which moves are still to be made. What a move does is the caller's (runner.py, memory/host_blocks.py).
+Pure: it decides which moves are still to be made. The caller makes them (runner.py, memory/host_blocks.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 from blockyard.worker.sequences.step_plan import StepPlan
 
 KEPT_STEPS = 2
-"""One step in flight may be run again after the next one has begun."""
+"""Steps to remember: one step in flight may be run again after the next one has begun."""
 
 
 class StepMoves:
     """Makes the moves of one runner's steps: to the host, then from the host, then copies.
 
     Each of the three writes nothing that it reads, so one that has raised is made again from its beginning. One that
-    is over is not: a block that was saved may hold by then what was loaded from the host.
+    has ended is not made again: a block that was saved may by then hold what was loaded from the host.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class StepMoves:
         self._load = load
         self._copy = copy
         self._num_made: dict[int, int] = {}
-        """How many of the three are over, for each of the last steps that moved anything."""
+        """How many of the three have ended, for each of the last steps that moved anything."""
 
     def make(self, plan: StepPlan) -> None:
-        """Makes what is still to be made. Raises what a move raises."""
+        """Make the moves that are still to be made. Raises what a move raises."""
         if not (plan.to_host or plan.from_host or plan.copies):
             return
         num_made = self._num_made.setdefault(plan.step, 0)

@@ -1,14 +1,14 @@
-"""The steps of an engine: one at a time, or each planned and started while the one before it is computed.
+"""Steps of an engine: one at a time, or each planned and started while the one before it is computed.
 
     one at a time    plan n, run n, commit n; plan n+1, ...
     overlapping      plan n+1, start n+1, wait for n, commit n; plan n+2, start n+2, wait for n+1, ...
 
-A device that computes by itself never waits for the host in the second. Tokens go from one step into the next on the
-device; what a commit decides (an end, a failure) comes a step late, and what was computed too much is dropped. A step
-that waits for the host (scheduling/overlap.py) is run by itself in either.
+With overlap, a device that computes by itself never waits for the host. Tokens go from one step into the next on the
+device. What a commit decides (an end, a failure) takes effect one step late, and what was computed too much is dropped.
+A step that waits for the host (scheduling/overlap.py) always runs by itself.
 
-Where a row of step n fails, n+1 may have been computed from garbage: it is taken back, and its sequences go on from
-what n and those before it have left. Owns the step in flight; who runs is the scheduler's choice.
+Where a row of step n fails, step n+1 may have been computed from garbage. It is taken back, and its sequences continue
+from the state after step n. Owns the step in flight. Does not choose what runs (the scheduler).
 """
 
 import time
@@ -31,11 +31,11 @@ class EndedStep:
     plan: StepPlan
     updates: list[Update]
     seconds: float
-    """That it had the device for itself."""
+    """Seconds in which the device worked on this step alone."""
     num_blamed: int = 0
-    """Requests whose part failed, where nothing else succeeded."""
+    """Requests with a part that failed, where nothing else succeeded."""
     is_disturbed: bool = False
-    """A row failed, or something had to be run again: nothing that was computed on top of it counts."""
+    """A row failed, or a part was run again: what was computed on top of it does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +65,14 @@ class Steps:
         overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ValueError for steps that are to overlap on a runner that runs each to its end."""
+        """Raises ValueError for `overlap` on a runner that runs each step to its end."""
         self._scheduler = scheduler
         self._runner = runner
         self._starting = runner if isinstance(runner, StartingRunner) else None
         if overlap and self._starting is None:
             raise ValueError(f"steps of {type(runner).__name__} cannot overlap")
         self.overlap = overlap
-        """May change between turns."""
+        """May change between calls of `turn`."""
         self._clock = clock
         self._in_flight: _InFlight | None = None
         self._last_end = clock()
@@ -82,8 +82,10 @@ class Steps:
         return self._in_flight is not None
 
     def turn(self) -> Iterator[EndedStep]:
-        """Plans and starts a step, or runs it; ends the one that was in flight, if there is one, before it. To be gone
-        through to its end: a step is committed after what the one before it brought was taken."""
+        """Plan and start or run a step, and yield the steps that ended, the one in flight first.
+
+        Exhaust the iterator: a step is committed only after the results of the one before it were taken.
+        """
         plan = self._scheduler.plan()
         before, self._in_flight = self._in_flight, None
         started = self._start(plan) if self.overlap and plan.has_work and may_be_in_flight(plan) else None
@@ -118,7 +120,7 @@ class Steps:
         return _InFlight(plan=plan, started_at=started_at, pending=pending)
 
     def _end(self, step: _InFlight) -> EndedStep:
-        """Every step before it is committed."""
+        """Wait for a step and commit it. Every step before it is committed."""
         began = max(step.started_at, self._last_end)
         try:
             tokens = step.result()

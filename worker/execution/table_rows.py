@@ -1,10 +1,12 @@
-"""Block tables as rows of one array: a sequence owns a row from its first step to its end, and a step writes what has
-changed of it, which for a decode is a new block now and then.
+"""Table rows: the block tables of sequences as rows of one array.
 
-Nothing here has to be told about forks, copies or preemptions. A list of blocks changes in place from its last block on
-only: there it grows, and there a half-filled block gives way to a copy. A sequence that starts again has another list.
-Of a plain row, whose list is the one that stood at its place in the step before, not even the length is looked at:
-after a step of many sequences little of what they own is in the CPU's caches.
+A sequence owns a row from its first step to its end. A step writes only what has changed, which for a decode is a new
+block now and then.
+
+Forks, copies and preemptions need no call here. Each row keeps the version of the block table that it was written from
+(sequences/block_table.py). Under one version only the last known block and those behind it are written again. A plain
+row with the version that stood at the same place in the step before is taken as it is: not even its length is read.
+After a step of many sequences, little of what they own is in the CPU's caches.
 
 Pure bookkeeping in numpy. Shapes: R rows asked for, N rows there are, B blocks of a row.
 """
@@ -26,20 +28,20 @@ FIRST_BLOCKS = 64
 @dataclass(slots=True)
 class _Row:
     number: int
-    table: list[BlockId]
-    """The very list that was written."""
+    version: object
+    """The version of the block table that was written."""
     num_blocks: int
     last_block: BlockId
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """What the last step asked for, row by row."""
+    """Row by row, the tables that the last step asked for."""
 
-    tables: list[list[BlockId] | None] = field(default_factory=list)
-    """None of a sequence that has left since."""
-    places_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-    """Each one's row, and the blocks that are written there."""
+    versions: list[object | None] = field(default_factory=list)
+    """Versions of the block tables. None where the sequence has left since."""
+    entries_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
+    """Index of each one's row in the array, and the number of blocks written there."""
 
 
 class TableRows:
@@ -60,54 +62,59 @@ class TableRows:
         is_plain: Items[bool],
         needed_R: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int32]:
-        """The blocks of each as a new array [R, the most that one needs]; what lies beyond those that a sequence needs
-        means nothing. Each needs a block at least, and no two have one id. Raises ValueError where one has fewer than
-        it needs: behind its own lie those of others. `is_plain` is of their rows in the step."""
-        tables: list[list[BlockId] | None] = [sequence.block_table for sequence in sequences]
+        """Return the blocks of each sequence as a new array [R, the most that one needs].
+
+        Entries beyond those that a sequence needs mean nothing. Each needs at least one block, and ids are distinct.
+        Raises ValueError where one has fewer than it needs: behind them lie entries of earlier sequences. `is_plain` is
+        ScheduledRow.is_plain of each.
+        """
+        versions: list[object | None] = [sequence.block_table.version for sequence in sequences]
         last, self._last = self._last, _Gathered()
-        places_2R = _widened(last.places_2R, len(tables))
-        stand_as_before = map(and_, map(is_, tables, last.tables), is_plain)
+        entries_2R = _widened(last.entries_2R, len(versions))
+        stand_as_before = map(and_, map(is_, versions, last.versions), is_plain)
         changed = [index for index, stands in enumerate(stand_as_before) if not stands]
-        changed += range(len(last.tables), len(tables))
+        changed += range(len(last.versions), len(versions))
         if changed:
             known = [self._up_to_date(sequences[index]) for index in changed]
-            places_2R[:, changed] = [row.number for row in known], [row.num_blocks for row in known]
-        numbers_R, lengths_R = places_2R[0], places_2R[1]
+            entries_2R[:, changed] = [row.number for row in known], [row.num_blocks for row in known]
+        numbers_R, lengths_R = entries_2R[0], entries_2R[1]
         short = np.flatnonzero(lengths_R < needed_R)
         if len(short):
             row_number = int(short[0])
             raise ValueError(
                 f"row {row_number}: {lengths_R[row_number]} blocks, {needed_R[row_number]} needed"
             )
-        self._last = _Gathered(tables, places_2R)
+        self._last = _Gathered(versions, entries_2R)
         num_blocks = int(needed_R.max())
         self._widen(num_blocks)
         tables_RB: npt.NDArray[np.int32] = self._tables_NB[:, :num_blocks][numbers_R]
         return tables_RB
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        """Frees the rows of sequences; unknown ones do no harm."""
+        """Free the rows of ended sequences. Unknown ones are ignored."""
         freed = [row for sequence_id in ended if (row := self._rows.pop(sequence_id, None)) is not None]
         self._free += [row.number for row in freed]
-        tables = {id(row.table) for row in freed}
-        if tables:
-            self._last.tables = [None if id(table) in tables else table for table in self._last.tables]
+        gone = {id(row.version) for row in freed}
+        if gone:
+            self._last.versions = [
+                None if id(version) in gone else version for version in self._last.versions
+            ]
 
     def _up_to_date(self, sequence: Sequence) -> _Row:
-        table = sequence.block_table
+        version, table = sequence.block_table.version, sequence.block_table.blocks
         known = self._rows.get(sequence.sequence_id)
         if (
             known is not None
-            and known.table is table
+            and known.version is version
             and known.num_blocks == len(table)
             and known.last_block == table[-1]
         ):
             return known
-        first = min(known.num_blocks, len(table)) - 1 if known is not None and known.table is table else 0
+        first = known.num_blocks - 1 if known is not None and known.version is version else 0
         number = self._take_row() if known is None else known.number
         self._widen(len(table))
         self._tables_NB[number, first : len(table)] = table[first:]
-        row = _Row(number, table, len(table), table[-1])
+        row = _Row(number, version, len(table), table[-1])
         self._rows[sequence.sequence_id] = row
         return row
 
@@ -125,10 +132,10 @@ class TableRows:
             self._tables_NB = np.pad(self._tables_NB, ((0, 0), (0, added)))
 
 
-def _widened(places_2R: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
-    """The array itself where it has so many rows; else what it has of them, and zeros."""
-    if places_2R.shape[1] == num_rows:
-        return places_2R
+def _widened(entries_2R: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
+    """Return the array itself where it has `num_rows` columns, else a copy cut or padded with zeros."""
+    if entries_2R.shape[1] == num_rows:
+        return entries_2R
     widened_2R = np.zeros((2, num_rows), dtype=np.int64)
-    widened_2R[:, : places_2R.shape[1]] = places_2R[:, :num_rows]
+    widened_2R[:, : entries_2R.shape[1]] = entries_2R[:, :num_rows]
     return widened_2R

@@ -1,5 +1,6 @@
-"""Rows of steps that serve nobody: those that warm a runner up, and the largest that there can be."""
+"""Trial rows: steps that serve no request. They warm a runner up, or are the largest that can occur."""
 
+from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence, token_array
@@ -14,11 +15,11 @@ _EVERY_OPTION = SamplingParams(
     logit_bias=((0, 1.0),),
     logprobs=20,
 )
-"""With all copies of the logits that sampling ever makes."""
+"""Options that make all the copies of the logits that sampling ever makes."""
 
 
 def warm_up_row(number: int, num_tokens: int, block_size: int) -> ScheduledRow:
-    """Over blocks from 0 on. `number` is the sequence's, which is no other's."""
+    """Return a row over blocks from 0 on. No other row's sequence may have this `number`."""
     blocks = [BlockId(block) for block in range(-(-num_tokens // block_size))]
     return _row(number, num_tokens, blocks, SamplingParams(top_p=0.5))
 
@@ -26,8 +27,11 @@ def warm_up_row(number: int, num_tokens: int, block_size: int) -> ScheduledRow:
 def largest_rows(
     num_tokens: int, num_sequences: int, *, block_size: int, max_row_tokens: int
 ) -> tuple[ScheduledRow, ...]:
-    """`num_tokens` in rows of about one length, as many as there may be sequences, or more where a row would be longer
-    than any; all of them sample with every option. They write the same block over and over."""
+    """Return rows with `num_tokens` in all, of about equal length, that sample with every option.
+
+    There are as many rows as there may be sequences, or more where a row would exceed `max_row_tokens`. All of them
+    write the same block again and again.
+    """
     num_rows = min(num_tokens, max(num_sequences, -(-num_tokens // max_row_tokens)))
     shorter, num_longer = divmod(num_tokens, num_rows)
     lengths = [shorter] * (num_rows - num_longer) + [shorter + 1] * num_longer
@@ -44,6 +48,6 @@ def _row(number: int, num_tokens: int, blocks: list[BlockId], sampling: Sampling
         prompt_length=num_tokens,
         sampling=sampling,
         names=[],
-        block_table=blocks,
+        block_table=BlockTable(blocks),
     )
     return ScheduledRow(sequence=sequence, start=0, num_tokens=num_tokens, samples=True)

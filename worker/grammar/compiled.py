@@ -1,9 +1,9 @@
-"""The only place that knows the library (llguidance): from a grammar's text to matchers that fill token masks.
+"""Compiled grammar: from a grammar's text to matchers that fill token masks. The only file that knows llguidance.
 
 llguidance compiles lazily: building a grammar takes a millisecond, and the states of its lexer are made when a mask
-needs them. All copies of a matcher share these states, so one that walks warms the others. The limits below bound what
-one mask may cost, in the library's own units rather than in seconds: so a grammar that one process has found to stay
-within them does so in every other.
+needs them. All copies of a matcher share these states, so one that runs warms the others. The limits below bound the
+cost of one mask in the library's own units, not in seconds. So a grammar that stays within them in one process does so
+in every other.
 
 Not thread-safe: a compiled grammar and its matchers belong to one thread at a time, which holds the grammar's lock.
 
@@ -29,31 +29,33 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 """One bit a token, the lowest first."""
 
 MAX_LEXER_STATES = 20_000
-"""Of one grammar: 12 MB and 40 ms in all, measured. A grammar that has used them up is built again."""
+"""Limit of one grammar: 12 MB and 40 ms in all, measured. A grammar that has used them up is built again."""
 TRIAL_MASKS = 24
 SLOW_MASK_SECONDS = 0.005
-"""Of a thread's own time: a grammar with a slower mask keeps no step waiting until it has proved fast (masks.py)."""
+"""A thread's own time. A grammar with a slower mask keeps no step waiting until it has proved fast (masks.py)."""
 PROOF_MASKS = 32
-"""So many fast masks in a row prove a slow grammar fast; each time that it was found slow again doubles them."""
+"""Number of consecutive fast masks that prove a slow grammar fast. It doubles each time that the grammar is slow
+again."""
 MAX_TIMES_SLOW = 16
 SILENT = 0
 WHITESPACE = r"[\x20\x0A]"
-"""At most one between two parts of JSON: of up to 32, small models fill four fifths of an output with nothing."""
+"""At most one such character between two parts of JSON. With up to 32, small models fill four fifths of an output with
+whitespace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSource:
-    """From what a tokenizer is made, in this process and in that of the trials."""
+    """The files and values that make a tokenizer, in this process and in the trial process."""
 
     file: Path
     """tokenizer.json of a model folder."""
     vocab_size: int
-    """The width of the logits: tokens beyond the tokenizer's are never allowed."""
+    """The width of the logits. Tokens beyond the tokenizer's are never allowed."""
     eos_token_ids: tuple[int, ...]
     """Allowed exactly where the output is complete."""
 
     def load(self) -> LLTokenizer:
-        """Raises ValueError for a model whose outputs cannot be constrained; the message says why."""
+        """Return the tokenizer. Raises ValueError, with the reason, for a model that cannot follow grammars."""
         if not self.eos_token_ids:
             raise ValueError("a model without end-of-sequence tokens cannot end a structured output")
         try:
@@ -64,19 +66,19 @@ class TokenizerSource:
 
 
 class Matcher:
-    """How far one output has come in its grammar. Raises nothing; `has_failed` is for good."""
+    """One output's position in its grammar. Raises nothing; `has_failed` is permanent."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     @property
     def has_failed(self) -> bool:
-        """A token was refused, or a limit reached."""
+        """Whether a token was refused or a limit reached."""
         return self._matcher.is_error()
 
     @property
     def error(self) -> str:
-        """The library's words for a failure. They quote the grammar, so are for refusals.py alone."""
+        """The library's text for a failure. It quotes the grammar, so only refusals.py may use it."""
         return self._matcher.get_error()
 
     def accept(self, tokens: Sequence[int]) -> bool:
@@ -84,7 +86,7 @@ class Matcher:
         return all(self._matcher.consume_token(token) for token in tokens)
 
     def fill(self, mask_W: Mask) -> bool:
-        """What may come next. False, and a mask that allows nothing, after a failure."""
+        """Fill in what may come next. After a failure, return False and allow nothing."""
         assert mask_W.flags["C_CONTIGUOUS"], "the library writes to its address"
         self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if self.has_failed:
@@ -98,31 +100,31 @@ class CompiledGrammar:
     def __init__(self, grammar: Grammar, tokenizer: LLTokenizer) -> None:
         self.grammar = grammar
         self.generation = 0
-        """Counts how often it was built anew."""
+        """Number of times that it was built again."""
         self.lock = threading.Lock()
         self.is_slow = False
         self.times_slow = 0
-        """How often it was found slow after it was held for fast."""
+        """Number of times that it was found slow after it counted as fast."""
         self._masks_to_prove = 0
         self._tokenizer = tokenizer
         self._template = self._build()
 
     def matcher(self) -> Matcher:
-        """At the start of an output. A copy takes microseconds."""
+        """Return a matcher at the start of an output. A copy takes microseconds."""
         return Matcher(self._template.deep_copy())
 
     @property
     def is_used_up(self) -> bool:
-        """Not even an output's first mask can be made: its lexer has no states left."""
+        """Whether its lexer has no states left, so that not even an output's first mask can be made."""
         return not self.matcher().fill(self._empty_mask())
 
     def renew(self) -> None:
-        """Drops the states that its lexer has gathered. Matchers already made keep the old ones."""
+        """Drop the states that its lexer has gathered. Existing matchers keep the old ones."""
         self._template = self._build()
         self.generation += 1
 
     def note_mask(self, seconds: float) -> None:
-        """What one mask took."""
+        """Take the time of one mask."""
         if seconds > SLOW_MASK_SECONDS:
             self.hold_for_slow(self.times_slow if self.is_slow else self.times_slow + 1)
         elif self.is_slow:
@@ -130,13 +132,13 @@ class CompiledGrammar:
             self.is_slow = self._masks_to_prove > 0
 
     def hold_for_slow(self, times_slow: int) -> None:
-        """Treats it as though it had been found slow so often."""
+        """Treat it as though it had been found slow this many times."""
         self.is_slow = True
         self.times_slow = min(times_slow, MAX_TIMES_SLOW)
         self._masks_to_prove = PROOF_MASKS << (self.times_slow - 1)
 
     def try_out(self) -> None:
-        """Follows an arbitrary output for TRIAL_MASKS tokens, which also makes the states that most outputs need.
+        """Follow an arbitrary output for TRIAL_MASKS tokens, which also makes the states that most outputs need.
 
         Raises GrammarError where no output is possible, or the very first masks cost too much.
         """
@@ -162,7 +164,7 @@ class CompiledGrammar:
         try:
             text = _library_grammar(self.grammar)
             matcher = LLMatcher(self._tokenizer, text, log_level=SILENT, limits=_parser_limits())
-        except ValueError:  # what Python's JSON or text has and the library's has not: NaN, half a character
+        except ValueError:  # Python's JSON or text has what the library's has not: NaN, half a character
             raise refused(self.grammar) from None
         if matcher.is_error():
             raise refused(self.grammar, matcher.get_error())
@@ -170,14 +172,14 @@ class CompiledGrammar:
 
 
 def _library_grammar(grammar: Grammar) -> str:
-    """In its own format. The options override those that a schema may hold (`x-guidance`)."""
+    """Return the grammar in the library's format. The options override those that a schema may hold (`x-guidance`)."""
     match grammar.kind:
         case "json_schema":
             return _of_schema(prepared(json.loads(grammar.source)))
         case "json_object":
             return _of_schema({"type": "object"})
         case "regex":
-            # ASCII alone for \d and \w, as in JavaScript and so in JSON Schema's patterns.
+            # Only ASCII for \d and \w, as in JavaScript and so in JSON Schema's patterns.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'dw')}/")
 
 
@@ -196,10 +198,10 @@ def _of_schema(schema: object) -> str:
 
 
 def _parser_limits() -> LLParserLimits:
-    """The library's own, or less of them where no common schema needs more.
+    """Return the library's own limits, or lower ones where no common schema needs more.
 
-    Within them a mask takes microseconds, a hostile grammar's up to 30 ms; one beyond them 165 ms at most, measured,
-    after which its output has failed. An object of 500 optional properties is within them, one of 800 is not.
+    Within them a mask takes microseconds, a hostile grammar's up to 30 ms. One beyond them takes 165 ms at most,
+    measured, after which its output has failed. An object of 500 optional properties is within them, one of 800 is not.
     """
     return LLParserLimits(
         initial_lexer_fuel=200_000,

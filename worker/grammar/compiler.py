@@ -1,9 +1,9 @@
-"""Grammars to compiled grammars, for an event loop: a queue before the process of trials, and a cache behind it.
+"""Grammar compiler for an event loop: a queue before the trial processes, and a cache behind them.
 
-Owns the limits of time and memory, and what is remembered. A grammar is first compiled in a process of trials
-(trial.py), when its client's turn has come (turns.py); what passes is compiled again here, in a thread. There are two
-such processes, the second from when two clients first want one at once. Equal grammars that are asked for together are
-compiled once. Who asks may be cancelled: the work goes on, within its limits, for whoever asks next.
+Owns the limits of time and memory, and the cache. A grammar is first compiled in a trial process (trial.py), when its
+client's turn has come (turns.py). What passes is compiled again here, in a thread. There are two such processes, the
+second from when two clients first want one at once. Equal grammars that are asked for together are compiled once.
+Callers may be cancelled: the work continues, within its limits, for the next caller.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Self
 
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import inference_pb2
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError, grammar_of
@@ -19,20 +20,20 @@ from blockyard.worker.grammar.turns import Turn, Turns
 from llguidance import LLTokenizer
 
 TRIALS_OF_A_PROCESS = 200
-"""Then it is started afresh: what earlier grammars left behind must not count against later ones."""
+"""A trial process is restarted after this many: what earlier grammars left behind must not count against later ones."""
 REFUSAL_SECONDS = 30.0
-"""So long a refusal is remembered."""
+"""How long a refusal is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerConfig:
     timeout_seconds: float = 2.0
-    """For one grammar, from when its turn has come; others wait behind it, and common ones take milliseconds."""
+    """Limit for one grammar, from when its turn has come. Others wait behind it, and common ones take milliseconds."""
     memory_bytes: int = 2**30
-    """What the process of trials may take beyond what it has once its tokenizer is loaded."""
+    """Memory that a trial process may take beyond what it has once its tokenizer is loaded."""
     start_timeout_seconds: float = 60.0
     max_waiting: int = 64
-    """Grammars that are compiled or wait for it. One client's may be half of them."""
+    """Grammars that are compiled or wait for it. One client may have half of them."""
     num_processes: int = 2
     cached_grammars: int = 64
     cached_source_bytes: int = 2**20
@@ -50,12 +51,12 @@ class _Entry:
     turn: Turn
     num_bytes: int
     refused_until: float | None = None
-    """On the loop's clock; None unless refused."""
+    """Time on the loop's clock. None unless refused."""
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
-    """Where one process of trials works, and after it the next."""
+class _TrialSlot:
+    """A slot for one trial process at a time."""
 
     source: TokenizerSource
     config: CompilerConfig
@@ -95,12 +96,13 @@ class GrammarCompiler:
         self._source = source
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = asyncio.Lock()
-        self._seats = [_Seat(source, self.config) for _ in range(self.config.num_processes)]
-        self._idle = self._seats[::-1]
+        self._slots = [_TrialSlot(source, self.config) for _ in range(self.config.num_processes)]
+        self._idle = self._slots[::-1]
         """The next one to be taken comes last."""
         self._turns = Turns(self.config.num_processes)
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
         """The least recently used first."""
+        self._tasks = BackgroundTasks(on_failure=None)
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -110,26 +112,28 @@ class GrammarCompiler:
         await self.aclose()
 
     async def start(self) -> None:
-        """Loads the tokenizer here and in the process, so that the first grammar need not wait for it.
+        """Load the tokenizer here and in a trial process, so that the first grammar need not wait for it.
 
-        Raises ValueError for a model whose outputs cannot be constrained, TrialsUnavailable if there is no process.
+        Raises ValueError for a model with outputs that cannot be constrained, TrialsUnavailable if there is no process.
         """
         await self._ready_tokenizer()
-        async with self._seats[0].lock:
-            await self._seats[0].ready()
+        async with self._slots[0].lock:
+            await self._slots[0].ready()
 
     async def compile_message(
         self, message: inference_pb2.StructuredOutput, client: int = 0
     ) -> CompiledGrammar:
-        """What the session calls. Raises as `compile` does."""
+        """Compile the grammar of a session's message. Raises as `compile` does."""
         grammar = grammar_of(message)
         if grammar is None:
-            raise GrammarError("structured output names nothing to follow")
+            raise GrammarError("structured output names no grammar")
         return await self.compile(grammar, client)
 
     async def compile(self, grammar: Grammar, client: int = 0) -> CompiledGrammar:
-        """`client` says whose turn it takes. Raises GrammarError (the client's fault), GrammarsBusy, or
-        TrialsUnavailable (ours)."""
+        """Return the compiled grammar. It takes a turn of `client`.
+
+        Raises GrammarError (the client's fault), GrammarsBusy, or TrialsUnavailable (ours).
+        """
         task = self._entry(grammar, client).task
         try:
             return await asyncio.shield(task)
@@ -140,15 +144,12 @@ class GrammarCompiler:
             raise
 
     async def aclose(self) -> None:
-        """Ends the process and all that waits. Compiled grammars stay usable."""
+        """End the processes and all waiting work. Compiled grammars stay usable."""
         self._is_closed = True
-        tasks = [entry.task for entry in self._entries.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for seat in self._seats:
-            async with seat.lock:
-                await seat.end()
+        await self._tasks.aclose()
+        for slot in self._slots:
+            async with slot.lock:
+                await slot.end()
         self._entries.clear()
 
     def _entry(self, grammar: Grammar, client: int) -> _Entry:
@@ -164,17 +165,17 @@ class GrammarCompiler:
         if self._turns.num_waiting(client) >= max(self.config.max_waiting // 2, 1):
             raise GrammarsBusy(f"{self.config.max_waiting // 2} grammars of this client wait to be compiled")
         turn = self._turns.wait(client)
-        task = asyncio.get_running_loop().create_task(self._compile(grammar, turn))
+        task = self._tasks.start(self._compile(grammar, turn), name="compile a grammar")
         entry = self._entries[grammar] = _Entry(task, turn, grammar.num_bytes)
         self._entries.move_to_end(grammar)
-        task.add_done_callback(lambda _: self._settle(grammar, entry))
+        task.add_done_callback(lambda _: self._finish(grammar, entry))
         return entry
 
     def _is_outdated(self, entry: _Entry) -> bool:
         return entry.refused_until is not None and asyncio.get_running_loop().time() >= entry.refused_until
 
-    def _settle(self, grammar: Grammar, entry: _Entry) -> None:
-        """Keeps what is compiled and what is refused; anything else says nothing of the grammar."""
+    def _finish(self, grammar: Grammar, entry: _Entry) -> None:
+        """Keep what is compiled and what is refused. Any other end says nothing about the grammar."""
         self._turns.end(entry.turn)
         error = None if entry.task.cancelled() else entry.task.exception()
         if isinstance(error, GrammarError):
@@ -196,14 +197,14 @@ class GrammarCompiler:
 
     async def _compile(self, grammar: Grammar, turn: Turn) -> CompiledGrammar:
         await turn.future
-        seat = self._idle.pop()
+        slot = self._idle.pop()
         try:
             tokenizer = await self._ready_tokenizer()
             self.num_trials += 1
-            await seat.check(grammar)
+            await slot.check(grammar)
             compiled = await asyncio.to_thread(_build, grammar, tokenizer)
         finally:
-            self._idle.append(seat)
+            self._idle.append(slot)
         # A client that has had a slow grammar gets the slow lane at once. Otherwise each new grammar would delay one
         # step before it is recognised.
         times_slow = min(map(self._times_slow, turn.clients))
@@ -212,7 +213,7 @@ class GrammarCompiler:
         return compiled
 
     def _times_slow(self, client: int) -> int:
-        """How often the client's worst grammar that is kept here was found slow."""
+        """Return how often the client's worst cached grammar was found slow."""
         done = [entry for entry in self._entries.values() if entry.task.done() and not entry.task.cancelled()]
         compiled = [
             entry for entry in done if entry.task.exception() is None and client in entry.turn.clients

@@ -1,7 +1,7 @@
-"""What an output must follow, as a client wrote it, and the limits that cost nothing to check.
+"""Grammar: what an output must follow, as a client wrote it, and the limits that are cheap to check.
 
-Pure data. Whether it can be compiled, and at what price, is found out in trial.py. The limits are the router's too:
-they are checked again because what comes next parses with recursion.
+Pure data. The trial process finds out whether it can be compiled, and at what cost (trial.py). The router checks the
+same limits. They are checked again because the next step parses with recursion.
 """
 
 import json
@@ -14,23 +14,22 @@ GrammarKind = Literal["json_schema", "regex", "json_object"]
 
 MAX_SOURCE_BYTES = 65_536
 MAX_REGEX_BYTES = 8_192
-"""`a?` written 10,000 times takes the library seconds before its first mask; 4,000 times a fifth of one."""
+"""The library takes seconds before its first mask for `a?` written 10,000 times, and 0.2 of one for 4,000 times."""
 MAX_SCHEMA_DEPTH = 100
-"""Of objects and arrays inside one another. The library itself stops at 128."""
+"""Objects and arrays inside one another. The library itself stops at 128."""
 
 
 class GrammarError(ValueError):
-    """The output cannot be made to follow this. The text is fit for the client: of the grammar it repeats the
-    names of keywords alone."""
+    """The output cannot follow this grammar. The text is fit for the client: it repeats only names of keywords."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """Raises GrammarError for what is too large, too deep or not of its kind."""
+    """One grammar. Raises GrammarError for a source that is too large, too deep or not of its kind."""
 
     kind: GrammarKind
     source: str = ""
-    """The JSON schema or the expression; empty for json_object."""
+    """The JSON schema or the expression. Empty for json_object."""
 
     def __post_init__(self) -> None:
         if len(self.source) > MAX_SOURCE_BYTES or self.num_bytes > MAX_SOURCE_BYTES:
@@ -51,7 +50,7 @@ class Grammar:
 
 
 def grammar_of(message: inference_pb2.StructuredOutput) -> Grammar | None:
-    """None where nothing is asked for. Raises GrammarError."""
+    """Return the grammar of a message, or None where it asks for none. Raises GrammarError."""
     match message.WhichOneof("kind"):
         case "json_schema":
             return Grammar(kind="json_schema", source=message.json_schema)

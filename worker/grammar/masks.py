@@ -1,12 +1,12 @@
-"""Which tokens the rows of a step may sample: filled in a thread beside the model's pass, applied to its logits.
+"""Masks: which tokens the rows of a step may sample. A thread fills them beside the forward pass.
 
-Implements the runner's GrammarMasks, and says which sequences a step must do without: masks of grammars that are slow
-are made ahead in a thread of their own, and their sequences join a step when their masks are there. So a slow grammar
-delays its own outputs alone. Only in the step in which it is found to be slow do others wait for its masks.
+Implements the runner's GrammarMasks, and says which sequences a step must leave out. Masks of slow grammars are made
+ahead in a thread of their own, and their sequences join a step when their masks are there. So a slow grammar delays its
+own outputs alone. Other requests wait for its masks only in the step in which it is found to be slow.
 
-Owns one matcher for each sequence with a grammar. A matcher knows the tokens it has accepted and takes in what the
-sequence has beyond them; where that does not fit (it is new, was preempted, moved here or forked) a new one replays the
-whole output. So the mask depends on the sequence's tokens alone.
+Owns one matcher for each sequence with a grammar. A matcher knows the tokens that it has accepted, and takes the
+sequence's later ones. Where they do not fit (the sequence is new, was preempted, moved here or forked) a new matcher
+replays the whole output. So the mask depends on the sequence's tokens alone.
 
 Every token before the one to be sampled must be committed to its sequence: the engine commits a step before it plans
 the next.
@@ -43,7 +43,7 @@ class _Follower:
         self.grammar = grammar
         self.has_given_up = False
         self.ahead: _Ahead | None = None
-        """Its newest mask from the slow thread, to which the follower belongs until that is made."""
+        """Its newest mask from the slow thread, to which the follower belongs until the mask is made."""
         self._has_begun = False
 
     def _begin(self) -> None:
@@ -53,7 +53,8 @@ class _Follower:
         self._has_begun = True
 
     def fill(self, output: "array[int]", mask_W: Mask) -> bool:
-        """False, and nothing allowed, where the output does not follow the grammar or a limit is reached."""
+        """Fill the mask. Return False, with nothing allowed, where the output breaks the grammar or a limit is
+        reached."""
         if not self._has_begun:
             self._begin()
         if not self.has_given_up:
@@ -64,7 +65,7 @@ class _Follower:
         return False
 
     def _can_begin_anew(self) -> bool:
-        """Where the lexer's states, which all matchers of a grammar share, were used up."""
+        """Return whether the failure was that all matchers of the grammar had used up the lexer's states."""
         if self._generation == self.grammar.generation:
             if not self.grammar.is_used_up:
                 return False
@@ -92,17 +93,17 @@ class _Ahead:
     """A mask that the slow thread makes or has made."""
 
     end: int
-    """Of the sequence's tokens for which it is made."""
+    """Length of the sequence's tokens for which it is made."""
     mask: Future[Mask]
 
 
 class Masks:
-    """One for a runner, and used as the runner is: by one thread, `start` before `apply`."""
+    """The masks of one runner. One thread uses it, as it uses the runner: `start` before `apply`."""
 
     def __init__(self, vocab_size: int) -> None:
-        """`vocab_size` is the width of the logits, and that for which the grammars are compiled."""
+        """`vocab_size` is the width of the logits. The grammars must be compiled for it."""
         self.on_made: Callable[[], object] = lambda: None
-        """Called on the slow thread after each mask: a sequence may be held no more."""
+        """Called on the slow thread after each mask, because a sequence may no longer be held."""
         self._vocab_size = vocab_size
         self._followers: dict[SequenceId, _Follower] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
@@ -110,14 +111,15 @@ class Masks:
         self._slow_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-grammar-masks")
         self._to_make = ClientQueue[Callable[[], None]]()
         self._lock = Lock()
-        """Of `_to_make`."""
+        """Guards `_to_make`."""
 
     def holds(self, sequence: EngineSequence) -> bool:
-        """Whether a step would have to wait for this sequence's next mask; from now on that is being made."""
+        """Return whether a step would have to wait for this sequence's next mask. If so, that mask is now being
+        made."""
         grammar = sequence.grammar
         if not isinstance(grammar, CompiledGrammar):
             return False
-        self._settle()
+        self._drop_leftovers()
         follower, end = self._follower(sequence.sequence_id, grammar), len(sequence.tokens)
         if follower.ahead is not None and not follower.ahead.mask.done():
             return True
@@ -133,13 +135,13 @@ class Masks:
         return True
 
     def start(self, rows: Sequence[ScheduledRow]) -> None:
-        self._settle()
+        self._drop_leftovers()
         followed = [row for row in rows if isinstance(row.sequence.grammar, CompiledGrammar)]
         if followed:
             self._filling = self._thread.submit(self._fill, followed)
 
     def apply(self, logits_SV: torch.Tensor, rows: Sequence[ScheduledRow]) -> None:
-        """In place. `rows` are those that `start` got."""
+        """Mask the logits in place. `rows` are those that `start` got."""
         filling, self._filling = self._filling, None
         if filling is None:
             return
@@ -152,20 +154,20 @@ class Masks:
         logits_SV[index_G] = logits_SV[index_G].masked_fill_(forbidden_GV, float("-inf"))
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        self._settle()
+        self._drop_leftovers()
         for sequence_id in ended:
             follower = self._followers.pop(sequence_id, None)
             if follower is not None and follower.ahead is not None:
                 follower.ahead.mask.cancel()
 
     def close(self) -> None:
-        self._settle()
+        self._drop_leftovers()
         self._followers.clear()
         self._thread.shutdown()
         self._slow_thread.shutdown(cancel_futures=True)
 
-    def _settle(self) -> None:
-        """A step that failed between `start` and `apply` left its masks behind."""
+    def _drop_leftovers(self) -> None:
+        """Wait for the masks that a step left behind when it failed between `start` and `apply`."""
         if self._filling is not None:
             self._filling.result()
             self._filling = None
@@ -183,11 +185,11 @@ class Masks:
         assert len(sequence.tokens) >= row.end, "a token before the one to be sampled is not committed yet"
         follower = self._follower(sequence.sequence_id, grammar)
         if follower.ahead is not None:
-            made_W = follower.ahead.mask.result()  # made by now: else the sequence would be held
+            made_W = follower.ahead.mask.result()  # it is made: until then the sequence is held
             if follower.ahead.end == row.end:
                 mask_W[:] = made_W
                 return
-        # Here also where the grammar was found to be slow in this very step: the slow thread has others' masks to make.
+        # Used also where the grammar is found slow in this very step: the slow thread has other masks to make.
         output = sequence.tokens[sequence.prompt_length : row.end]
         _fill_one(follower, sequence.sequence_id, output, mask_W)
 
@@ -198,7 +200,7 @@ class Masks:
         return follower
 
     def _make_next(self) -> None:
-        """Makes, in the slow thread, the mask of the client whose turn it is."""
+        """Make, in the slow thread, the mask of the client that has its turn."""
         with self._lock:
             make = self._to_make.take()
         make()
@@ -215,13 +217,13 @@ class Masks:
 
 
 def _fill_one(follower: _Follower, sequence_id: SequenceId, output: "array[int]", mask_W: Mask) -> None:
-    """Raises nothing: one row fails, not the step."""
+    """Fill one mask. Raises nothing: one row fails, not the step."""
     had_given_up = follower.has_given_up
     try:
         with follower.grammar.lock:
             is_followed = follower.fill(output, mask_W)
     except Exception as error:
-        # Only the type: the message may quote the grammar.
+        # Log only the type: the message may quote the grammar.
         logger.error("a mask could not be made: %s", type(error).__name__)
         mask_W.fill(0)
         return
@@ -230,7 +232,7 @@ def _fill_one(follower: _Follower, sequence_id: SequenceId, output: "array[int]"
 
 
 def _forbidden(mask_GW: Mask, logits_SV: torch.Tensor) -> torch.Tensor:
-    """[G, V], true where a token may not come. What lies beyond the masks is forbidden."""
+    """Return [G, V], true where a token is forbidden. Tokens beyond the masks are forbidden."""
     bytes_GB = torch.from_numpy(mask_GW.view(np.uint8)).to(logits_SV.device)
     shifts_8 = torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
     bits_GB8 = (bytes_GB[:, :, None] >> shifts_8) & 1

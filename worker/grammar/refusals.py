@@ -1,6 +1,7 @@
-"""Why a grammar is refused, in our own words, out of what the library says.
+"""Refusals: why a grammar is refused, in our own words, from the library's text.
 
-Its own text never leaves: it quotes what the client wrote. Of a schema only the names of keywords are repeated. Pure.
+The library's text never leaves this process, because it quotes what the client wrote. Only the names of a schema's
+keywords are repeated. Pure.
 """
 
 import json
@@ -30,7 +31,7 @@ _EXPRESSION_REASONS = {
     "repetition operator missing expression": "it is not valid, there is nothing to repeat",
     "regex parse error": "it is not valid",
 }
-"""By a part of the library's text, the more exact first."""
+"""Reasons by a part of the library's text, the more exact first."""
 _SCHEMA_REASONS = {
     "oneOf constraints are not supported": "not supported: oneOf with parts that may overlap; anyOf is",
     "Pointer '": "a $ref points nowhere",
@@ -41,12 +42,12 @@ _SCHEMA_REASONS = {
     "schema must be ": "it is not valid, a schema must be an object, true or false",
     "Unsatisfiable schema": "it contradicts itself, so that no output can follow it",
 }
-"""By how the library's text begins."""
+"""Reasons by the beginning of the library's text."""
 _TOO_MUCH = ("schema too large", "grammar size (number of symbols) too big", "fuel exhausted")
 
 
 def refused(grammar: Grammar, library_text: str = "") -> GrammarError:
-    """For what cannot be compiled. Without a text that is known here, the reason stays general."""
+    """Return the error for a grammar that cannot be compiled. Without a known text the reason stays general."""
     if any(part in library_text for part in _TOO_MUCH):
         return GrammarError(TOO_COMPLEX)
     reason = _reason(grammar, library_text) or "it is not valid, or uses what is not supported"
@@ -54,7 +55,7 @@ def refused(grammar: Grammar, library_text: str = "") -> GrammarError:
 
 
 def stuck(library_text: str) -> GrammarError:
-    """For what was compiled, but has no next token."""
+    """Return the error for a grammar that was compiled, but has no next token."""
     return GrammarError(NOTHING_FOLLOWS if library_text.startswith("NoExtensionBias") else TOO_COMPLEX)
 
 
@@ -97,7 +98,7 @@ def _of_schema(schema: object, text: str) -> str | None:
 
 
 def _keywords(names: Iterable[object], schema: object) -> str:
-    """Those that are keywords by their form, and keys of the schema."""
+    """Return those names that look like keywords and are keys of the schema."""
     keys = keys_of(schema)
     fit = [name for name in names if isinstance(name, str) and name in keys and _KEYWORD.fullmatch(name)]
     return ", ".join(fit[:MAX_NAMED_KEYWORDS])

@@ -1,23 +1,25 @@
-"""A JSON schema as the library is to see it: without what has no meaning, but for which it would refuse the schema.
+"""Preparation of a JSON schema for the library: remove what has no meaning, but would make the library refuse the
+schema.
 
-Pure. Owns no judgement of what is left: the library's.
+Pure. The library judges what is left.
 """
 
 FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
 )
-"""Those that the library makes outputs follow. Any other is a remark to the reader, as the standard allows."""
+"""Formats that the library makes outputs follow. Any other is an annotation, as the standard allows."""
 _MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _PLAIN_VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
 def prepared(schema: object) -> object:
-    """A copy. `true`, which allows any value, as the object that does; places keep their names for a `$ref`."""
+    """Return a prepared copy. `true`, which allows any value, becomes the equivalent object. Places keep their names
+    for `$ref`."""
     return {} if schema is True else _reduced(schema)
 
 
 def keys_of(schema: object) -> set[str]:
-    """Of every object in it, keywords or not."""
+    """Return the keys of every object in it, keywords or not."""
     keys = set[str]()
     waiting = [schema]
     while waiting:

@@ -1,8 +1,9 @@
-"""The process in which grammars are compiled for the first time: it may hang, grow or die, and nobody else with it.
+"""Trial process: compiles grammars for the first time. It may hang, grow or die without harm to the worker.
 
 `python -m blockyard.worker.grammar.trial` reads one JSON object a line from its standard input, first the tokenizer,
-then grammars, and answers each with a line: null, or why not. It ends when its input does, so never outlives its
-worker. What it compiles is thrown away: the worker compiles the same again, now knowing that this is cheap.
+then grammars. It answers each with a line: null, or the reason of a refusal. It ends when its input does, so it never
+outlives its worker. What it compiles is thrown away: the worker compiles the same again, and knows now that this is
+cheap.
 
 The stack is smaller here than any thread's of the worker, so that what overflows does so here.
 """
@@ -22,7 +23,7 @@ OUT_OF_MEMORY = "the grammar takes too much memory to compile"
 
 
 def first_line(source: TokenizerSource, memory_bytes: int) -> bytes:
-    """What the process must be told first."""
+    """Return the first line that the process must read."""
     words = [str(source.file), source.vocab_size, list(source.eos_token_ids), memory_bytes]
     return json.dumps(words).encode() + b"\n"
 
@@ -68,7 +69,7 @@ def _limit_memory(extra_bytes: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     most = pages * resource.getpagesize() + extra_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    # An abort for want of memory leaves no core file behind.
+    # An abort for lack of memory leaves no core file behind.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -1,6 +1,6 @@
-"""One life of the process of trials, seen from the worker: starts it, asks it, and ends it for good.
+"""One run of the trial process, as the worker sees it: start, questions, and end.
 
-Owns no queue and no cache. Not for two questions at a time.
+Owns no queue and no cache. Takes one question at a time.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from blockyard.worker.grammar.grammar import Grammar, GrammarError
 from blockyard.worker.grammar.trial import OUT_OF_MEMORY, first_line, grammar_line
 
 EXIT_SECONDS = 5.0
-"""Of a process that has closed its output."""
+"""Time for a process that has closed its output to end."""
 
 
 class TrialsUnavailable(RuntimeError):
-    """The process does not come up: this says nothing of any grammar."""
+    """The trial process does not start. This says nothing about any grammar."""
 
 
 class TrialProcess:
-    """To be ended with `end`, whatever happened."""
+    """A running trial process. Always end it with `end`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -31,7 +31,7 @@ class TrialProcess:
     async def start(
         cls, source: TokenizerSource, *, memory_bytes: int, timeout_seconds: float
     ) -> "TrialProcess":
-        """Raises TrialsUnavailable."""
+        """Start a process. Raises TrialsUnavailable."""
         # A new program, never a fork: a fork of a process that runs gRPC and torch threads may hang.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -46,11 +46,11 @@ class TrialProcess:
         try:
             async with asyncio.timeout(timeout_seconds):
                 if not await trials._ask(first_line(source, memory_bytes)):
-                    raise TrialsUnavailable("the process that compiles grammars ended at its start")
+                    raise TrialsUnavailable("the trial process for grammars ended at its start")
         except TimeoutError:
             await trials.end()
             raise TrialsUnavailable(
-                f"the process that compiles grammars took over {timeout_seconds:g} s to start"
+                f"the trial process for grammars took over {timeout_seconds:g} s to start"
             ) from None
         except BaseException:
             await trials.end()
@@ -66,7 +66,8 @@ class TrialProcess:
         return self._process.returncode is None
 
     async def check(self, grammar: Grammar, *, timeout_seconds: float) -> None:
-        """Raises GrammarError for a grammar that must not be compiled here. The process may be gone after it."""
+        """Compile a grammar there. Raises GrammarError for one that must not be compiled here; the process may then be
+        gone."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 answer = await self._ask(grammar_line(grammar))
@@ -74,12 +75,12 @@ class TrialProcess:
             await self.end()
             raise GrammarError("the grammar takes too long to compile") from None
         if not answer:
-            # It is ending by itself. To kill it now could hide how: Popen.kill asks for the status first, and keeps it.
+            # It is ending by itself. A kill now could hide how: Popen.kill asks for the status first, and keeps it.
             with suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_SECONDS):
                     await asyncio.shield(self._process.wait())
             await self.end()
-            # Rust aborts where memory ends; a stack that overflows ends otherwise.
+            # Rust aborts where memory runs out. A stack that overflows ends the process otherwise.
             aborted = self._process.returncode == -signal.SIGABRT
             raise GrammarError(OUT_OF_MEMORY if aborted else "the grammar cannot be compiled")
         problem = json.loads(answer)
@@ -87,7 +88,7 @@ class TrialProcess:
             raise GrammarError(problem)
 
     async def _ask(self, line: bytes) -> bytes:
-        """The answer; empty if the process is gone."""
+        """Return the answer. Empty if the process is gone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(ConnectionError):
@@ -97,7 +98,7 @@ class TrialProcess:
         return b""
 
     async def end(self) -> None:
-        """Kills it and waits for it, also where the caller is cancelled meanwhile."""
+        """Kill it and wait for its end, even where the caller is cancelled meanwhile."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 self._process.kill()

@@ -1,8 +1,8 @@
-"""Chooses whose grammar is compiled next, and whose slow mask is made next: clients take turns.
+"""Turns: round-robin between clients, for the next grammar to compile and the next slow mask to make.
 
-Of grammars each client has one compiled at a time. So however many one client sends, and however slow they are, the
-next one of another waits for none of them while there are two places. Does not own what a place is (compiler.py), nor
-the masks (masks.py). `Turns` is used on one event loop; `ClientQueue` knows no loop.
+Each client has one grammar compiled at a time. So while there are two trial processes, no client waits for another
+one's grammars, however many or slow they are. Does not own the processes (compiler.py) or the masks (masks.py). `Turns`
+is used on one event loop; `ClientQueue` knows no loop.
 """
 
 import asyncio
@@ -15,33 +15,33 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One grammar's. Several clients may wait for it: whoever's turn comes first."""
+    """The turn of one grammar. Several clients may wait for it; the first to have its turn counts."""
 
     future: asyncio.Future[None]
     clients: set[int] = field(default_factory=set)
     client: int | None = None
-    """Whose turn it is; None before it came."""
+    """The client that has its turn. None before it came."""
 
 
 class Turns:
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
         self._waiting: OrderedDict[int, deque[Turn]] = OrderedDict()
-        """By client: whose turn is next comes first."""
+        """Queues by client. The client with the next turn comes first."""
         self._busy: set[int] = set()
 
     def num_waiting(self, client: int) -> int:
-        """Of its grammars, those whose turn has not come."""
+        """Return how many of the client's grammars wait for their turn."""
         return sum(not turn.future.done() for turn in self._waiting.get(client, ()))
 
     def wait(self, client: int) -> Turn:
-        """Its future is done when the turn comes; to be ended, also before that."""
+        """Queue a turn. Its future is done when the turn comes. End it in any case, even before that."""
         turn = Turn(asyncio.get_running_loop().create_future())
         self.join(turn, client)
         return turn
 
     def join(self, turn: Turn, client: int) -> None:
-        """This client waits for it too."""
+        """Make this client wait for the turn too."""
         if turn.future.done() or client in turn.clients:
             return
         turn.clients.add(client)
@@ -67,7 +67,7 @@ class Turns:
             turn.future.set_result(None)
 
     def _next_client(self) -> int | None:
-        """The first that is not busy and has somebody waiting; those without are forgotten."""
+        """Return the first client that is not busy and has a grammar waiting. Clients without one are dropped."""
         for client, turns in list(self._waiting.items()):
             while turns and turns[0].future.done():
                 turns.popleft()
@@ -79,11 +79,11 @@ class Turns:
 
 
 class ClientQueue(Generic[T]):
-    """Clients take turns by one item each, of which the oldest comes first. Not thread-safe."""
+    """Items of several clients: clients take turns with one item each, the oldest first. Not thread-safe."""
 
     def __init__(self) -> None:
         self._items: OrderedDict[int, deque[T]] = OrderedDict()
-        """Queues by client. The client whose turn is next comes first, and no queue is empty."""
+        """Queues by client. The client with the next turn comes first, and no queue is empty."""
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))
@@ -92,7 +92,7 @@ class ClientQueue(Generic[T]):
         self._items.setdefault(client, deque()).append(item)
 
     def take(self) -> T:
-        """Raises KeyError where there is none."""
+        """Take the next item. Raises KeyError where there is none."""
         client, items = self._items.popitem(last=False)
         item = items.popleft()
         if items:

@@ -1,4 +1,4 @@
-"""Tells the prefix index which blocks this worker holds, and checks that the index agrees.
+"""Indexing: publishes this worker's blocks to the prefix index, and checks that the index agrees.
 
 Does not own the index (proto/index/) or the cache (../cache/).
 """

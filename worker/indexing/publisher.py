@@ -1,19 +1,20 @@
-"""Tells the prefix index which blocks this worker holds, off the step loop.
+"""Index publisher: publishes this worker's blocks to the prefix index, outside the step loop.
 
-Owns the worker's berth, its lease and what is on its way. Does not own the cache, the arithmetic of changes
-(net_difference.py), the connection, or what a router makes of it. Nothing here may raise into the engine
-or make it wait: without the index the worker serves on, and the difference is kept until the index is back.
+Owns the worker's berth, its lease and the batch in flight. Does not own the cache, the arithmetic of changes
+(net_difference.py), the connection, or what a router makes of the index. Nothing here may raise into the engine or make
+it wait. Without the index the worker keeps serving, and the difference is kept until the index is back.
 
-    record() -> net difference -> batches of <= 512 names, one on its way -> the index
-                                    lost reply: the same batch again, DUPLICATE is as good as OK
-                                    GAP, UNKNOWN: a new berth, and everything again, root first
+    record() -> net difference -> batches of <= 512 names, one in flight -> the index
 
-Each renewal of the lease asks the index for some names too (spot_checks.py): DAMAGED is answered like UNKNOWN.
+After a lost reply the same batch is sent again, and DUPLICATE is as good as OK. After GAP or UNKNOWN the worker takes a
+new berth and republishes everything, root first.
 
-A worker with a host cache has a berth of two numbers, and each batch tells of both tiers.
+Each renewal of the lease also asks the index for some names (spot_checks.py). DAMAGED is handled like UNKNOWN.
 
-Every publisher is a janitor too. When the last worker dies nobody strikes out its entries until one comes: without
-workers nobody adds entries either, so what is left is bounded by what the last of them held, and no look-up counts it.
+A worker with a host cache has a berth of two numbers, and each batch holds changes of both tiers.
+
+Every publisher also purges dead workers' entries. When the last worker dies, its entries stay until a worker comes.
+Without workers no entries are added, so they are bounded by what the last workers held, and no look-up counts them.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ Reply = TypeVar("Reply")
 
 
 class IndexPublisher:
-    """`record` after each step; `run` as a task for the life of the worker; `close` to say goodbye."""
+    """Call `record` after each step, run `run` as a task for the worker's lifetime, and `close` at its end."""
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class IndexPublisher:
         self._applied_sequence = 0
         self._renew_at = self._purge_at = 0.0
         self._will_know_until: float | None = None
-        """Up to here the index knows all changes once the batch on its way is confirmed; None where some are left."""
+        """The time up to which the index knows all changes once the batch in flight is confirmed. None where some are
+        left."""
         self._changed_at: float | None = None
         self._is_resyncing = False
         self._wants_new_berth = self._is_withdrawn = False
@@ -90,35 +92,37 @@ class IndexPublisher:
         anywhere_stored: Sequence[bytes] = (),
         anywhere_removed: Sequence[bytes] = (),
     ) -> None:
-        """What one step did to the cache: what was removed, leaf-first, then what was stored, root-first. Cheap; to
-        be called on the event loop."""
+        """Take a step's changes to the cache: removals leaf first, then additions root first.
+
+        Cheap. Call it on the event loop.
+        """
         self._difference.on_gpu.record(stored, removed)
         self._difference.anywhere.record(anywhere_stored, anywhere_removed)
         self._note_age()
         self._changed.set()
 
     def withdraw(self) -> None:
-        """From now on the index holds nothing of this worker, which it goes on to list: a new berth stays empty."""
+        """Make the index hold nothing of this worker, which stays listed there with a new, empty berth."""
         self._is_withdrawn = self._wants_new_berth = True
         self._changed_at, self._is_resyncing = None, False
         self._changed.set()
 
     def restore(self) -> None:
-        """Takes `withdraw` back: the index is told everything."""
+        """Take `withdraw` back, and republish everything."""
         if self._is_withdrawn:
             self._is_withdrawn, self._changed_at = False, None
-            self._tell_all()
+            self._republish()
             self._changed.set()
 
     def rebuild(self) -> bool:
-        """A new berth, and everything again; whether there is anything to tell, which a withdrawn worker has not."""
+        """Take a new berth and republish everything. Return False for a withdrawn worker, which publishes nothing."""
         if not self._is_withdrawn:
             self._wants_new_berth = self._is_resyncing = True
             self._changed.set()
         return not self._is_withdrawn
 
     def state(self) -> PublisherState:
-        # Each once: a thread that serves metrics may ask meanwhile.
+        # Read each once: a thread that serves metrics may call this meanwhile.
         batch, changed_at = self._on_its_way, self._changed_at
         num_on_its_way = batch.num_names if batch is not None else 0
         state = PublisherState(
@@ -133,14 +137,14 @@ class IndexPublisher:
             num_resyncs=max(0, self._num_registrations - 1),
             num_damages=self._num_damages,
         )
-        if self._is_withdrawn:  # it has nothing to tell
+        if self._is_withdrawn:  # it publishes nothing
             return replace(
                 state, num_pending=0, num_entries=0, num_anywhere=0, lag_seconds=0.0, is_resyncing=False
             )
         return state
 
     async def run(self) -> None:
-        """Until `close`, or cancelled. Raises nothing of the index's."""
+        """Publish until `close` or a cancellation. Raises no error of the index."""
         self._stopped.clear()
         backoff_seconds = self._config.first_backoff_seconds
         try:
@@ -159,7 +163,7 @@ class IndexPublisher:
             self._stopped.set()
 
     async def close(self) -> None:
-        """Stops `run` and retires the berth: no router is sent here from now on. Harmless twice."""
+        """Stop `run` and retire the berth, so that no router sends requests here. Idempotent."""
         self._closing.set()
         self._changed.set()
         await self._stopped.wait()
@@ -194,18 +198,22 @@ class IndexPublisher:
         )
         self._berth, self._on_its_way, self._applied_sequence = berth, None, FIRST_SEQUENCE - 1
         self._wants_new_berth = False
-        self._tell_all()
+        self._republish()
         self._num_registrations += 1
         self._renew_at = self._clock() + lease_seconds / 3
         logger.info(
-            "stands in the prefix index at berth %d with %d blocks", berth.number, len(self._difference)
+            "registered in the prefix index at berth %d, %d blocks to publish",
+            berth.number,
+            len(self._difference),
         )
 
-    def _tell_all(self) -> None:
-        """The index holds nothing under this berth."""
+    def _republish(self) -> None:
+        """Make everything unpublished: the index holds nothing under this berth."""
         self._checks.restart()
         self._anywhere_checks.restart()
-        self._difference.restart(tells_anywhere=self._berth is not None and self._berth.anywhere is not None)
+        self._difference.restart(
+            publishes_anywhere=self._berth is not None and self._berth.anywhere is not None
+        )
         self._is_resyncing = bool(self._difference)
         self._note_age()
 
@@ -228,7 +236,10 @@ class IndexPublisher:
                 self._damaged()
 
     def _check(self) -> SpotCheck | None:
-        """None where the index cannot be expected to say what it was told, or was found damaged just now."""
+        """Return some names to check.
+
+        None where the index cannot be expected to agree, or was found damaged just now.
+        """
         if self._is_withdrawn or self._on_its_way is not None or self._clock() < self._check_at:
             return None
         held, gone = self._checks.take(self._difference.on_gpu)
@@ -242,15 +253,17 @@ class IndexPublisher:
         )
 
     def _damaged(self) -> None:
-        """Somebody else has written there, or news were lost. A registration repairs what all berths stand on, and the
-        purge of the old berth walks over everything."""
-        logger.warning("the prefix index does not say what it was told: it is told everything anew")
+        """Republish everything after another process has written to the index, or changes were lost.
+
+        The registration repairs what all berths need, and the purge of the old berth walks over everything.
+        """
+        logger.warning("prefix index disagrees with this worker's cache; republishing all blocks")
         self._num_damages += 1
         self._check_at = self._clock() + self._config.damage_rest_seconds
         self._berth = None
 
     async def _publish(self, berth: Berth) -> None:
-        """One batch. It stays on its way until the index has answered, whatever is recorded meanwhile."""
+        """Publish one batch. It stays in flight until the index has answered, whatever is recorded meanwhile."""
         if self._on_its_way is None:
             self._on_its_way = self._difference.take(MAX_BATCH_NAMES, sequence=self._applied_sequence + 1)
             self._will_know_until = None if self._difference else self._clock()
@@ -269,7 +282,7 @@ class IndexPublisher:
                 self._berth = None
 
     async def _after_a_batch(self, rest_seconds: float) -> None:
-        """What changed while the batch was on its way is gathered like any other change."""
+        """Wait before the next batch, so that changes gather."""
         if self._will_know_until is not None:
             self._is_resyncing = False
             self._changed_at = self._will_know_until if self._difference else None
@@ -281,7 +294,7 @@ class IndexPublisher:
     async def _purge(self) -> None:
         progress = await self._call(self._index.purge())
         pause = self._config.purge_slice_seconds if progress.active else self._config.purge_seconds
-        # Workers that started together need not all look for the dead at the same moment.
+        # Workers that started together should not all look for dead workers at the same moment.
         self._purge_at = self._clock() + pause * self._rng.uniform(0.75, 1.25)
 
     async def _wait_for_changes(self) -> None:
@@ -295,7 +308,7 @@ class IndexPublisher:
         await self._pause(self._config.flush_seconds)
 
     async def _pause(self, seconds: float) -> None:
-        """Cut short by `close`."""
+        """Sleep until the time is over or `close` is called."""
         try:
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
@@ -307,7 +320,7 @@ class IndexPublisher:
             async with asyncio.timeout(self._config.call_timeout_seconds):
                 reply = await call
         except TimeoutError as error:
-            raise PrefixIndexError(ErrorKind.TIMEOUT, "the publisher's own time-out") from error
+            raise PrefixIndexError(ErrorKind.TIMEOUT, "no answer within the publisher's time-out") from error
         if self._last_error is not None:
             logger.warning("the prefix index answers again")
         self._last_error = None
@@ -320,15 +333,18 @@ class IndexPublisher:
             self._changed_at = self._clock()
 
     def _note(self, error: PrefixIndexError) -> None:
-        """One line when the index goes away, not one for each attempt."""
+        """Log one line when the index becomes unreachable, not one for each attempt."""
         self._num_errors += 1
         if self._last_error is not error.kind:
-            logger.warning("the prefix index does not answer, serving on without it: %s", error)
+            logger.warning("the prefix index fails; this worker serves on without it: %s", error)
         self._last_error = error.kind
 
 
 def _end_if_cancelled() -> None:
-    """A library that meets a cancellation while it tidies up under a time limit may tell of the time-out alone."""
+    """Raise CancelledError where this task is being cancelled.
+
+    A library that is cancelled while it cleans up under a time limit may report the time-out alone.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,7 +1,7 @@
-"""Which names a worker asks the prefix index for when it renews its lease: does the index say what it was told?
+"""Spot checks: names that a worker looks up in the prefix index at each renewal of its lease.
 
-Owns the going round: some names each time, all that is held sooner or later. It finds what no sequence number can:
-values overwritten, keys deleted, news lost behind a confirmed write. Does not own asking, nor what follows from the
+Owns the rotation: some names each time, all held names sooner or later. It finds what no sequence number can: values
+overwritten, keys deleted, changes lost behind a confirmed write. Does not own the look-up, or what follows from the
 answer (publisher.py). Pure.
 """
 
@@ -11,29 +11,29 @@ from collections.abc import Iterable
 from blockyard.worker.indexing.net_difference import NetDifference
 
 MAX_HELD = 256
-"""Names of one tier in one check: 0.3 ms of Redis."""
+"""Names of one tier in one check. They take 0.3 ms of Redis."""
 MAX_GONE = 64
 REMEMBERED_GONE = 1024
 
 
 class SpotChecks:
-    """Of one tier."""
+    """The checks of one tier."""
 
     def __init__(self) -> None:
         self._round: deque[bytes] = deque()
         self._gone: deque[bytes] = deque(maxlen=REMEMBERED_GONE)
 
     def removed(self, names: Iterable[bytes]) -> None:
-        """The index has confirmed it."""
+        """Note names that the index has confirmed as removed."""
         self._gone.extend(names)
 
     def restart(self) -> None:
-        """Under a new berth nothing has been told yet."""
+        """Begin anew under a new berth, to which nothing is published yet."""
         self._round.clear()
         self._gone.clear()
 
     def take(self, difference: NetDifference) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Names that the index must know of, and names that it must not, while nothing is on its way to it."""
+        """Return names that the index must hold, and names that it must not. No batch may be in flight."""
         if not self._round:
             self._round.extend(difference.held)
         held = _take(self._round, MAX_HELD)

@@ -1,4 +1,4 @@
-"""The index publisher's paces, and what metrics and operators see of it. Values alone."""
+"""Publisher state: the intervals of the index publisher, and what metrics and operators see of it. Values alone."""
 
 from dataclasses import dataclass
 
@@ -7,40 +7,42 @@ from blockyard.proto.index.contract import Berth, ErrorKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherConfig:
-    """Paces of the publisher. Times are in seconds."""
+    """Intervals of the publisher. Times are in seconds."""
 
     lease_seconds: float = 3.0
-    """Renewed each third of it; a dead worker's blocks are believed in no longer than this."""
+    """Renewed after each third of it. A dead worker's blocks are believed in no longer than this."""
     flush_seconds: float = 0.02
-    """How long changes are gathered before they are sent: what is undone meanwhile is never sent."""
+    """How long changes gather before they are sent. Changes that cancel each other meanwhile are never sent."""
     rest_ratio: float = 3.0
-    """After a full batch with more to tell, a rest of so many times what the batch took: where many workers tell
-    everything at once, look-ups come in between. Never longer than until the next renewal of the lease."""
+    """Length of the pause after a full batch with more to send, as a multiple of the batch's time.
+
+    It leaves room for look-ups where many workers republish at once. It ends at the next renewal of the lease.
+    """
     purge_seconds: float = 3.0
     purge_slice_seconds: float = 0.05
-    """Between two slices while a walk is under way."""
+    """Pause between two slices while a walk is under way."""
     resync_jitter_seconds: float = 0.25
-    """Spreads the workers that all find out at once that the index lost its memory."""
+    """Spreads the workers that all notice at once that the index lost its memory."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
     call_timeout_seconds: float = 2.0
     damage_rest_seconds: float = 3.0
-    """After damage was found and everything told anew, the index is not asked for names again for so long."""
+    """Pause of spot checks after damage was found and everything was republished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherState:
-    """What metrics and operators see."""
+    """The publisher's state, for metrics and operators."""
 
     berth: Berth | None
     num_pending: int
-    """Names whose change the index has not confirmed."""
+    """Names with a change that the index has not confirmed."""
     num_entries: int
-    """Names the GPU's cache holds."""
+    """Names that the GPU's cache holds."""
     num_anywhere: int
-    """Names that the GPU's cache or host memory holds; 0 without a host cache."""
+    """Names that the GPU's cache or host memory holds. 0 without a host cache."""
     lag_seconds: float
-    """Age of the oldest change that the index has not confirmed; 0 when it knows everything."""
+    """Age of the oldest change that the index has not confirmed. 0 when it knows everything."""
     is_resyncing: bool
     """The index does not know yet all that the caches held when the berth was taken."""
     last_error: ErrorKind | None
@@ -48,4 +50,4 @@ class PublisherState:
     num_errors: int
     num_resyncs: int
     num_damages: int = 0
-    """How often the index did not say what it had been told."""
+    """How often the index did not hold what was published."""

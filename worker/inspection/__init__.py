@@ -1,4 +1,4 @@
-"""What operators see of a worker: its block pool and sequences, as messages and as text.
+"""Inspection: what operators see of a worker's block pool and sequences, as messages and as text.
 
 Changes nothing.
 """

@@ -1,4 +1,4 @@
-"""What every call to a worker must bring: bytes that are a message. Who may connect at all is decided by TLS."""
+"""Parsing of calls to a worker: their bytes must be a message. TLS decides which peers may connect at all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ M = TypeVar("M", bound=Message)
 
 
 async def parse(kind: type[M], data: bytes, context: Context) -> M:
-    """Ends the call as INVALID_ARGUMENT where the bytes are something else."""
+    """Return the parsed message. Ends the call as INVALID_ARGUMENT where the bytes are no such message."""
     try:
         return kind.FromString(data)
     except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"this is no {kind.DESCRIPTOR.name}")
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a valid {kind.DESCRIPTOR.name}"
+        )
         raise

@@ -1,7 +1,7 @@
-"""A worker's pool and sequences as operators see them: the whole pool, blocks page by page or by name, sequences.
+"""Inspection calls: the whole pool, blocks page by page or by name, and sequences, as operators see them.
 
-Owns the calls and the bounds of what they ask. How engine state becomes messages is pool_view.py's and
-sequence_view.py's; where a page begins, page_tokens.py's.
+Owns the calls and the bounds of their requests. Does not turn engine state into messages (pool_view.py,
+sequence_view.py) or read page tokens (page_tokens.py).
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-"""Of any list, and of what FindBlocks is asked and answers."""
+"""Maximum entries of any list, and of what FindBlocks takes and returns."""
 
 
 class Inspection:
-    """`request_ids` says, on the engine's thread, under which ids clients know the engine's requests."""
+    """The calls on one engine. `request_ids` returns, on the engine's thread, the clients' ids of the engine's
+    requests."""
 
     def __init__(self, *, hello: Hello, request_ids: Callable[[], Mapping[RequestId, str]]) -> None:
         self._hello = hello
@@ -56,7 +57,7 @@ class Inspection:
         }
 
     async def block_pool(self) -> cluster_pb2.BlockPool:
-        """The pool as it is between two steps."""
+        """Return the pool as it is between two steps."""
         hello = self._hello
         snapshot = await asyncio.wrap_future(self._engine.call(take_snapshot))
         return await asyncio.to_thread(
@@ -81,8 +82,8 @@ class Inspection:
         request = await parse(cluster_pb2.FindBlocksRequest, data, context)
         ids, names = list(request.block_ids), list(request.names)
         if max(len(ids), len(names)) > MAX_PAGE_SIZE or any(len(name) != NAME_BYTES for name in names):
-            told = f"at most {MAX_PAGE_SIZE} block_ids, and as many names of {NAME_BYTES} bytes each"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+            rule = f"at most {MAX_PAGE_SIZE} block_ids, and as many names of {NAME_BYTES} bytes each"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, rule)
         blocks = await asyncio.wrap_future(self._engine.call(lambda engine: self._blocks(engine, ids, names)))
         return cluster_pb2.FindBlocksResponse(blocks=blocks)
 
@@ -105,10 +106,10 @@ class Inspection:
         return cluster_pb2.ListSequencesResponse(sequences=sequences, next_page_token=token)
 
     async def _start(self, kind: str, token: str, context: Context) -> int:
-        """Where a page begins; ends the call as INVALID_ARGUMENT for a token that is not ours."""
+        """Return where a page begins. Ends the call as INVALID_ARGUMENT for a token that is not ours."""
         position = page_position(token, self._hello.incarnation, kind) if token else 0
         if position is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "page_token is not one of this worker's")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "page_token is not from this worker's list")
         assert position is not None
         return position
 

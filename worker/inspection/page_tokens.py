@@ -1,10 +1,10 @@
-"""Page tokens: where a list goes on. Good for one list, of one life of one worker. Pure."""
+"""Page tokens: where a list continues. A token is good for one list, of one incarnation of one worker. Pure."""
 
 import base64
 import binascii
 
 MAX_PAGE_TOKEN = 256
-"""Characters. Python refuses to read a number of thousands of digits."""
+"""Maximum characters. Python refuses to read a number of thousands of digits."""
 
 
 def page_token(incarnation: str, kind: str, position: int) -> str:
@@ -12,7 +12,7 @@ def page_token(incarnation: str, kind: str, position: int) -> str:
 
 
 def page_position(token: str, incarnation: str, kind: str) -> int | None:
-    """What `page_token` was given; None for a token of another worker, another life, another list, or of nobody."""
+    """Return the position in a token. None for a token of another worker, incarnation or list, or of unknown origin."""
     if len(token) > MAX_PAGE_TOKEN:
         return None
     try:

@@ -1,25 +1,25 @@
-"""A block pool as text: one character a block, or one for several blocks of a large pool.
+"""Pool map: a block pool as text, with one character for one block, or for several blocks of a large pool.
 
-Knows messages only, no engine: the same characters are drawn by the worker's map file and by the command line.
+Knows messages only, no engine. The worker's map file and the command line draw the same characters.
 """
 
 from blockyard.proto.v1.cluster_pb2 import BlockPool, BlockRun, BlockState
 
 MAX_CELLS = 2048
-"""A map of more blocks draws several in one cell."""
+"""In a map of more blocks, one cell stands for several."""
 ROW_CELLS = 64
 FREE, CACHED, USED_ONCE, USED_BY_MANY = ".", "c", "1", "+"
-"""2-9 stand for themselves: held by so many sequences."""
+"""The characters 2-9 stand for the number of sequences that hold the block."""
 _ORDER_OF_BUSYNESS = ".c123456789+"
 
 
 def block_cells(pool: BlockPool) -> str:
-    """One character for each block, in block order."""
+    """Return one character for each block, in block order."""
     return "".join(_cell(run) * run.length for run in pool.runs)
 
 
 def merged_cells(cells: str, blocks_per_cell: int) -> str:
-    """Several blocks a cell: the busiest of them shows."""
+    """Merge several blocks into each cell, which shows the busiest of them."""
     if blocks_per_cell == 1:
         return cells
     chunks = (cells[start : start + blocks_per_cell] for start in range(0, len(cells), blocks_per_cell))
@@ -27,7 +27,7 @@ def merged_cells(cells: str, blocks_per_cell: int) -> str:
 
 
 def blocks_per_cell(pool: BlockPool) -> int:
-    """As few as keep the map within MAX_CELLS."""
+    """Return the least number of blocks in a cell that keeps the map within MAX_CELLS."""
     return max(1, -(-pool.total_blocks // MAX_CELLS))
 
 
@@ -45,7 +45,7 @@ def activity_text(pool: BlockPool) -> str:
 
 
 def map_text(pool: BlockPool) -> str:
-    """The pool as lines of text with its counts and a legend.
+    """Return the pool as lines of text, with its counts and a legend.
 
     Rows begin with the number of their first block, padded with zeros: the dashboard's log page folds spaces.
     """
@@ -66,7 +66,7 @@ def map_text(pool: BlockPool) -> str:
 
 
 def _host_line(pool: BlockPool) -> str:
-    """Nothing where there is no host cache."""
+    """Return the line on host memory. Empty where there is no host cache."""
     if not pool.host_cache_blocks:
         return ""
     return f"host memory: {pool.load.host_cached_blocks} of {pool.host_cache_blocks} blocks keep what was evicted\n"

@@ -1,7 +1,7 @@
-"""A worker's block pool as messages.
+"""Pool view: a worker's block pool as messages.
 
-`take_snapshot` and `block_messages` run on the engine's thread, between two steps, and copy what they need; the rest is
-done wherever it delays nobody.
+`take_snapshot` and `block_messages` run on the engine's thread between two steps, and copy what they need. The rest
+runs on other threads, where it delays no step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class PoolSnapshot:
     block_size: int
     bytes_per_block: int
     host_cache_blocks: int
-    """Blocks that host memory can keep; 0 without a host cache."""
+    """Blocks that host memory can keep. 0 without a host cache."""
     evictions: int
     load: EngineLoad
 
@@ -41,7 +41,7 @@ def load_message(load: EngineLoad) -> WorkerLoad:
 
 
 def take_snapshot(engine: Engine) -> PoolSnapshot:
-    """Copies, in microseconds also for a large pool. To be called on the engine's thread."""
+    """Copy the pool, in microseconds even for a large one. Call it on the engine's thread."""
     references, kept = engine.pool.snapshot()
     return PoolSnapshot(
         references=references,
@@ -55,7 +55,7 @@ def take_snapshot(engine: Engine) -> PoolSnapshot:
 
 
 def pool_message(snapshot: PoolSnapshot, *, worker_id: str, incarnation: str) -> BlockPool:
-    """The whole pool, run-length encoded in block order."""
+    """Return the whole pool, run-length encoded in block order."""
     load = snapshot.load
     return BlockPool(
         worker_id=worker_id,
@@ -76,7 +76,7 @@ def pool_message(snapshot: PoolSnapshot, *, worker_id: str, incarnation: str) ->
 def _runs(snapshot: PoolSnapshot) -> list[BlockRun]:
     references = np.array(snapshot.references)
     kept = np.frombuffer(snapshot.kept, dtype=np.uint8)
-    # Equal keys, equal run: 0 free, 1 cached, one more than the references where it is used.
+    # Blocks with equal keys form a run: 0 free, 1 cached, references + 1 where used.
     keys = np.where(references > 0, references + 1, kept)
     starts = np.concatenate(([0], np.flatnonzero(np.diff(keys)) + 1))
     lengths = np.diff(np.append(starts, len(keys)))
@@ -90,12 +90,14 @@ def _runs(snapshot: PoolSnapshot) -> list[BlockRun]:
 def block_messages(
     engine: Engine, blocks: Iterable[BlockId], request_ids: Mapping[RequestId, str]
 ) -> list[Block]:
-    """Blocks of the pool with name and holders: each request once, however many of its outputs hold the block. To be
-    called on the engine's thread."""
+    """Return blocks of the pool with name and holders. Call it on the engine's thread.
+
+    Each request appears once, however many of its outputs hold the block.
+    """
     wanted = list(blocks)
     holders: dict[BlockId, dict[RequestId, None]] = {block: {} for block in wanted}
     for sequence in engine.scheduler.running:
-        # The whole pool may be in use: C walks the tables, Python only what is asked for.
+        # The whole pool may be in use: C walks the tables, and Python visits only the blocks asked for.
         for block in holders.keys() & sequence.block_table:
             holders[block][sequence.request_id] = None
     return [
@@ -120,7 +122,7 @@ def _block_message(engine: Engine, block: BlockId, request_ids: list[str]) -> Bl
 
 
 def blocks_found(engine: Engine, block_ids: Iterable[int], names: Iterable[bytes]) -> list[BlockId]:
-    """The blocks of these numbers, then those that hold these names, each once. To be called on the engine's
+    """Return the blocks of these numbers, then those that hold these names, each once. Call it on the engine's
     thread."""
     found = dict.fromkeys(BlockId(block) for block in block_ids if 0 <= block < engine.pool.num_blocks)
     for name in names:

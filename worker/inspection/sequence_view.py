@@ -1,7 +1,7 @@
-"""A worker's sequences as messages: who runs, who waits, and which blocks each holds.
+"""Sequence view: a worker's running and waiting sequences as messages, with the blocks of each.
 
-`sequence_page` and `one_sequence` run on the engine's thread, between two steps, and copy what they need. No token, no
-text and no name of a tenant is in what they say.
+`sequence_page` and `one_sequence` run on the engine's thread between two steps, and copy what they need. Their messages
+hold no token, no text and no tenant's name.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.sequences.sequence import SequenceState as State
 
 MAX_TABLE_BLOCKS = 65_536
-"""Of the one sequence whose table is shown; a million tokens in blocks of 16."""
+"""Maximum blocks of a shown table, which is that of one sequence: a million tokens in blocks of 16."""
 STATES = {
     State.WAITING: SequenceState.SEQUENCE_STATE_WAITING,
     State.RUNNING: SequenceState.SEQUENCE_STATE_RUNNING,
@@ -24,8 +24,10 @@ STATES = {
 def sequence_page(
     engine: Engine, after: int, count: int, request_ids: Mapping[RequestId, str]
 ) -> tuple[list[SequenceInfo], int | None]:
-    """The first `count` sequences whose ids are above `after`, and the id after which the next page begins; None where
-    this one is the last."""
+    """Return the first `count` sequences with ids above `after`, and the id after which the next page begins.
+
+    That id is None on the last page.
+    """
     left = (sequence for sequence in _sequences(engine) if sequence.sequence_id > after)
     page = nsmallest(count + 1, left, key=lambda sequence: sequence.sequence_id)
     shown = page[:count]
@@ -36,7 +38,7 @@ def sequence_page(
 def one_sequence(
     engine: Engine, sequence_id: int, request_ids: Mapping[RequestId, str]
 ) -> list[SequenceInfo]:
-    """It with its block table; nothing once it is over."""
+    """Return the sequence with its block table, or nothing once it has ended."""
     for sequence in _sequences(engine):
         if sequence.sequence_id == sequence_id:
             message = _message(sequence, request_ids)

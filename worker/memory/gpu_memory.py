@@ -1,6 +1,6 @@
-"""How much of a GPU's memory is left for KV: measured by running the largest step that there can be, not estimated.
+"""GPU memory: how much is left for KV, measured by running the largest possible step, not estimated.
 
-The arithmetic is pure and knows no GPU; `Meter` is what it needs of one, `CudaMeter` asks torch.
+The arithmetic is pure and knows no GPU. `Meter` is its interface to one, and `CudaMeter` asks torch.
 """
 
 from collections.abc import Callable
@@ -13,26 +13,26 @@ GIB = 2**30
 
 
 class Meter(Protocol):
-    """What is known of a device's memory, in bytes."""
+    """Readings of a device's memory, in bytes."""
 
     def taken(self) -> tuple[int, int]:
-        """Of the whole device, by whomever, and how much it has."""
+        """Return what all processes use of the whole device, and its size."""
         ...
 
     def reserved(self) -> int:
-        """Of `taken`, what the allocator holds, used or not."""
+        """Return what the allocator holds, used or not. It is a part of `taken`."""
         ...
 
     def allocated(self) -> int:
-        """Of `reserved`, what tensors take now."""
+        """Return what tensors use now. It is a part of `reserved`."""
         ...
 
     def forget_peak(self) -> None:
-        """`peak` counts from now on."""
+        """Restart the count of `peak`."""
         ...
 
     def peak(self) -> int:
-        """The most that tensors took at once."""
+        """Return the most that tensors used at once."""
         ...
 
 
@@ -64,19 +64,21 @@ class CudaMeter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Of one device, in bytes, with the weights loaded and before there is a pool."""
+    """Memory of one device in bytes, with the weights loaded and before there is a pool."""
 
     total: int
     foreign: int
-    """Taken by other processes, by CUDA itself and by libraries beside torch's allocator."""
+    """Used by other processes, by CUDA itself and by libraries beside torch's allocator."""
     resident: int
     """Weights, and whatever else stays from step to step."""
     step: int
-    """What the largest step takes on top of that."""
+    """Used by the largest step on top of that."""
 
     def for_pool(self, utilization: float, *, later: int) -> int:
-        """What `utilization` of the device leaves beside `later`, which is taken after the pool. Raises ValueError
-        where that is nothing."""
+        """Return what `utilization` of the device leaves for the pool. `later` bytes are used after the pool is made.
+
+        Raises ValueError where nothing is left.
+        """
         left = int(utilization * self.total) - self.foreign - self.resident - self.step - later
         if left <= 0:
             raise ValueError(
@@ -87,7 +89,7 @@ class MemoryUse:
         return left
 
     def describe(self, later: int) -> str:
-        """Where the memory goes, for a log."""
+        """Return where the memory goes, for a log."""
         return (
             f"weights {self.resident / GIB:.2f}, the largest step {self.step / GIB:.2f}, graphs and staging "
             f"{later / GIB:.2f}, CUDA and others {self.foreign / GIB:.2f} GiB"
@@ -95,7 +97,7 @@ class MemoryUse:
 
 
 def measure(meter: Meter, largest_step: Callable[[], object]) -> MemoryUse:
-    """Runs the largest step twice: what the first leaves behind for good is resident, not the step's."""
+    """Run the largest step twice. What the first run leaves behind is resident, not the step's."""
     largest_step()
     meter.forget_peak()
     resident = meter.allocated()

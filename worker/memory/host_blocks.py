@@ -1,18 +1,18 @@
-"""Blocks in host memory: where the KV of swapped or evicted blocks lies, and the copies there and back.
+"""Host blocks: the KV of swapped or evicted blocks in host memory, and the copies there and back.
 
-Owns the bytes of every host slot. Does not know whose blocks they are or which slots are free: the scheduler says
-in its plan what moves where.
+Owns the bytes of every host slot. Does not know which sequences they belong to or which slots are free: the scheduler's
+plan says what moves where.
 
-A slot holds one block of all layers in one piece. On the device blocks are gathered into, and scattered from, a staging
-buffer, in one launch for all layers; from there slots that follow one another cross the bus in one copy.
+A slot holds one block of all layers in one piece. On the device one launch for all layers gathers blocks into a staging
+buffer, or scatters them from it. From there slots that follow one another cross the bus in one copy.
 
 Everything is queued on the device's current stream and nothing waits for it, so the order of calls is the order of
-effects. A block may be written again as soon as `save` has returned: whatever writes it is queued behind the copy
-that reads it. For the same reason the staging buffer serves one piece of a batch after the other, a slot just saved
-can be loaded, and one just loaded can be saved over. The buffer lives as long as this object: no copy under way
-reads memory that has gone back to the allocator. Work on another stream has to wait for this one.
+effects. A block may be written again as soon as `save` has returned: whatever writes it is queued behind the copy that
+reads it. For the same reason the staging buffer serves one piece of a batch after the other. A slot just saved can be
+loaded, and one just loaded can be overwritten. The buffer lives as long as this object, so no copy under way reads
+memory that has gone back to the allocator. Work on another stream has to wait for this one.
 
-Shapes: S host slots of a chunk, G blocks in the staging buffer, L layers, B blocks in the pool, N = L B of all layers,
+Shapes: S host slots of a chunk, G blocks in the staging buffer, L layers, B blocks in the pool, N = L B of all layers.
 K kv heads, P tokens a block, D head size.
 """
 
@@ -47,8 +47,8 @@ class HostBlockCorrupted(RuntimeError):
 class HostBlocks:
     """Host slots for the blocks of one pool: `blocks_N2KPD` has those of all layers, layer after layer.
 
-    With `verify`, a checksum is kept of each slot and checked before its block is used; every save and load then
-    waits for the device. Not thread-safe. Raises ValueError for fewer than one slot.
+    With `verify`, a checksum of each slot is kept and checked before its block is used; every save and load then waits
+    for the device. Not thread-safe. Raises ValueError for fewer than one slot.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HostBlocks:
             self._checksums |= {slot: self._checksum(slot) for _, slot in pairs}
 
     def load(self, pairs: Sequence[tuple[HostSlot, BlockId]]) -> None:
-        """Copy host slots to blocks. Blocks are distinct, every slot has been saved.
+        """Copy host slots to blocks. Blocks are distinct, and every slot has been saved.
 
         Raises HostBlockCorrupted, having moved nothing, if the content of any slot is not what was saved.
         """
@@ -97,12 +97,12 @@ class HostBlocks:
             self._blocks_N2KPD.index_copy_(0, places, self._staging_GL2KPD[: len(piece)].flatten(0, 1))
 
     def measure(self) -> float:
-        """Blocks a second of a round trip, save and load, on the first slots and blocks.
+        """Return the blocks a second of a round trip, save and load, on the first slots and blocks.
 
-        Blocks are as they were afterwards; slots are overwritten, so nothing may be in them yet.
+        Blocks keep their content. Slots are overwritten, so nothing may be in them yet.
         """
         count = min(MEASURED_BLOCKS, self.num_slots, self._num_blocks)
-        # The first touches memory for the first time, and any may be held up by others.
+        # The first round touches the memory for the first time, and other work may delay any round.
         return count / min(self._round_trip_seconds(count) for _ in range(MEASURED_ROUNDS))
 
     def _round_trip_seconds(self, count: int) -> float:
@@ -118,12 +118,12 @@ class HostBlocks:
         return [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
 
     def _places(self, blocks: Sequence[BlockId]) -> torch.Tensor:
-        """Of each block in each layer, block by block."""
+        """Return the row of each block in each layer, block by block."""
         layers_L = np.arange(self._block_shape_L2KPD[0]) * self._num_blocks
         return upload((np.array(blocks, dtype=np.int64)[:, None] + layers_L).reshape(-1), self._device)
 
     def _runs(self, slots: Sequence[HostSlot]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Rising slots, cut where they do not follow one another in memory: each run's first index and its slots."""
+        """Yield runs of rising slots that follow one another in memory: each run's first index and its slots."""
         first = 0
         for end in range(1, len(slots) + 1):
             is_last = end == len(slots)

@@ -1,25 +1,25 @@
-"""How large the KV cache is: bytes of a block, blocks of a budget, requests that fit. Pure arithmetic."""
+"""KV size: bytes of a block, blocks in a budget, requests that fit. Pure arithmetic."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 KVCacheDtype = Literal["auto", "int8", "fp8"]
-"""What keys and values are kept in; `auto`: the data type that the model computes in."""
+"""The data type of stored keys and values. `auto`: the data type that the model computes in."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTISED_BYTES = {"int8": 1, "fp8": 1}
 SCALE_BYTES = 4
-"""Beside each quantised head of keys or values (kernels/kv_pool.py)."""
+"""Bytes beside each quantised head of keys or values (kernels/kv_pool.py)."""
 
 
 def stored_dtype(kv_cache_dtype: KVCacheDtype, dtype: str) -> str:
-    """The name of what blocks hold, for a model that computes in `dtype`."""
+    """Return the name of the stored data type, for a model that computes in `dtype`."""
     return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
 def bytes_per_block(
     *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, kv_dtype: str
 ) -> int:
-    """Keys and values of `block_size` tokens in all layers, as `stored_dtype` says."""
+    """Return the bytes of keys and values of `block_size` tokens in all layers, stored as `stored_dtype` says."""
     if kv_dtype in QUANTISED_BYTES:
         head_bytes = head_dim * QUANTISED_BYTES[kv_dtype] + SCALE_BYTES
     else:
@@ -28,7 +28,7 @@ def bytes_per_block(
 
 
 def blocks_in_budget(budget_bytes: int, block_bytes: int) -> int:
-    """Whole blocks that fit; none if the budget is negative."""
+    """Return the whole blocks that fit. None fit if the budget is negative."""
     return max(0, budget_bytes // block_bytes)
 
 
@@ -52,11 +52,11 @@ class KVSize:
         return -(-tokens // self.block_size)
 
     def max_concurrency(self, max_model_len: int) -> float:
-        """Requests of `max_model_len` tokens that fit at once, sharing nothing."""
+        """Return how many requests of `max_model_len` tokens fit at once, sharing nothing."""
         return self.num_blocks / self.blocks_for(max_model_len)
 
     def describe(self, max_model_len: int) -> tuple[str, ...]:
-        """The lines a worker logs when it starts."""
+        """Return the lines that a worker logs when it starts."""
         return (
             f"KV cache: {self.num_tokens:,} tokens in {self.num_blocks:,} blocks of {self.block_size}, "
             f"{self.block_bytes:,} bytes a block, {self.total_bytes / 2**30:.2f} GiB",
@@ -70,9 +70,9 @@ class HostSize:
     """One worker's blocks in host memory."""
 
     swap_blocks: int
-    """For preempted sequences."""
+    """Blocks for preempted sequences."""
     cache_blocks: int
-    """For prefixes that the pool has evicted."""
+    """Blocks for prefixes that the pool has evicted."""
     block_bytes: int
 
     @property
@@ -84,7 +84,7 @@ class HostSize:
         return self.num_blocks * self.block_bytes
 
     def describe(self) -> str:
-        """The line a worker logs when it starts."""
+        """Return the line that a worker logs when it starts."""
         swap_gib, cache_gib = (
             count * self.block_bytes / 2**30 for count in (self.swap_blocks, self.cache_blocks)
         )
@@ -95,7 +95,7 @@ class HostSize:
 
 
 def host_size(*, swap_bytes: int, cache_bytes: int, block_bytes: int) -> HostSize:
-    """Raises ValueError for memory that is given and holds no block."""
+    """Return the blocks in two budgets. Raises ValueError for a budget above 0 that holds no block."""
     sizes = {"swap space": swap_bytes, "the host cache": cache_bytes}
     for name, budget in sizes.items():
         if budget and not blocks_in_budget(budget, block_bytes):

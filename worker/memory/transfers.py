@@ -1,8 +1,8 @@
-"""Small arrays on their way to the device and back, queued behind what the device computes and waited for by nobody.
+"""Transfers of small arrays to the device and back, queued behind its computation. The host waits for none of them.
 
-A copy from or to pageable memory waits until the stream before it is done, and a step could not be prepared while
-another runs. From pinned memory it is queued; the allocator keeps such memory until the copy is over. On a CPU nothing
-is copied.
+A copy from or to pageable memory waits until the stream before it is done, so a step could not be prepared while
+another runs. From pinned memory it is queued; the allocator keeps such memory until the copy has ended. On a CPU
+nothing is copied.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,10 @@ import torch
 
 
 def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """On the device, in a numpy array's data type; integers of any other sequence as int64. A CPU's tensor is that
-    array itself."""
+    """Return the values on the device, in a numpy array's data type; integers of any other sequence as int64.
+
+    A CPU's tensor is that array itself.
+    """
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda" or not array.size:
@@ -24,7 +26,7 @@ def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> to
 
 
 class Readback:
-    """A tensor that the host wants once the device has it. The tensor may be let go, and must not be written."""
+    """A tensor that the host wants once the device has it. The tensor may be dropped, and must not be written."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -36,7 +38,7 @@ class Readback:
             self._done.record()
 
     def wait(self) -> torch.Tensor:
-        """On the host. Raises what the device has raised since the copy was queued."""
+        """Wait, and return it on the host. Raises what the device has raised since the copy was queued."""
         if self._done is not None:
             self._done.synchronize()
         return self._values

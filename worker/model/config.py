@@ -1,8 +1,8 @@
-"""Which models this engine can run, read from a Hugging Face folder's config.json.
+"""Model config: reads from a Hugging Face folder's config.json whether and how this engine runs a model.
 
-Owns the refusal of everything it cannot run exactly: every key of the file that changes the arithmetic is
-either read here, in `rope` or in `layer_windows`, or named in the error. Does not read weights or tokenizers,
-and does not import torch.
+Owns the refusal of everything that it cannot run exactly. Every key of the file that changes the arithmetic is either
+read here, in `rope` or in `layer_windows`, or named in the error. Does not read weights or tokenizers, and does not
+import torch.
 """
 
 import json
@@ -26,17 +26,18 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 DataTypeName = Literal["float32", "bfloat16", "float16"]
 
 MAX_SIZE = 2**24
-"""Of anything in a config.json, ten times what any model has: some sizes become lists before weights are looked at."""
+"""Upper bound of any size in a config.json, ten times that of any model. Some sizes become lists before weights are
+checked."""
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 # Mistral's repositories hold the same weights a second time in a format of their own.
 HUB_IGNORED_PATTERNS = ("consolidated*",)
 HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json")
-"""What says whether a model can be run, and no more."""
+"""Only the files that say whether a model can be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder, the weight loader and the KV pool need to know of a model."""
+    """Everything that the decoder, the weight loader and the KV pool need to know of a model."""
 
     architecture: str
     num_layers: int
@@ -47,21 +48,21 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    """The longest context the model is meant for, its rope scaling counted in."""
+    """The longest context that the model is meant for, including its rope scaling."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
     layer_windows: tuple[int | None, ...]
-    """How many tokens each layer's queries see, themselves counted; None for all."""
+    """Attention window of each layer in tokens, the query itself included. None for no window."""
     attention_bias: bool
-    """Whether queries, keys and values have a bias (Qwen2, and what says so)."""
+    """Whether queries, keys and values have a bias (Qwen2, and models that say so)."""
     attention_out_bias: bool
-    """Whether the projection after attention has one too (what says so, never Qwen2)."""
+    """Whether the projection after attention has one too (models that say so, never Qwen2)."""
     qk_norm: bool
     """Whether each head's query and key are normalised before the rotation (Qwen3)."""
     tie_word_embeddings: bool
     dtype: DataTypeName
-    """What the checkpoint says it was saved in; float32 if it does not say."""
+    """The data type in which the checkpoint says it was saved. float32 if it does not say."""
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
 
@@ -74,7 +75,7 @@ def load_config(folder: Path) -> ModelConfig:
     try:
         return _load_config(folder)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        # A value of a kind that nobody writes there: which one is not worth a check of each.
+        # A value of the wrong kind. It is too rare to check each key for it.
         raise ValueError(f"{folder / 'config.json'} has a value of the wrong kind: {error}") from error
 
 
@@ -110,7 +111,7 @@ def _load_config(folder: Path) -> ModelConfig:
         qk_norm=architecture == "Qwen3ForCausalLM",
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
-        # An id beyond the logits is never sampled: it ends nothing.
+        # An id beyond the logits is never sampled, so it ends nothing.
         eos_token_ids=frozenset(
             token_id
             for token_id in _token_ids(generation.get("eos_token_id", raw.get("eos_token_id")))

@@ -1,6 +1,6 @@
-"""Which data type a model computes in, and why: what was asked for, what the checkpoint has, what the CPU multiplies.
+"""Data type of a model's computation, from the request, the checkpoint and what the CPU multiplies.
 
-Pure but for the look at /proc/cpuinfo. A worker decides on its own node; commands ask the same function, of their own
+Pure, except that it reads /proc/cpuinfo. A worker decides on its own node; commands call the same function on their own
 machine.
 """
 
@@ -33,10 +33,11 @@ def choose_dtype(
     deterministic: bool = False,
     simulated: bool = False,
 ) -> ChosenDataType:
-    """`has_bfloat16`: of the CPU. "auto" is the checkpoint's own type where the device multiplies it, else float32,
-    which holds every bfloat16 and float16 exactly.
+    """Choose a data type. `has_bfloat16` is whether the CPU multiplies it.
 
-    Raises ValueError for deterministic mode in anything but float32."""
+    "auto" is the checkpoint's own type where the device multiplies it, else float32, which holds every bfloat16 and
+    float16 exactly. Raises ValueError for deterministic mode in anything but float32.
+    """
     if deterministic:
         if requested not in ("auto", "float32"):
             raise ValueError(f"deterministic mode computes in float32 only, not {requested}")
@@ -55,7 +56,7 @@ def choose_dtype(
 def dtype_of(
     engine: EngineConfig, model: ModelConfig, *, on_cpu: bool, has_bfloat16: bool | None = None
 ) -> ChosenDataType:
-    """A worker's, of these settings. `has_bfloat16`: None looks at this machine. Raises ValueError."""
+    """Choose a worker's data type from its settings. `has_bfloat16` None looks at this machine. Raises ValueError."""
     return choose_dtype(
         engine.dtype,
         model.dtype,
@@ -67,8 +68,10 @@ def dtype_of(
 
 
 def cpu_has_bfloat16(cpuinfo: str | None = None) -> bool:
-    """Whether the CPU multiplies bfloat16; elsewhere it is widened to float32 first. `cpuinfo` is the text
-    of /proc/cpuinfo; a CPU that names no flags has none."""
+    """Return whether the CPU multiplies bfloat16. Other CPUs widen it to float32 first.
+
+    `cpuinfo` is the text of /proc/cpuinfo. A CPU that names no flags has none.
+    """
     if cpuinfo is None:
         try:
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")

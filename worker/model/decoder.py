@@ -1,13 +1,12 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one forward pass, driven by the configuration.
+"""Decoder of Llama, Mistral, Qwen2 and Qwen3: one forward pass, driven by the configuration.
 
-Owns the order of operations of a layer, nothing of their arithmetic: every operation is the kernel backend's.
-Every layer stores all keys and values of the step before any token attends, so a sequence may read blocks
-that another sequence fills in the same step. Layers that attend within a window get the step's plan cut to it. What
-nobody reads of the last layer's output is not computed.
+Owns the order of a layer's operations. The kernel backend owns their arithmetic. Every layer stores all keys and values
+of the step before any token attends. So a sequence may read blocks that another sequence fills in the same step. Layers
+that attend within a window get the step's plan cut to it. Outputs of the last layer that are not read are not computed.
 
-Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads,
-A = N D attention width, D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions
-of the rotary table.
+Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads. A = N D
+attention width, D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions of the rotary
+table.
 """
 
 from collections.abc import Sequence
@@ -41,11 +40,11 @@ class Decoder:
         plan: AttentionPlan,
         logits_rows_S: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [S, V] of the tokens at the indices `logits_rows_S`, in the data type of the weights."""
+        """Return logits [S, V] of the tokens at the indices `logits_rows_S`, in the data type of the weights."""
         return self.logits(self.hidden(tokens_T, kv_pools, plan, logits_rows_S))
 
     def logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """[S, V] from what `hidden` gave."""
+        """Return [S, V] from what `hidden` returned."""
         return self._backend.linear(hidden_SH, self._weights.lm_head_VH)
 
     def hidden(
@@ -57,13 +56,13 @@ class Decoder:
         *,
         rows_plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """The last layer's normalised output [S, H] for the tokens at the indices `rows_S`; None: of all.
+        """Return the last layer's normalised output [S, H] for the tokens at the indices `rows_S`. None: of all.
 
-        `tokens_T` stand at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. `rows_plan` is the
-        attention of these rows alone: then the last layer computes no others.
+        `tokens_T` are at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. With `rows_plan`, the
+        attention of these rows alone, the last layer computes no others.
         """
         weights, eps = self._weights, self._config.rms_norm_eps
-        # The residual stays as it is in the first norm, and takes each block's output in the following ones.
+        # The first norm leaves the residual as it is. The following ones add each block's output to it.
         residual_TH = self._backend.embed(weights.embedding_VH, tokens_T)
         x_TH = torch.empty_like(residual_TH)
         windows = self._config.layer_windows
@@ -72,7 +71,7 @@ class Decoder:
         for layer, next_layer, pool_B2KPD, window in zip(
             weights.layers, (*weights.layers[1:], None), kv_pools, windows, strict=True
         ):
-            q_TND, attends = self._place(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
+            q_TND, attends = self._project_and_store(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
             if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
             x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
@@ -85,10 +84,10 @@ class Decoder:
         self._backend.add_rms_norm(x_TH, residual_TH, weights.final_norm_H, eps, out_TH=x_TH)
         return x_TH
 
-    def _place(
+    def _project_and_store(
         self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
-        """Stores keys and values; the queries [T, N, D]."""
+        """Store keys and values, and return the queries [T, N, D]."""
         config = self._config
         qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
         heads_TXD = qkv.view(x_TH.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
@@ -109,7 +108,7 @@ class Decoder:
         return HeadNorms(q_weight_D=layer.q_norm_D, k_weight_D=layer.k_norm_D, eps=eps)
 
     def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
-        """Of many tokens it may be written over `x_TH`."""
+        """Apply the MLP. With many tokens, the result may overwrite `x_TH`."""
         most = self._backend.mlp_rows
         if most is None or len(x_TH) <= most:
             return self._mlp_of(layer, x_TH)

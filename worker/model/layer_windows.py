@@ -1,7 +1,7 @@
-"""Which layers of a model attend within a window, and how wide, read from its config.json.
+"""Layer windows: which layers of a model attend within a window, and how wide, from its config.json.
 
-Each architecture says it in its own way, and transformers' defaults for what a file leaves out are part of the
-answer. Owns the refusal of what the named architecture's code would not compute. Imports no torch.
+Each architecture says it in its own way, and transformers' defaults for missing keys are part of the answer. Owns the
+refusal of what the named architecture's code would not compute. Imports no torch.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 def read_layer_windows(
     raw: dict[str, Any], architecture: str, num_layers: int, longest_context: int
 ) -> tuple[int | None, ...]:
-    """The window of each layer in tokens, the query itself counted; None where every earlier token is seen.
+    """Return the window of each layer in tokens, the query itself included. None where every earlier token is seen.
 
     A window no shorter than the longest context hides nothing and is None. Raises UnsupportedModelError.
     """
@@ -36,7 +36,7 @@ def read_layer_windows(
 
 
 def _uniform(raw: dict[str, Any], num_layers: int, window: int | None) -> list[int | None]:
-    """These architectures have one kind of layer: a list of kinds that says otherwise is another model's."""
+    """Return the same window for every layer. A list of kinds that says otherwise belongs to another architecture."""
     kind = LAYER_TYPES[window is not None]
     named = _layer_types(raw, num_layers) or [kind]
     if set(named) != {kind}:

@@ -1,8 +1,8 @@
-"""How a model stretches its rotary embedding over longer contexts, read from its config.json.
+"""Rope scaling: how a model stretches its rotary embedding over longer contexts, from its config.json.
 
-Owns the two forms in which transformers writes it (`rope_scaling` with the base beside it up to version 4,
-`rope_parameters` with the base inside from 5 on) and the refusal of every kind and key that `rotary_table` does
-not compute. Imports no torch. The semantics are those of transformers' `modeling_rope_utils`.
+Owns the two forms in which transformers writes it. Up to version 4 that is `rope_scaling` with the base beside it, from
+5 on `rope_parameters` with the base inside. Owns the refusal of every kind and key that `rotary_table` does not
+compute. Imports no torch. The semantics are those of transformers' `modeling_rope_utils`.
 """
 
 import math
@@ -20,12 +20,12 @@ _KEYS = {
     },
 }  # fmt: skip
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# Says how a checkpoint was made, and changes nothing of what it computes.
+# Keys that say how a checkpoint was made, and do not change what it computes.
 _REMARKS = {"finetuned"}
 
 
 class UnsupportedModelError(ValueError):
-    """The model would need something this engine does not have; the message names the field and its value."""
+    """The model needs something that this engine does not have. The message names the field and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """Dimensions that turn rarely within the original context are slowed by `factor`, by a linear ramp between
-    `beta_slow` and `beta_fast` turns; cosines and sines are scaled by `attention_factor`."""
+    """Dimensions that turn rarely within the original context are slowed by `factor`.
+
+    A linear ramp leads from `beta_slow` to `beta_fast` turns. Cosines and sines are scaled by `attention_factor`.
+    """
 
     factor: float
     attention_factor: float
@@ -63,19 +65,19 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def read_rope_theta(raw: dict[str, Any]) -> float:
-    """The base of the frequencies."""
+    """Return the base of the frequencies."""
     return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
 
 
 def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> RopeScaling | None:
-    """None if the embedding is not scaled.
+    """Return the scaling, or None if the embedding is not scaled.
 
     Raises UnsupportedModelError for a kind, a key or a value that cannot be computed as transformers would.
     """
     rope = _rope(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     _refuse_unknown(raw, rope, kind)
-    # A place of its own wins over the one beside the other keys, as in transformers.
+    # The key's own place wins over the one beside the other keys, as in transformers.
     stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original = int(stated or max_position_embeddings)
     match kind:
@@ -100,10 +102,10 @@ def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> Rope
 
 
 def longest_context(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
-    """Positions a model is meant for.
+    """Return the number of positions that a model is meant for.
 
-    The config's own number, but under yarn what the scaling reaches if that is more, as in vLLM: who turns yarn on
-    by the model's own instructions adds the scaling to config.json and leaves the number beside it as it was.
+    It is the config's own number, except where yarn reaches more, as in vLLM. By the models' own instructions, yarn is
+    turned on by adding the scaling to config.json and leaving that number as it is.
     """
     if isinstance(scaling, YarnScaling):
         return max(max_position_embeddings, int(scaling.original_max_position_embeddings * scaling.factor))
@@ -154,7 +156,7 @@ def _yarn(rope: dict[str, Any], max_position_embeddings: int, original: int) -> 
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """What makes up for the flatter softmax over a stretched context, by yarn's paper."""
+    """Return the factor that compensates the flatter softmax over a stretched context, by yarn's paper."""
 
     def of(multiplier: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0

@@ -1,7 +1,7 @@
-"""The cosines and sines of every position, from a model's configuration.
+"""Rotary table: the cosines and sines of every position, from a model's configuration.
 
-Owns the frequencies of each kind of rope scaling, computed in fp32 as transformers computes them. Which kinds there
-are is `rope`'s; how heads are rotated by the table is the kernels'.
+Owns the frequencies of each kind of rope scaling, computed in fp32 as transformers computes them. Does not own the
+kinds (rope.py) or the rotation of heads (the kernels).
 
 Shapes: D head size, F = D / 2 frequencies, M positions.
 """
@@ -14,7 +14,7 @@ from blockyard.worker.model.rope import LinearScaling, Llama3Scaling, YarnScalin
 
 
 def rotary_table(config: ModelConfig) -> torch.Tensor:
-    """[M, D] in fp32: cosines of position * frequency in the first half of the columns, then sines.
+    """Return [M, D] in fp32: cosines of position * frequency in the first half of the columns, then sines.
 
     The frequencies are theta^(-2 i / D), scaled as the model says.
     """
@@ -53,7 +53,7 @@ def _yarn(frequency_F: torch.Tensor, scaling: YarnScaling, theta: float) -> torc
     head_dim = 2 * len(frequency_F)
 
     def dimension_of(turns: float) -> float:
-        """Where a wave turns so often within the original context."""
+        """Return the dimension with a wave that turns this often within the original context."""
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 

@@ -1,4 +1,4 @@
-"""Finds a checkpoint's files, and checks which tensors they hold, in which shapes.
+"""Shards: finds a checkpoint's files, and checks which tensors they hold, in which shapes.
 
 Owns the check of a checkpoint by the headers of its files, which takes milliseconds. Reads no weights (weights.py) and
 does not import torch. Never unpickles: a .bin checkpoint is refused.
@@ -40,7 +40,7 @@ def check_shards(folder: Path, config: ModelConfig) -> None:
 
 def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield name, shape and data type of each tensor."""
-    # Here, because `size` and the commands that call a cluster do without it.
+    # Imported here, because `size` and the commands that call a cluster do without it.
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -53,7 +53,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Count them without allocating any."""
+    """Return the number of parameters, without allocating any."""
     return sum(map(math.prod, tensor_shapes(config).values()))
 
 
@@ -97,7 +97,8 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Old exports store the rotary frequencies, and some the tied head: both are computed from the rest."""
+    """Return whether a tensor is computed from the rest. Old exports store rotary frequencies, and some the tied
+    head."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 

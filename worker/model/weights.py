@@ -1,12 +1,12 @@
-"""A model's weights in memory: where each tensor of a checkpoint goes, loaded from safetensors or drawn.
+"""Weights of a model in memory: where each tensor of a checkpoint goes, loaded from safetensors or drawn.
 
-Owns the names of Hugging Face checkpoints and the fusing of their matrices (q, k, v into one; gate, up into
-one): the fused tensors are allocated first, and each tensor of a shard is copied into its part of them, so
-that no more than one tensor is held twice. Does not find the files (shards.py), nor know how the weights are
-used, but lays them out for the backend that will use them.
+Owns the names of Hugging Face checkpoints and the fusing of their matrices (q, k, v into one; gate, up into one). The
+fused tensors are allocated first, and each tensor of a shard is copied into its part of them. So at most one tensor is
+held twice. Does not find the files (shards.py), or know how the weights are used. It lays them out for the backend that
+will use them.
 
-Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size,
-Q = (N + 2 K) D fused query, key and value width, A = N D attention width.
+Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size. A = N D attention
+width, Q = (N + 2 K) D fused query, key and value width.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ RANDOM_STD = 0.02
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """Not frozen, because `pack` replaces the matrices."""
+    """Weights of one layer. Not frozen, because `pack` replaces the matrices."""
 
     input_norm_H: torch.Tensor
     qkv_QH: torch.Tensor
@@ -39,7 +39,7 @@ class LayerWeights:
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
-    """`lm_head_VH` is the embedding itself where the model ties them, until `pack`."""
+    """Weights of a model. `lm_head_VH` is the embedding itself where the model ties them, until `pack`."""
 
     embedding_VH: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -49,7 +49,7 @@ class Weights:
     def pack(self, pack_linear: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each matrix of a linear layer by what `pack_linear` makes of it, one after the other.
 
-        So no more than one is in memory twice, but a tied head that is really copied: the embedding stays.
+        So at most one is in memory twice. The exception is a tied head that is really copied: the embedding stays.
         """
         for layer in self.layers:
             layer.qkv_QH = pack_linear(layer.qkv_QH)
@@ -75,7 +75,7 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, devic
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> Weights:
-    """Weights drawn as an untrained model's, norms at 1. The same for the same seed and kind of device.
+    """Return weights drawn as an untrained model's, norms at 1. The same for the same seed and kind of device.
 
     They are drawn on the device, because an 8B model would take a CPU minutes.
     """
@@ -121,7 +121,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Every tensor a checkpoint must have, by its name there, as a view of where it goes."""
+    """Return every tensor that a checkpoint must have, by its name there, as a view of where it goes."""
     tensors = {"model.embed_tokens.weight": weights.embedding_VH, "model.norm.weight": weights.final_norm_H}
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = weights.lm_head_VH

@@ -1,4 +1,4 @@
-"""Logits to tokens: edits, filters, draws and log-probabilities of all rows of a step.
+"""Sampling: edits, filters and draws from the logits of all rows of a step, and log-probabilities.
 
 Does not own grammars (../grammar/).
 """

@@ -1,11 +1,11 @@
-"""Draws a token of each row: temperature, min-p, top-k, top-p, and random numbers that are a function, not a state.
+"""Draw of one token for each row: temperature, min-p, top-k, top-p, and counter-based random numbers.
 
 Output (seed, index of the sequence, position) always draws the same uniform number, so a request replayed on another
-worker continues with the same draws. The token is where that number falls in the cumulative distribution, in the
-order of token ids. What a row draws depends on its own logits and parameters only, never on the other rows.
+worker continues with the same draws. The token is where that number falls in the cumulative distribution, in the order
+of token ids. What a row draws depends on its own logits and parameters only, never on the other rows.
 
-All filters are one threshold a row on its probabilities after temperature: a share of the largest, the k-th largest,
-or the smallest of the nucleus (kernels/torch/nucleus.py).
+All filters are one threshold a row on its probabilities after temperature (kernels/torch/nucleus.py). The threshold is
+a share of the largest, the k-th largest, or the smallest within top-p.
 
 Shapes: D rows that draw, V vocabulary, N outputs a row (1, or more where one forks), M rows with min-p, F rows with
 top-k or top-p.
@@ -24,10 +24,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def uniforms(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, sequence_index: npt.ArrayLike = 0
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position, index), broadcast against each other.
+    """Return one number in [0, 1) for each (seed, position, index), broadcast against each other.
 
-    A SplitMix64 stream over positions from a mixed seed. Seeds of either sign are taken modulo 2^64.
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    A SplitMix64 stream over positions from a mixed seed. Seeds of either sign are taken modulo 2^64. Source: Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
     seed = np.atleast_1d(np.asarray(seeds)).astype(np.uint64)
     position = np.atleast_1d(np.asarray(positions)).astype(np.uint64)
@@ -45,24 +45,26 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> torch.Tensor:
-    """Tokens [D, N] of the batch's rows `rows_D`, whose logits in fp32 these are; any token where they hold NaN or
-    infinity. Waits for the device only if `nuclei` do."""
+    """Return tokens [D, N] of the batch's rows `rows_D`, from their logits in fp32.
+
+    Rows with NaN or infinity get any token. Waits for the device only if `nuclei` do.
+    """
     temperature_D1 = batch.column("temperature", rows_D, logits_DV.device)
-    # The largest becomes 0 before the division, which a tiny temperature would else push to infinity.
+    # The largest becomes 0 before the division: a tiny temperature would otherwise make it infinite.
     shifted_DV = (logits_DV - logits_DV.amax(dim=-1, keepdim=True)).div_(temperature_D1)
     weights_DV = torch.softmax(shifted_DV, dim=-1)
     _drop_filtered(weights_DV, batch, rows_D, nuclei)
     cumulative_DV = weights_DV.cumsum(dim=-1, dtype=torch.float64)
     total_D1 = cumulative_DV[:, -1:]
     uniform_DN = upload(_uniforms_of(batch, rows_D), logits_DV.device)
-    # Strictly below the total, whatever the product rounds to: so the token found always has a weight.
+    # Strictly below the total, however the product is rounded, so that the token found always has a weight.
     below_total_D1 = torch.nextafter(total_D1, torch.zeros_like(total_D1))
     target_DN = torch.minimum(uniform_DN * total_D1, below_total_D1)
     return torch.searchsorted(cumulative_DV, target_DN, right=True).clamp_(max=logits_DV.shape[1] - 1)
 
 
 def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
-    """[D, N]: a forking row numbers its outputs, any other has one, whose number is its sequence's."""
+    """Return numbers [D, N]. A forking row numbers its outputs; any other row has one, with its sequence's number."""
     num_outputs_D1 = batch.num_outputs_S[rows_D][:, None]
     output_1N = np.arange(batch.num_columns)[None]
     index_DN = np.where(num_outputs_D1 > 1, output_1N, batch.params_S["index"][rows_D][:, None])
@@ -71,7 +73,7 @@ def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
 
 
 def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> None:
-    """Set to 0, in place, what min-p and then top-k and top-p leave out. Rows without any are not touched."""
+    """Set to 0, in place, what min-p and then top-k and top-p leave out. Rows without filters are not touched."""
     vocab_size, device = weights_DV.shape[1], weights_DV.device
     params_D = batch.params_S[rows_D]
     top_k_D = upload(params_D["top_k"].copy(), device)
@@ -82,7 +84,7 @@ def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: 
         least_M1 = weights_MV.amax(dim=-1, keepdim=True) * batch.column("min_p", rows_D[rows_M], device)
         dropped_MV = weights_MV < least_M1
         weights_DV[index_M] = weights_MV.masked_fill_(dropped_MV, 0.0)
-        # What min-p keeps are the likeliest so many: to top-k and top-p it is a smaller k.
+        # Min-p keeps the most probable tokens, so to top-k and top-p it is a smaller k.
         top_k_D[index_M] = torch.minimum(top_k_D[index_M], vocab_size - dropped_MV.sum(dim=-1))
     rows_F = np.flatnonzero((params_D["top_k"] < vocab_size) | (params_D["top_p"] < 1.0))
     if len(rows_F):

@@ -1,4 +1,4 @@
-"""The interface through which a step's logits are masked by grammars (worker/grammar/masks.py implements it)."""
+"""Interface that masks a step's logits by grammars (worker/grammar/masks.py implements it)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -9,16 +9,16 @@ from blockyard.worker.sequences.step_plan import ScheduledRow
 
 
 class GrammarMasks(Protocol):
-    """What structured output adds to a step. Never raises for what a request or a model has done."""
+    """Structured output's part in a step. Never raises for what a request or a model has done."""
 
     def start(self, rows: Sequence[ScheduledRow]) -> None:
-        """Called before the forward pass with the rows that sample: may fill masks in a thread beside it."""
+        """Begin to fill masks, in a thread beside the forward pass. Called before it with the rows that sample."""
         ...
 
     def apply(self, logits_SV: torch.Tensor, rows: Sequence[ScheduledRow]) -> None:
-        """Called after it with the same rows: in place, minus infinity for every token that may not come."""
+        """Set every forbidden token to minus infinity, in place. Called after the forward pass with the same rows."""
         ...
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        """Sequences that have left, whether it knows them or not."""
+        """Drop sequences that have left. Unknown ones are ignored."""
         ...

@@ -1,8 +1,8 @@
-"""What a request changes in its logits before the choice: masks, biases, penalties. In fp32, on a copy.
+"""Logit edits: what a request changes in its logits before the choice. Masks, biases, penalties, in fp32, on a copy.
 
-The order is vLLM V1's (`Sampler.apply_logits_processors`, after the grammar's mask): allowed tokens, bad tokens,
-`min_tokens`, bias, then the penalties: repetition, frequency, presence. The first four commute, as nothing that is
-added to minus infinity brings a token back.
+The order is vLLM V1's (`Sampler.apply_logits_processors`, after the grammar's mask). Allowed tokens, bad tokens,
+`min_tokens` and bias come first, then the penalties: repetition, frequency, presence. The first four commute, because
+nothing that is added to minus infinity brings a token back.
 
 Rows that change nothing keep their logits, bit for bit. Ids beyond the logits' width never reach this file.
 
@@ -19,7 +19,7 @@ from blockyard.worker.sampling.state import NO_COUNTS, Batch, Ids, SamplingState
 IMPOSSIBLE = float("-inf")
 
 ListName = Literal["biased", "allowed", "bad", "ends"]
-"""Of TokenLists."""
+"""Names of the fields of TokenLists."""
 
 _NONE: Ids = np.zeros(0, dtype=np.int64)
 
@@ -31,7 +31,7 @@ def has_edits(batch: Batch) -> bool:
 
 
 def edit(logits_SV: torch.Tensor, batch: Batch, state: SamplingState) -> None:
-    """Applies what the requests ask for, in place."""
+    """Apply the edits that the requests ask for, in place."""
     params_S = batch.params_S
     _restrict(logits_SV, np.flatnonzero(params_S["allows"]), batch, state)
     _forbid(logits_SV, np.flatnonzero(params_S["forbids"]), "bad", batch, state)
@@ -79,7 +79,7 @@ def _penalise(logits_SV: torch.Tensor, rows_P: Ids, batch: Batch, state: Samplin
 def _entries(
     rows: Ids, kind: ListName, batch: Batch, state: SamplingState, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and token of every entry of the lists of some rows."""
+    """Return row and token of every entry in the lists of some rows."""
     slots = batch.slots_S[rows].tolist()
     lists = [getattr(state.lists[slot], kind) if slot in state.lists else _NONE for slot in slots]
     rows_N = np.repeat(rows, [len(ids) for ids in lists])

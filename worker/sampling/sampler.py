@@ -1,13 +1,13 @@
-"""From logits to tokens, for all rows of a step at once.
+"""Sampler: logits to tokens, for all rows of a step at once.
 
-The order is vLLM V1's (`sampler.py`), but that a grammar's mask is no part of the logprobs:
+The order is vLLM V1's (`sampler.py`), except that a grammar's mask does not change the logprobs:
 
-    logprobs and beams' candidates, from the model's own logits
-    the grammar's mask; allowed and bad tokens, min_tokens, bias; repetition, frequency, presence   (logit_edits.py)
-    the likeliest token where the temperature is 0, otherwise
-    temperature; min-p; top-k; top-p among what is left; the draw                                   (draw.py)
+- logprobs and beams' candidates, from the model's own logits (logprobs.py)
+- the grammar's mask; allowed and bad tokens, min_tokens, bias; repetition, frequency, presence (logit_edits.py)
+- the argmax where the temperature is 0
+- otherwise temperature; min-p; top-k; top-p among what is left; the draw (draw.py)
 
-What a row gets depends on its own logits and parameters only, never on the other rows. Owns no stop conditions.
+A row's token depends on its own logits and parameters only, never on the other rows. Owns no stop conditions.
 
 Shapes: S rows that sample, V vocabulary, N outputs a row (1, or more where one forks), D rows that draw, L rows that
 report logprobs.
@@ -23,7 +23,7 @@ from blockyard.kernels.torch.nucleus import BY_SORTING, NucleusSearch
 from blockyard.worker.memory.transfers import Readback, upload
 from blockyard.worker.sampling.draw import draw
 from blockyard.worker.sampling.logit_edits import IMPOSSIBLE, edit, has_edits
-from blockyard.worker.sampling.logprobs import candidates, likelihoods
+from blockyard.worker.sampling.logprobs import candidates, token_logprobs
 from blockyard.worker.sampling.state import NO_LOGPROBS, Batch, InFlight, SamplingState
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import TokenLogprob
@@ -31,30 +31,30 @@ from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE, RowExt
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 DRAWN_AT_ONCE = 2**18
-"""Logits on a CPU: what is made of them stays in its caches."""
+"""Logits drawn at once on a CPU, so that their intermediate values stay in its caches."""
 LEAST_DRAWN_AT_ONCE = 8
-"""Rows on a CPU: its threads part a search by rows."""
+"""Least rows drawn at once on a CPU. Its threads divide a search by rows."""
 
 Likeliest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""As `Backend.likeliest`."""
+"""The type of `Backend.likeliest`."""
 ApplyMasks = Callable[[torch.Tensor, Sequence[ScheduledRow]], None]
 """Makes tokens impossible in logits [S, V], in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """What was drawn for the rows of a step: on the device already, and on its way to the host."""
+    """Tokens drawn for the rows of a step: on the device, and on their way to the host."""
 
     tokens_SN: torch.Tensor
-    """FAILED_TOKEN or NO_CHOICE where there is none."""
+    """FAILED_TOKEN or NO_CHOICE where a row has no token."""
     on_host: Readback
     logits_SV: torch.Tensor | None
-    """As the model gave them, and edited; None where no row asks for more than tokens."""
+    """The model's logits, and the edited ones. None where no row asks for more than tokens."""
     edited_SV: torch.Tensor | None
     batch: Batch
 
     def result(self) -> StepTokens:
-        """Waits for the device."""
+        """Wait for the device, and return the tokens."""
         tokens: list[list[int]] = self.on_host.wait().tolist()
         extras: dict[int, RowExtras] = {}
         if self.logits_SV is not None and self.edited_SV is not None:
@@ -87,7 +87,7 @@ class Sampler:
         in_flight: InFlight,
         apply_masks: ApplyMasks | None = None,
     ) -> StepTokens:
-        """`start`, and its result."""
+        """Call `start`, and return its result."""
         if not rows:
             return StepTokens(tokens=[])
         return self.start(logits_SV, rows, in_flight=in_flight, apply_masks=apply_masks).result()
@@ -100,21 +100,22 @@ class Sampler:
         in_flight: InFlight,
         apply_masks: ApplyMasks | None = None,
     ) -> Drawing:
-        """One token a row and what else it asks for, by index in `rows`, which all sample; there is one at least.
+        """Draw one token a row, and what else it asks for, by index in `rows`. At least one row is given, and all
+        sample.
 
-        FAILED_TOKEN where the logits hold NaN or infinity, NO_CHOICE where what the request asks for leaves no token.
-        `logits_SV` stays as it is, and must until the result where a row asks for more than tokens.
+        The token is FAILED_TOKEN where the logits hold NaN or infinity, and NO_CHOICE where the request leaves no
+        token. Do not write `logits_SV` before the result is taken, where a row asks for more than tokens.
         """
         batch = self.state.gather(rows, in_flight)
         edited_SV = self._edited(logits_SV, rows, batch, apply_masks)
         if edited_SV is logits_SV:
-            likeliest_S, finite_S = self._likeliest(logits_SV)
+            greedy_S, finite_S = self._likeliest(logits_SV)
             usable_S = finite_S
         else:
-            likeliest_S, _ = self._likeliest(edited_SV)
+            greedy_S, _ = self._likeliest(edited_SV)
             finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
             usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
-        tokens_SN = _choose(edited_SV, likeliest_S, batch, self._nuclei)
+        tokens_SN = _choose(edited_SV, greedy_S, batch, self._nuclei)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
         tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)
         reports = _asks_for_more(batch)
@@ -133,7 +134,7 @@ class Sampler:
         batch: Batch,
         apply_masks: ApplyMasks | None,
     ) -> torch.Tensor:
-        """The same tensor where no row wants a change, otherwise a copy."""
+        """Return the edited copy, or the same tensor where no row wants a change."""
         is_edited = has_edits(batch)
         if not is_edited and apply_masks is None:
             return logits_SV
@@ -146,10 +147,10 @@ class Sampler:
 
 
 def _choose(
-    logits_SV: torch.Tensor, likeliest_S: torch.Tensor, batch: Batch, nuclei: NucleusSearch
+    logits_SV: torch.Tensor, greedy_S: torch.Tensor, batch: Batch, nuclei: NucleusSearch
 ) -> torch.Tensor:
-    """Tokens [S, N]; of a row that does not fork the first counts."""
-    tokens_SN = likeliest_S[:, None].repeat(1, batch.num_columns)
+    """Return tokens [S, N]. In a row that does not fork, the first counts."""
+    tokens_SN = greedy_S[:, None].repeat(1, batch.num_columns)
     drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
     at_once = _drawn_at_once(logits_SV)
     for first in range(0, len(drawing), at_once):
@@ -160,7 +161,7 @@ def _choose(
 
 
 def _drawn_at_once(logits_SV: torch.Tensor) -> int:
-    """Rows: of these all, but for a CPU."""
+    """Return how many rows to draw at once: all, except on a CPU."""
     if logits_SV.device.type != "cpu":
         return len(logits_SV)
     return max(LEAST_DRAWN_AT_ONCE, torch.get_num_threads(), DRAWN_AT_ONCE // logits_SV.shape[1])
@@ -179,7 +180,7 @@ def _extras(
     tokens: list[list[int]],
     batch: Batch,
 ) -> dict[int, RowExtras]:
-    """Of the rows that have any and have not failed."""
+    """Return the extras of those rows that have any and have not failed."""
     params_S = batch.params_S
     has_token_S = np.array([row_tokens[0] >= 0 for row_tokens in tokens])
     beams = np.flatnonzero(has_token_S & (params_S["num_candidates"] > 0)).tolist()
@@ -214,6 +215,6 @@ def _logprobs(
     if not rows:
         return {}
     index_L = torch.tensor(rows, device=logits_SV.device)
-    found = likelihoods(logits_SV[index_L], tokens_SN[index_L])
+    found = token_logprobs(logits_SV[index_L], tokens_SN[index_L])
     num_tokens, num_top = batch.num_outputs_S[rows].tolist(), batch.params_S["logprobs"][rows].tolist()
     return {row: found.of_row(i, num_tokens=num_tokens[i], num_top=num_top[i]) for i, row in enumerate(rows)}

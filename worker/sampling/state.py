@@ -1,8 +1,8 @@
-"""What the sampler remembers of each sequence: its parameters as columns of one array, its token lists, its counts.
+"""Sampling state of each sequence: its parameters as columns of one array, its token lists, its counts.
 
-A sequence is written down once, when it is first seen; after that a step is one lookup a row and one gather. Nothing
-here has to be told about preemptions, forks or discarded steps: a row says how many tokens come before the one to be
-drawn, and where the counts do not fit that number they are made again from the sequence's tokens.
+A sequence is written once, when it is first seen. After that a step is one lookup a row and one gather. Preemptions,
+forks and discarded steps need no call here. A row says how many tokens come before the one to be drawn. Where the
+counts do not fit that number, they are made again from the sequence's tokens.
 
 Owns no arithmetic on logits beyond its counts.
 
@@ -59,7 +59,7 @@ InFlight = Mapping[tuple[SequenceId, int], int]
 
 
 class TokenLists(NamedTuple):
-    """Token ids that one sequence treats specially, those of the vocabulary only."""
+    """Token ids that one sequence treats specially, limited to the vocabulary."""
 
     biased: Ids
     biases: npt.NDArray[np.float32]
@@ -76,7 +76,7 @@ class Batch:
     params_S: Columns
     """The rows' columns: `params_S["temperature"]` and so on."""
     positions_S: Ids
-    """Of the token to be drawn, counted from the start of the prompt."""
+    """Position of the token to be drawn, counted from the start of the prompt."""
     num_outputs_S: Ids
 
     @property
@@ -91,7 +91,7 @@ class Batch:
         return below
 
     def column(self, name: str, rows_X: Ids, device: torch.device) -> torch.Tensor:
-        """[X, 1] in fp32."""
+        """Return [X, 1] in fp32."""
         values_X = self.params_S[name][rows_X].astype(np.float32)
         return upload(values_X, device)[:, None]
 
@@ -107,7 +107,7 @@ class SamplingState:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts = TokenCounts(vocab_size, device)
         self.lists: dict[int, TokenLists] = {}
-        """By slot, of the sequences that have any."""
+        """Keyed by slot, for sequences that have any."""
         self._vocab_size = vocab_size
         self._columns = np.zeros(0, dtype=_COLUMNS)
         self._slots: dict[SequenceId, _Slot] = {}
@@ -117,7 +117,7 @@ class SamplingState:
         return len(self._slots)
 
     def gather(self, rows: Sequence[ScheduledRow], in_flight: InFlight) -> Batch:
-        """The step's rows, with the counts of those that penalise as they must be before it."""
+        """Return the step's rows. Counts of rows that penalise are brought to the state before the step."""
         slots_S = np.array([self._slot_of(row.sequence) for row in rows], dtype=np.int64)
         positions_S = np.array([row.end for row in rows], dtype=np.int64)
         params_S = self._columns[slots_S]
@@ -132,7 +132,7 @@ class SamplingState:
         )
 
     def note_drawn(self, batch: Batch, tokens_S: torch.Tensor, usable_S: torch.Tensor) -> None:
-        """Counts what the step has drawn, although it is not committed yet."""
+        """Count what the step has drawn, although it is not committed yet."""
         rows_P = np.flatnonzero(batch.params_S["counts_row"] != NO_COUNTS)
         if not len(rows_P):
             return
@@ -141,7 +141,7 @@ class SamplingState:
         self._columns["num_counted"][batch.slots_S[rows_P]] = batch.positions_S[rows_P] + 1
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        """Frees what is held for sequences; unknown ones do no harm."""
+        """Free the slots of sequences. Unknown ones are ignored."""
         for sequence_id in ended:
             slot = self._slots.pop(sequence_id, None)
             if slot is None:
@@ -156,7 +156,7 @@ class SamplingState:
         slot = self._slots.get(sequence.sequence_id)
         if slot is not None and slot.sequence is sequence:
             return slot.number
-        # An id that has come to mean another sequence: what was known of it is not of this one.
+        # The id now names another sequence: drop the earlier one's state.
         self.forget((sequence.sequence_id,))
         if not self._free:
             self._grow()
@@ -171,7 +171,7 @@ class SamplingState:
         if any(len(ids) for ids in lists):
             self.lists[slot] = lists
         self._columns[slot] = (
-            # A beam search takes the likeliest, whatever the temperature says.
+            # A beam search takes the most probable tokens, whatever the temperature.
             0.0 if sampling.beam_width else sampling.temperature,
             min(sampling.top_k, self._vocab_size) or self._vocab_size,
             sampling.top_p,
@@ -188,7 +188,7 @@ class SamplingState:
             self.counts.take_row() if sampling.penalises else NO_COUNTS,
             0,
             len(lists.biased) > 0,
-            # Even if none of them is in the vocabulary: then no token is possible.
+            # True even if none of them is in the vocabulary: then no token is possible.
             len(sampling.allowed_token_ids) > 0,
             len(lists.bad) > 0,
         )
@@ -220,5 +220,5 @@ def _token_lists(sampling: SamplingParams, vocab_size: int) -> TokenLists:
 
 
 def _known(ids: Iterable[int], vocab_size: int) -> Ids:
-    # Ids beyond 64 bits must not end the step either, so Python compares them.
+    # Python compares them, so that ids beyond 64 bits do not end the step either.
     return np.array(sorted(token for token in ids if 0 <= token < vocab_size), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Which tokens a sequence has had, and what that costs their logits: the presence, frequency and repetition penalties.
+"""Token counts: which tokens a sequence has had, and the presence, frequency and repetition penalties for them.
 
 Owns one row of two device buffers for each sequence that penalises, and no row for any other. A row is written whole
-from the sequence's tokens and then kept up to date by each token as it is drawn, before anything is committed.
+from the sequence's tokens. Then each token updates it as it is drawn, before anything is committed.
 
 Shapes: C rows of the buffers, P sequences of a step that penalise, V vocabulary.
 """
@@ -29,7 +29,7 @@ class TokenCounts:
         return len(self._outputs_CV) - len(self._free)
 
     def take_row(self) -> int:
-        """A row of undefined content."""
+        """Return a row of undefined content."""
         if not self._free:
             self._grow()
         return self._free.pop()
@@ -38,12 +38,12 @@ class TokenCounts:
         self._free.append(row)
 
     def write(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Ids that are no logits' are left out."""
+        """Write a row from a sequence's tokens. Ids beyond the logits are left out."""
         self._prompts_CV[row] = self._count(prompt) > 0
         self._outputs_CV[row] = self._count(output)
 
     def add(self, rows_P: npt.NDArray[np.int64], tokens_P: torch.Tensor, usable_P: torch.Tensor) -> None:
-        """One more token each, where there is one: nothing is read back from the device."""
+        """Count one more token of each row, where there is one. Nothing is read back from the device."""
         index_P = upload(rows_P, tokens_P.device)
         self._outputs_CV.index_put_((index_P, tokens_P), usable_P.to(torch.int32), accumulate=True)
 
@@ -56,7 +56,7 @@ class TokenCounts:
         frequency_P1: torch.Tensor,
         presence_P1: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits after the three penalties. A repeated token's becomes x / r if x > 0 and x * r otherwise."""
+        """Return logits after the three penalties. A repeated token's x becomes x / r if x > 0 and x * r otherwise."""
         index_P = upload(rows_P, logits_PV.device)
         counts_PV = self._outputs_CV[index_P]
         in_output_PV = counts_PV > 0

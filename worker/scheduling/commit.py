@@ -1,7 +1,7 @@
-"""What a step's tokens do to its sequences: they grow, fork, advance their beam search, or end.
+"""Commit: applies a step's tokens to its sequences. They grow, fork, advance their beam search, or end.
 
-Owns the commit of one step's rows. The queues are queues.py's, blocks cache/block_tables.py's, the search
-sequences/beams.py's.
+Owns the commit of one step's rows. Does not own the queues (queues.py), the blocks (cache/block_tables.py) or the beam
+search (sequences/beams.py).
 """
 
 from dataclasses import dataclass
@@ -16,29 +16,30 @@ from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE, NO_TOK
 
 
 class SequenceUpdate(NamedTuple):
-    """What a step brought one sequence: a token, an end, or both. A tuple, because each step makes one a sequence."""
+    """One sequence's result of a step: a token, an end, or both. A tuple, because each step makes one for each
+    sequence."""
 
     sequence: Sequence
     token: int | None
     logprobs: tuple[TokenLogprob, ...] = ()
     has_no_choice: bool = False
-    """It ended because its request left no token to choose."""
+    """The sequence ended because the limits of its request left no token to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamsUpdate:
-    """A beam search is over."""
+    """A beam search has ended."""
 
     sequence: Sequence
     """One of its last beams."""
     hypotheses: tuple[Hypothesis, ...]
-    """The best first."""
+    """The finished beams, the best first."""
 
 
 Update = SequenceUpdate | BeamsUpdate
 
 
-class Outcome:
+class StepCommit:
     """Applies rows to the sequences of one scheduler."""
 
     def __init__(self, queues: Queues, tables: BlockTables, *, max_model_len: int) -> None:
@@ -47,7 +48,7 @@ class Outcome:
         self._max_model_len = max_model_len
 
     def commit(self, row: ScheduledRow, token: int, extras: RowExtras) -> list[Update]:
-        """What one row brought. A sequence that has ended meanwhile only gives back what it held."""
+        """Return what one row brought. A sequence that has ended meanwhile only gives back what it held."""
         sequence = row.sequence
         sequence.num_in_flight -= 1
         sequence.num_computed = row.end
@@ -95,7 +96,7 @@ class Outcome:
     def _commit_forks(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> list[Update]:
-        """A request's first tokens, one for each of its outputs."""
+        """Fork a sequence at its first token, into one sequence for each of `tokens`."""
         assert len(tokens) == sequence.num_outputs
         sequence.num_outputs = 1
         outputs = [sequence, *(self._queues.fork(sequence, index) for index in range(1, len(tokens)))]
@@ -116,7 +117,10 @@ class Outcome:
         return []
 
     def _go_on(self, group: BeamGroup, following: list[NextBeam]) -> None:
-        """A parent goes on as its own first child; the others are forked from it before any token is added."""
+        """Continue a search with its new beams. A parent becomes its own first child.
+
+        The other children are forked from it before any token is added.
+        """
         parents: set[SequenceId] = set()
         beams: list[Sequence] = []
         for chosen in following:
@@ -135,7 +139,7 @@ class Outcome:
         )
 
     def fail(self, row: ScheduledRow) -> list[Update]:
-        """Its step has raised: the sequence ends, and nothing that was computed is kept or found again."""
+        """End the sequence of a row after its step raised. Nothing that the step computed is kept or found again."""
         row.sequence.num_in_flight -= 1
         if row.sequence.is_over:
             self._queues.release_if_idle(row.sequence)

@@ -1,42 +1,48 @@
-"""How long a step of decodes alone takes, by how many they are. Pure."""
+"""Decode times: how long a step of decodes alone takes, by the number of decodes. Pure."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
 from math import sqrt
 
 MEASURED_FOR_STEPS = 64
-"""With prompts beside decodes, until those decodes are to be measured alone again: contexts grow meanwhile."""
+"""Mixed steps after which decodes are measured alone again, because their contexts grow."""
 
 
 @dataclass(slots=True)
 class _Measured:
     decodes: float
-    """The mean number, as the seconds are a mean."""
+    """Mean number of decodes."""
     seconds: float
     mixed_steps: int = 0
-    """Since."""
+    """Mixed steps since this was last measured."""
 
 
 class DecodeTimes:
-    """A step reads the weights once for all of its decodes, so that sixteen take far less than sixteen times what one
-    takes: a rate of tokens would not tell. One measurement is kept for each power of two at or below the number."""
+    """Measured times of steps that only decode.
+
+    A step reads the weights once for all its decodes, so 16 decodes take far less than 16 times as long as one. A rate
+    in tokens would not show that. One measurement is kept for each power of two at or below the number of decodes.
+    """
 
     def __init__(self, *, smoothing: float) -> None:
         """`smoothing` is the weight of the newest step, above 0 and at most 1."""
         self._smoothing = smoothing
         self._measured: dict[int, _Measured] = {}
-        """By a number's bit length."""
+        """Keyed by the bit length of the number of decodes."""
 
     def observe(self, decodes: int, seconds: float) -> None:
-        """A step of `decodes` sequences, one at least, and no prompt."""
+        """Take the time of a step with `decodes` rows, at least one, and no prompt."""
         measured = self._measured.setdefault(decodes.bit_length(), _Measured(float(decodes), seconds))
         measured.decodes += self._smoothing * (decodes - measured.decodes)
         measured.seconds += self._smoothing * (seconds - measured.seconds)
         measured.mixed_steps = 0
 
     def wants_measuring(self, decodes: int) -> bool:
-        """Counts a step of so many decodes and a prompt. Whether about so many were never measured alone, or not for
-        long: a step without prompts is then worth its time, which else nobody would take while prompts wait."""
+        """Count a mixed step with this many decodes, and return whether they should be measured alone.
+
+        That is so where about as many were never measured alone, or not for MEASURED_FOR_STEPS mixed steps. A step
+        without prompts is then worth its time. While prompts wait, no other step would measure it.
+        """
         measured = self._measured.get(decodes.bit_length())
         if measured is None:
             return True
@@ -44,8 +50,11 @@ class DecodeTimes:
         return measured.mixed_steps > MEASURED_FOR_STEPS
 
     def expected(self, decodes: int) -> float:
-        """Seconds, 0.0 before any step was seen. On the line between the next smaller and the next larger measurement;
-        beyond all, the geometric mean of what it may be: as long, and as much longer or shorter as the number is."""
+        """Return the expected seconds of a step that only decodes, 0.0 before any was measured.
+
+        Between two measurements it interpolates linearly. Beyond them it scales the nearest one by the square root of
+        the ratio of decodes: the geometric mean of no growth and proportional growth.
+        """
         known = sorted(self._measured.values(), key=lambda measured: measured.decodes)
         if not known:
             return 0.0

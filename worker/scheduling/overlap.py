@@ -1,17 +1,18 @@
-"""Which steps may be in flight while the host goes on: those whose choices need nothing from it.
+"""Overlap: which steps may be in flight while the host plans the next one.
 
-A grammar's mask and the choice between beams need the tokens before them on the host, and so does whatever reports more
-than a token. What is sampled with filters alone is chosen on the device, by Triton's kernels without a word to the
-host; where PyTorch computes on a GPU, a nucleus waits for the device as the step is started, so for the step before.
+A step may not be in flight where the host needs its result first: for a grammar's mask, a beam search, or results
+beyond a token. Tokens that are sampled with filters alone are chosen on the device. Triton's kernels need no
+synchronisation for it. Where PyTorch samples on a GPU, top-p filtering synchronises as the step starts, which waits for
+the step before.
 
-A step that waits by this rule runs by itself: the one before it is committed first, and so is this one before the next.
+A step that may not be in flight runs by itself: the step before is committed first, and so is this one before the next.
 """
 
 from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan
 
 
 def may_be_in_flight(plan: StepPlan) -> bool:
-    """Whether the next step may be planned and started before this one's tokens are known."""
+    """Return whether the next step may be planned and started before this one's tokens are known."""
     return not any(_waits(row) for row in plan.rows)
 
 

@@ -1,6 +1,7 @@
-"""Who gives way when blocks run out, and whether its blocks are kept in host memory or computed again.
+"""Preemption: chooses the victim when blocks run out, and whether to swap or to recompute its blocks.
 
-Pure choices over running sequences. Owns the estimates; moving is cache/block_tables.py's, queues are scheduler.py's.
+Pure choices over running sequences. Owns the estimates of cost. Does not move blocks (cache/block_tables.py) or change
+queues (scheduler.py).
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from blockyard.worker.cache.block_tables import BlockTables
+from blockyard.worker.scheduling.mixed_steps import Rates
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.sequences.step_plan import ScheduledRow
@@ -16,18 +18,9 @@ from blockyard.worker.sequences.step_plan import ScheduledRow
 PreemptionMode = Literal["auto", "swap", "recompute"]
 
 
-@dataclass(slots=True)
-class Rates:
-    """Measured by the engine; 0 is unknown."""
-
-    prefill_tokens_per_second: float = 0.0
-    swap_blocks_per_second: float = 0.0
-    """There and back."""
-
-
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Sequences that give way together: one, or all running beams of a search."""
+    """Sequences that are preempted together: one, or all running beams of a search."""
 
     sequences: tuple[Sequence, ...]
     swaps: bool
@@ -41,13 +34,16 @@ def choose_victim(
     mode: PreemptionMode,
     rates: Rates,
 ) -> Victim | None:
-    """The least urgent, and among them the one that costs the least for each block that it really frees; ties go to
-    the youngest. `running` is in order of rank.
+    """Return the least urgent victim, and among equals the one with the lowest cost for each block that it frees.
 
-    Never chosen is the first of all, so that something always gets done, nor one that holds all it can ever need,
-    nor one that this step or a step in flight computes, whose blocks could not be had now. One that frees nothing by
-    itself gives way only where nobody frees anything, but it shares with the first, or with others like it: outputs
-    of one request that are about to write the same half-filled block.
+    Ties go to the youngest. `running` is in order of rank. Three kinds of sequences are never chosen:
+
+    - the first of all, so that something always makes progress;
+    - one that holds all blocks that it can ever need;
+    - one that this step or a step in flight computes, because its blocks are still in use.
+
+    A sequence that frees nothing alone is chosen only where none frees anything, and it shares blocks with the first or
+    with others like it. Outputs of one request that are about to write the same half-filled block are such a case.
     """
     best: tuple[tuple[int, float], Victim] | None = None
     freeing_nothing: list[tuple[Sequence, ...]] = []
@@ -70,7 +66,7 @@ def choose_victim(
 def _last_resort(
     running: Items[Sequence], freeing_nothing: Items[tuple[Sequence, ...]], tables: BlockTables
 ) -> Victim | None:
-    """The youngest of those that free nothing alone, where they and the first free something together."""
+    """Return the youngest of those that free nothing alone, where they and the first free something together."""
     together = [*running[:1], *(sequence for sequences in freeing_nothing for sequence in sequences)]
     if tables.freed_by(together) <= tables.freed_by(running[:1]):
         return None
@@ -90,10 +86,11 @@ def _units(running: Items[Sequence]) -> Iterator[tuple[Sequence, ...]]:
 def _cost(
     sequences: Items[Sequence], tables: BlockTables, mode: PreemptionMode, rates: Rates
 ) -> tuple[float, bool]:
-    """Seconds (or tokens, while nothing is measured) to have them back, and whether by swapping."""
+    """Return the seconds to restore the sequences, and whether by swapping. While nothing is measured, tokens or
+    blocks."""
     tokens = sum(recompute_tokens(sequence, tables) for sequence in sequences)
     recompute = tokens / (rates.prefill_tokens_per_second or 1.0)
-    # Beams share their tails among each other: what is private to one of them is little, so they are computed again.
+    # Beams share most of their blocks with each other. Little is private to one beam, so they are recomputed.
     if mode == "recompute" or len(sequences) > 1 or sequences[0].group is not None:
         return recompute, False
     (sequence,) = sequences
@@ -109,6 +106,6 @@ def _cost(
 
 
 def recompute_tokens(sequence: Sequence, tables: BlockTables) -> int:
-    """Tokens to compute again: all but the leading blocks that others hold too."""
+    """Return the tokens to compute again: all but the leading blocks that other sequences hold too."""
     shared_tokens = tables.num_shared(sequence) * tables.block_size
     return sequence.num_computed - min(sequence.num_computed, shared_tokens)

@@ -1,6 +1,6 @@
-"""The queues of a scheduler: who waits, who runs, who has left and is still computed by a step in flight.
+"""Queues of a scheduler: the waiting, the running, and those that have ended while a step in flight computes them.
 
-Owns their order and the end of sequences. Does not decide who runs.
+Owns their order and the end of sequences. Does not decide which sequence runs.
 """
 
 from bisect import insort
@@ -11,17 +11,17 @@ from blockyard.worker.sequences.identifiers import RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
 
 FIRST_FORK = 2**40
-"""Ids of forks, apart from those of submitted sequences."""
+"""Lowest id of forks. Ids of submitted sequences are below it."""
 
 
 class Queues:
-    """Over one pool's tables. `waiting` and `running` are in order of rank."""
+    """Queues over the block tables of one pool. `waiting` and `running` are in order of rank."""
 
     def __init__(self, tables: BlockTables) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
-        """Of the running, those that hold, or are to get, all that they can ever need."""
+        """Running sequences that hold, or are to get, all blocks that they can ever need."""
         self._tables = tables
         self._leaving: dict[SequenceId, Sequence] = {}
         self._ended: list[SequenceId] = []
@@ -32,11 +32,11 @@ class Queues:
 
     @property
     def is_any_leaving(self) -> bool:
-        """Whether a step in flight still computes sequences that are over."""
+        """Whether a step in flight still computes sequences that have ended."""
         return bool(self._leaving)
 
     def wait(self, sequence: Sequence) -> None:
-        """From nowhere, or from the running."""
+        """Queue a new sequence, or one that was running."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             if sequence.is_reserved:
@@ -45,7 +45,7 @@ class Queues:
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
     def run(self, sequence: Sequence) -> None:
-        """From the waiting, or a fork that never waited. It is known by now whether it is reserved."""
+        """Run a waiting sequence, or a fork that never waited. Its `is_reserved` is already set."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
@@ -54,7 +54,7 @@ class Queues:
             self.reserved.append(sequence)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """A running sequence with all that its parent has."""
+        """Return a new running sequence with all that its parent has."""
         is_beam = parent.group is not None
         child = Sequence(
             sequence_id=SequenceId(next(self._fork_ids)),
@@ -83,7 +83,7 @@ class Queues:
         return child
 
     def leave(self, sequence: Sequence, state: SequenceState) -> None:
-        """Ends a sequence; its blocks go back at once, or with the step that still computes it."""
+        """End a sequence. Its blocks go back at once, or with the step that still computes it."""
         is_running = sequence.state is not SequenceState.WAITING
         (self.running if is_running else self.waiting).remove(sequence)
         if is_running and sequence.is_reserved:
@@ -95,12 +95,12 @@ class Queues:
         self.release_if_idle(sequence)
 
     def release_if_idle(self, sequence: Sequence) -> None:
-        """Blocks of a step in flight return after it: it may still write them."""
+        """Give back the blocks of an ended sequence, unless a step in flight may still write them."""
         if not sequence.num_in_flight and self._leaving.pop(sequence.sequence_id, None) is not None:
             self._tables.release(sequence)
 
     def of_request(self, request_id: RequestId, index: int | None) -> list[Sequence]:
-        """All that is left of a request, or of one of its outputs."""
+        """Return all that is left of a request, or of one of its outputs."""
         return [
             sequence
             for sequence in (*self.waiting, *self.running)
@@ -108,18 +108,18 @@ class Queues:
         ]
 
     def ended(self) -> tuple[SequenceId, ...]:
-        """Who has left since `forget_ended`."""
+        """Return the sequences that have left since `forget_ended`."""
         return tuple(self._ended)
 
     def forget_ended(self) -> None:
         self._ended.clear()
 
-    def tell_ended_again(self, ended: tuple[SequenceId, ...]) -> None:
-        """They were told with a step that perhaps never began."""
+    def report_ended_again(self, ended: tuple[SequenceId, ...]) -> None:
+        """Report these as ended again: the step that reported them may never have begun."""
         self._ended += ended
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where tables, counters, names and references disagree. O(blocks)."""
+        """Raise AssertionError where tables, counters, names and references disagree. O(blocks)."""
         tables = self._tables
         pool = tables.pool
         holders = [0] * pool.num_blocks

@@ -1,7 +1,7 @@
-"""What the next step computes: continuous batching under one token budget, with no prefill or decode phase.
+"""Scheduler: plans each step by continuous batching under one token budget, with no prefill or decode phase.
 
-`plan()` chooses the rows of a step and takes their blocks; `commit()` takes the tokens that the step sampled. They are
-apart, and one step may be in flight while the next is planned:
+`plan()` chooses the rows of a step and takes their blocks. `commit()` takes the tokens that the step sampled. One step
+may be in flight while the next is planned:
 
     plan n | plan n+1 | commit n | plan n+2 | commit n+1 ...
 
@@ -9,13 +9,13 @@ apart, and one step may be in flight while the next is planned:
     computed   [ =================== ]        KV valid below num_computed
     scheduled  [ ========================= ]  planned below num_scheduled, at most two steps ahead
 
-Running sequences come first, decodes before chunks of long prompts, so that no prompt stalls a decode; then the
-waiting, in order of rank, each admitted once its whole uncached prompt fits. When blocks run out a running sequence is
-preempted (preemption.py): its blocks go to host memory, or are computed again. A sequence that has given way
-`max_preemptions` times is admitted again only with room for all that it can ever need, and gives way no more.
+Running sequences come first, decodes before chunks of long prompts, so that no prompt stalls a decode. Waiting
+sequences follow in order of rank, each admitted once its whole uncached prompt fits. When blocks run out, a running
+sequence is preempted (preemption.py): its blocks are swapped to host memory or recomputed. After `max_preemptions`
+preemptions a sequence is admitted only with room for all that it can ever need, and is never preempted again.
 
-A request with several outputs runs as one sequence until its first token, and then forks; beams fork and end as their
-search decides (sequences/beams.py). Owns the queues and the counters of sequences. No tensors, clocks or I/O.
+A request with several outputs runs as one sequence until its first token, and then forks. Beams fork and end as their
+search decides (sequences/beams.py). Owns the queues and the counters of sequences. Has no tensors, clocks or I/O.
 """
 
 from collections.abc import Callable, Collection, Set
@@ -30,13 +30,14 @@ from blockyard.worker.cache.tiers import AnywhereNames
 from blockyard.worker.scheduling.capacity import (
     fits,
     most_blocks,
-    places,
-    places_taken,
+    protected_blocks,
     reserved_blocks,
-    spared_blocks,
+    seq_slots,
+    seq_slots_taken,
 )
-from blockyard.worker.scheduling.commit import Outcome, Update
-from blockyard.worker.scheduling.preemption import PreemptionMode, Rates, Victim, choose_victim
+from blockyard.worker.scheduling.commit import StepCommit, Update
+from blockyard.worker.scheduling.mixed_steps import MixedStepController
+from blockyard.worker.scheduling.preemption import PreemptionMode, Victim, choose_victim
 from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.beams import BeamGroup
 from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
@@ -45,7 +46,7 @@ from blockyard.worker.sequences.step_plan import LOST_TOKEN, RowExtras, Schedule
 
 _NO_EXTRAS = RowExtras()
 _make_row = partial(tuple.__new__, ScheduledRow)
-"""Of all its fields; by C alone, where a named tuple's own constructor goes through Python."""
+"""Make a row from all of its fields. This runs in C alone; a named tuple's own constructor runs Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +59,15 @@ class SchedulerConfig:
     max_model_len: int = 4096
     preemption: PreemptionMode = "auto"
     max_preemptions: int = 4
-    """Of one sequence; after so many it is safe from them."""
+    """Maximum preemptions of one sequence. After that it is never preempted again."""
     swap_blocks: int = 0
     """Blocks of host memory for preempted sequences."""
     host_cache_blocks: int = 0
     """Blocks of host memory for named blocks that the pool has evicted."""
     index_stride_blocks: int = 1
-    """The prefix index is told of every so manieth block of a prefix."""
-    spared_blocks: int = 0
-    """Of what the others have cached: no tenant's work takes them, but where nothing else would run."""
+    """Only every Nth block of a prefix is published to the prefix index."""
+    protected_blocks: int = 0
+    """Cached blocks of other tenants that no tenant's work evicts, except where nothing else would run."""
 
 
 class CapacityError(ValueError):
@@ -76,8 +77,14 @@ class CapacityError(ValueError):
 class Scheduler:
     """Queues over one pool. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, config: SchedulerConfig, *, num_blocks: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, num_blocks: int, mixed_steps: MixedStepController | None = None
+    ) -> None:
+        """Without `mixed_steps` the token budget alone limits prompts beside decodes, and no rate is measured."""
         self.config = config
+        self.mixed_steps = mixed_steps or MixedStepController(
+            max_batched_tokens=config.max_num_batched_tokens
+        )
         self.pool = BlockPool(num_blocks)
         anywhere = AnywhereNames() if config.host_cache_blocks else None
         self.cache = PrefixCache(self.pool, anywhere=anywhere)
@@ -95,19 +102,14 @@ class Scheduler:
             index_stride_blocks=config.index_stride_blocks,
         )
         self._queues = Queues(self.tables)
-        self._outcome = Outcome(self._queues, self.tables, max_model_len=config.max_model_len)
-        self.rates = Rates()
-        self.prefill_tokens_beside_decodes: int | None = None
-        """Of one step that also decodes: what keeps decodes from waiting for a long prompt. None: the budget alone."""
-        self.next_decodes_go_alone = False
-        """Whether the next step that decodes takes no prompt, so that it can be measured. `plan` unsets it."""
+        self._step_commit = StepCommit(self._queues, self.tables, max_model_len=config.max_model_len)
         self.holds: Callable[[Sequence], bool] | None = None
-        """Whether a sequence with a grammar must wait for the mask of its next token. Until then no step has it, so a
-        plan may be empty although there is work."""
+        """Return whether a sequence must wait for its grammar's mask. Until then no step has it, so a plan may be empty
+        although there is work."""
         self.num_preemptions = 0
         self.num_swaps = 0
         self._moves: dict[int, Moves] = {}
-        """Of steps in flight."""
+        """Moves of steps in flight, by step."""
         self._next_step = 0
         if config.max_num_batched_tokens < config.max_num_seqs:
             raise ValueError(
@@ -122,7 +124,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """In order of rank, as are the running."""
+        """Waiting sequences in order of rank. `running` is in that order too."""
         return self._queues.waiting
 
     @property
@@ -135,15 +137,15 @@ class Scheduler:
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Tokens known and not yet scheduled, beyond the one that each decode computes next.
+        """Return the known tokens that are not yet scheduled, beyond the one that each decode computes next.
 
-        Of the waiting only what was not cached when they were submitted counts: it is what placement waits for.
+        Waiting sequences count with the tokens that were not cached at their submit. Placement waits for those.
         """
         waiting = sum(uncached_tokens(sequence) for sequence in self.waiting)
         return waiting + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises CapacityError where it can never fit."""
+        """Queue a sequence. Raises CapacityError where it can never fit."""
         longest = sequence.prompt_length + sequence.sampling.max_tokens
         if longest > self.config.max_model_len:
             raise CapacityError(f"{longest} tokens asked for, {self.config.max_model_len} fit the context")
@@ -151,7 +153,7 @@ class Scheduler:
             raise CapacityError("nothing is left to generate")
         if sequence.sampling.beam_width:
             sequence.group = BeamGroup(sequence)
-        if places(sequence, self.running) > self.config.max_num_seqs:
+        if seq_slots(sequence, self.running) > self.config.max_num_seqs:
             raise CapacityError(f"more outputs than max_num_seqs {self.config.max_num_seqs}")
         if most_blocks(sequence, self.tables) > self.pool.num_blocks:
             raise CapacityError("the beams can never fit the KV cache together")
@@ -159,14 +161,14 @@ class Scheduler:
         self._queues.wait(sequence)
 
     def cancel(self, sequence: Sequence, state: SequenceState = SequenceState.CANCELLED) -> None:
-        """Ends a sequence in any state; its blocks go back at once, or with the step that still computes it."""
+        """End a sequence in any state. Its blocks go back at once, or with the step that still computes it."""
         if not sequence.is_over:
             self._queues.leave(sequence, state)
 
     def cancel_request(self, request_id: RequestId, index: int | None = None) -> int:
-        """Ends all outputs of a request, or one of them. How many sequences that were.
+        """End all outputs of a request, or one, and return how many sequences ended.
 
-        One of several that are still one sequence, or beams, cannot be ended alone: then nothing happens.
+        An output cannot be ended alone before its request forks, or in a beam search. Then nothing happens.
         """
         ending = self._queues.of_request(request_id, index)
         if index is not None and any(sequence.group or sequence.num_outputs > 1 for sequence in ending):
@@ -178,7 +180,7 @@ class Scheduler:
     # Planning
 
     def plan(self) -> StepPlan:
-        """Chooses the next step's rows and takes their blocks. Nothing is to be run where it `has_work` not."""
+        """Choose the next step's rows and take their blocks. A plan without `has_work` is not to be run."""
         assert len(self._moves) < 2, "at most one step may be in flight while another is planned"
         rows: dict[SequenceId, ScheduledRow] = {}
         budget = self.config.max_num_batched_tokens
@@ -188,7 +190,7 @@ class Scheduler:
                 continue
             start = sequence.num_scheduled
             is_plain = start < sequence.plain_until
-            # Nearly every row of nearly every step, told by what the last commit has just touched.
+            # The fast path of nearly every row. It reads only what the last commit has just touched.
             if (
                 is_plain
                 and not sequence.num_in_flight
@@ -209,9 +211,7 @@ class Scheduler:
                 budget -= 1
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
-        if rows and self.prefill_tokens_beside_decodes is not None:
-            budget = min(budget, 0 if self.next_decodes_go_alone else self.prefill_tokens_beside_decodes)
-        self.next_decodes_go_alone = False
+        budget = self.mixed_steps.prefill_budget(budget, has_decodes=bool(rows))
         for sequence, todo in chunks:
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
@@ -250,14 +250,16 @@ class Scheduler:
     def _schedule_running(
         self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]
     ) -> int:
-        """Schedules `num_tokens` more positions, preempting others if need be. How many it took: all, or 0, also where
-        the sequence itself has been preempted meanwhile."""
+        """Schedule `num_tokens` more positions, and preempt others if necessary. Return `num_tokens`, or 0.
+
+        It returns 0 where the blocks cannot be had, also because the sequence itself has been preempted.
+        """
         if num_tokens < 1 or sequence.state is not SequenceState.RUNNING:
             return 0
         end = sequence.num_scheduled + num_tokens
         while (missing := self.tables.missing(sequence, end)) > 0 and missing > self._available(sequence):
             victim = choose_victim(
-                self.running, rows, self.tables, mode=self.config.preemption, rates=self.rates
+                self.running, rows, self.tables, mode=self.config.preemption, rates=self.mixed_steps.rates
             )
             if victim is None:
                 return 0
@@ -271,14 +273,17 @@ class Scheduler:
         return num_tokens
 
     def _available(self, sequence: Sequence) -> int:
-        """Blocks that this sequence may take: what is reserved for others is not for it, nor what is spared of their
-        cache, unless it is the first of all: something always gets done."""
+        """Return how many blocks this sequence may take: not those reserved for others, nor their protected cached
+        blocks.
+
+        The first sequence of all may take protected blocks, so that something always makes progress.
+        """
         if sequence.is_reserved:
             return self.pool.num_allocatable
         first, reserved = self.running[0], reserved_blocks(self._queues.reserved, self.tables)
         is_first = sequence is first or sequence.group is first.group is not None
-        spared = 0 if is_first else spared_blocks(sequence, self.tables, self.config.spared_blocks)
-        return self.pool.num_allocatable - reserved - spared
+        protected = 0 if is_first else protected_blocks(sequence, self.tables, self.config.protected_blocks)
+        return self.pool.num_allocatable - reserved - protected
 
     def _add_row(
         self,
@@ -313,12 +318,12 @@ class Scheduler:
     # Admission
 
     def _admit(self, budget: int, rows: dict[SequenceId, ScheduledRow]) -> None:
-        """Admits the waiting in order, while budget, places and blocks last."""
+        """Admit waiting sequences in order, while budget, sequence slots and blocks last."""
         while budget > 0 and self.waiting:
             sequence = self._next_waiting()
             if sequence is None:
                 return
-            if places_taken(self.running) + places(sequence, self.running) > self.config.max_num_seqs:
+            if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
                 return
             hits = self.tables.match(sequence)
             is_reserved = sequence.num_preemptions >= self.config.max_preemptions
@@ -336,7 +341,8 @@ class Scheduler:
             budget -= todo
 
     def _next_waiting(self) -> Sequence | None:
-        """The first that is not held, but for beams whose search runs already: it goes on only with all of them."""
+        """Return the first waiting sequence that is not held. Beams of a running search come first: it needs all of
+        them."""
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
                 if beam.state is SequenceState.WAITING:
@@ -347,7 +353,7 @@ class Scheduler:
         return None
 
     def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
-        """A request alone always fits: submit and the constructor saw to that."""
+        """Return whether it fits. A request alone always does: `submit` and the constructor have checked that."""
         group = sequence.group
         if not self._queues.is_any_leaving and all(
             group is not None and other.group is group for other in self.running
@@ -360,51 +366,59 @@ class Scheduler:
             waiting=self.waiting,
             tables=self.tables,
             is_reserved=is_reserved,
-            most_spared=self.config.spared_blocks,
+            max_protected=self.config.protected_blocks,
         )
 
     # Committing
 
     def commit(self, plan: StepPlan, step: StepTokens) -> list[Update]:
-        """Takes what a step sampled. Every plan that has work is to be committed, or failed, in order. Rows that lost
-        a block wait again, and compute it."""
+        """Take what a step sampled. Every plan that has work must be committed or failed, in order.
+
+        Rows that lost a block wait again, and compute it.
+        """
         self._end_step(plan)
         updates: list[Update] = []
         for index, (row, token) in enumerate(zip(plan.rows, step.tokens, strict=True)):
             if token != LOST_TOKEN:
-                updates += self._outcome.commit(row, token, step.extras.get(index, _NO_EXTRAS))
+                updates += self._step_commit.commit(row, token, step.extras.get(index, _NO_EXTRAS))
         if step.lost_slots:
             rows = zip(plan.rows, step.tokens, strict=True)
             self._lose(step.lost_slots, [row for row, token in rows if token == LOST_TOKEN])
         return updates
 
     def _lose(self, slots: Set[HostSlot], rows: Collection[ScheduledRow]) -> None:
-        """Drops what lies in slots of host memory; the rows needed it."""
+        """Drop the content of these slots of host memory, which the rows needed."""
         if self.host_cache is not None:
             self.host_cache.drop(slots)
         for row in rows:
             if not row.sequence.num_generated and not row.sequence.num_preemptions:
-                row.sequence.cached_tokens = None  # counted anew at its next admission
+                row.sequence.cached_tokens = None  # counted again at its next admission
         self._take_back(rows)
 
     def fail(self, plan: StepPlan) -> list[Update]:
-        """Ends every sequence of a step that raised. Nothing that it computed is found again; where it moved blocks to
-        or from host memory, nothing there is: what cannot be read once would fail everybody who hits it."""
+        """End every sequence of a step that raised. Nothing that the step computed is found again.
+
+        Where it moved blocks to or from host memory, all cached blocks there are dropped. A slot that cannot be read
+        would fail every later request that hits it.
+        """
         self._end_step(plan)
         self._distrust_host_memory(plan)
-        return [update for row in plan.rows for update in self._outcome.fail(row)]
+        return [update for row in plan.rows for update in self._step_commit.fail(row)]
 
     def abandon(self, plan: StepPlan, *, moved: bool) -> None:
-        """Takes a step back that was planned on one which has failed: its sequences wait, and compute again what is not
-        found. Unless its blocks are sure to have `moved`, nothing in host memory is, as after a failure."""
+        """Take back a step that was planned on one which has failed. Its sequences wait, and compute again what is not
+        found.
+
+        Unless its blocks are sure to have `moved`, all cached blocks in host memory are dropped, as after a failure.
+        """
         self._end_step(plan)
-        self._queues.tell_ended_again(plan.ended)
+        self._queues.report_ended_again(plan.ended)
         if not moved:
             self._distrust_host_memory(plan)
         self._take_back(plan.rows)
 
     def _take_back(self, rows: Collection[ScheduledRow]) -> None:
-        """Lets the sequences of rows that do not count wait again, and all of a search with its beams."""
+        """Make the sequences of rows that do not count wait again, and with a beam all of its search."""
         for row in rows:
             row.sequence.num_in_flight -= 1
             if row.sequence.is_over:
@@ -428,7 +442,7 @@ class Scheduler:
             self.tables.settle(self._moves.pop(plan.step))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where tables, counters, names and references disagree. O(blocks)."""
+        """Raise AssertionError where tables, counters, names and references disagree. O(blocks)."""
         self.pool.check_invariants()
         self.cache.check_invariants()
         if self.host_cache is not None:
@@ -445,7 +459,7 @@ def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
 
 
 def uncached_tokens(sequence: Sequence) -> int:
-    """Of a waiting sequence: what it will compute before its next token, as far as could be seen at its submit."""
+    """Return how many tokens a waiting sequence will compute before its next one, as known at its submit."""
     if sequence.swapped is not None:
         return max(1, len(sequence.tokens) - sequence.swapped.num_tokens)
     return len(sequence.tokens) - sequence.cached_at_submit

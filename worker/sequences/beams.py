@@ -1,10 +1,10 @@
-"""Beam search over sequences that the scheduler runs: which beams go on, which are finished, when it is over.
+"""Beam search over sequences that the scheduler runs: which beams continue, which are finished, when the search ends.
 
-Pure bookkeeping of scores. A beam's row brings its likeliest next tokens; once every running beam has brought its own,
-`advance` says how the search goes on. Does not own sequences' blocks or tokens: the scheduler forks and drops them.
+Pure bookkeeping of scores. A beam's row brings its most probable next tokens. Once every running beam has brought its
+own, `advance` returns the next beams. Does not own sequences' blocks or tokens: the scheduler forks and drops them.
 
-The rules are transformers' (`GenerationMixin._beam_search` of version 5), so that the results are: of the continuations
-of all beams, the best `beam_width` may finish, and the best `beam_width` that do not end go on.
+The rules are those of transformers (`GenerationMixin._beam_search` of version 5), so the results are equal. Of the
+continuations of all beams, the best `beam_width` may finish. The best `beam_width` that do not end continue.
 """
 
 from collections.abc import Sequence as Items
@@ -15,11 +15,11 @@ from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, Sequence
 
 Candidate = tuple[int, float]
-"""A token and its log-probability after a beam."""
+"""A token, and its log-probability after a beam."""
 
 
 def num_candidates(sampling: SamplingParams) -> int:
-    """Tokens of each beam that a step looks at: enough that `beam_width` of them do not end, whichever do."""
+    """Return how many tokens of each beam a step considers: enough that `beam_width` of them do not end."""
     return sampling.beam_width + len(sampling.eos_token_ids | sampling.stop_token_ids)
 
 
@@ -37,7 +37,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class NextBeam:
-    """A beam that goes on: a parent and the token after it."""
+    """A beam that continues: a parent and the token after it."""
 
     parent: Sequence
     token: int
@@ -59,20 +59,20 @@ class BeamGroup:
         return self.sampling.beam_width
 
     def waits(self, beam: Sequence) -> bool:
-        """Whether the beam has brought its candidates, and waits for the others'."""
+        """Return whether the beam has brought its candidates, and waits for the others'."""
         return beam.sequence_id in self._candidates
 
     def offer(self, beam: Sequence, candidates: Items[Candidate]) -> bool:
-        """Takes a beam's likeliest tokens; whether all beams have brought theirs."""
+        """Take a beam's most probable tokens, and return whether all beams have brought theirs."""
         self._candidates[beam.sequence_id] = candidates
         return len(self._candidates) == len(self.live)
 
     def forget_candidates(self) -> None:
-        """After a preemption all beams compute their last position again."""
+        """Drop all candidates: after a preemption all beams compute their last position again."""
         self._candidates.clear()
 
     def advance(self) -> list[NextBeam]:
-        """How the beams go on; empty where the search is over."""
+        """Return the beams that continue. None are left where the search has ended."""
         ranked = sorted(
             (
                 NextBeam(beam, token, self._logprobs[beam.sequence_id] + logprob)
@@ -88,12 +88,12 @@ class BeamGroup:
         return following if following and self._may_improve(following[0]) else []
 
     def go_on(self, beams: Items[tuple[Sequence, float]]) -> None:
-        """These run now, each with the log-probability of its tokens so far."""
+        """Run these beams from now on, each with the log-probability of its tokens so far."""
         self.live = [beam for beam, _ in beams]
         self._logprobs = {beam.sequence_id: logprob for beam, logprob in beams}
 
     def best(self) -> list[Hypothesis]:
-        """The `n` best finished beams, the best first."""
+        """Return the `n` best finished beams, the best first."""
         return self._finished[: self.sampling.n]
 
     def _finish(self, ranked: Items[NextBeam]) -> None:
@@ -122,7 +122,7 @@ class BeamGroup:
         return FinishReason.LENGTH if num_generated >= self.sampling.max_tokens else None
 
     def _may_improve(self, best: NextBeam) -> bool:
-        """Whether running beams might yet beat the worst of the finished."""
+        """Return whether running beams might yet beat the worst of the finished ones."""
         if len(self._finished) < self.width:
             return True
         match self.sampling.early_stopping:

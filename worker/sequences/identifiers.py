@@ -1,4 +1,4 @@
-"""Identifiers of requests, sequences, blocks and tenants, as types of their own. Pure data."""
+"""Identifiers of requests, sequences, blocks and tenants, each with its own type. Pure data."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 RequestId = NewType("RequestId", int)
-"""What a client asked for, inside one engine: one sequence, its `n` outputs, or its beams."""
+"""A client's request inside one engine: one sequence, its `n` outputs, or its beams."""
 
 
 SequenceId = NewType("SequenceId", int)
@@ -18,26 +18,26 @@ BlockId = NewType("BlockId", int)
 
 
 TenantId = NewType("TenantId", int)
-"""Whose a request is, and what is cached of it."""
+"""The tenant of a request, and of what is cached of it."""
 
 
 BlockName = NewType("BlockName", bytes)
 
 
 HostSlot = NewType("HostSlot", int)
-"""A block's place in host memory."""
+"""One block's place in host memory."""
 
 
 NOBODY = TenantId(0)
-"""No tenant in particular; shares as one."""
+"""The tenant of requests without one. They share as one tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedBlocks:
-    """What a preempted sequence had from some block on, in host memory."""
+    """The blocks of a preempted sequence in host memory, from `first_block` on."""
 
     first_block: int
-    """Blocks before it were shared: they are found again by name, or not at all."""
+    """Blocks before it were shared. They are found again by name, or not at all."""
     slots: tuple[HostSlot, ...]
     num_tokens: int
     """Tokens that were computed."""

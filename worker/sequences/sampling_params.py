@@ -8,11 +8,11 @@ if TYPE_CHECKING:
 
 
 MAX_TEMPERATURE = 1e4
-"""Flatter than any use has for it, and far from where float32 overflows."""
+"""Flatter than any use needs, and far below where float32 overflows."""
 
 
 MAX_PENALTY = 2.0
-"""Of presence and frequency, either sign, as OpenAI has it."""
+"""Bound of presence and frequency penalty, in either direction, as in OpenAI's API."""
 
 
 MAX_LOGIT_BIAS = 100.0
@@ -22,16 +22,19 @@ MAX_LOGPROBS = 20
 
 
 EarlyStopping = Literal["heuristic", "first", "never"]
-"""When a beam search with enough finished beams ends: once the running ones are unlikely to be better (transformers'
-False), at once (True), or only when they cannot be (never)."""
+"""When a beam search with enough finished beams ends.
+
+"heuristic": once the running beams are unlikely to be better (transformers' False). "first": at once (True). "never":
+only when they cannot be better.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop; every default already filled in.
+    """How to choose tokens and when to stop, with every default filled in.
 
-    Stop strings are not here: they are text, and are checked where tokens become text.
-    Raises ValueError for a value outside its range.
+    Stop strings are not here: they are text, and are checked where tokens become text. Raises ValueError for a value
+    outside its range.
     """
 
     temperature: float = 1.0
@@ -39,19 +42,19 @@ class SamplingParams:
     """0 keeps the whole vocabulary."""
     top_p: float = 1.0
     min_p: float = 0.0
-    """Keep tokens at least this likely, as a share of the likeliest one's probability."""
+    """Least probability of a kept token, as a share of the most probable token's."""
     presence_penalty: float = 0.0
-    """Taken off the logit of each token that the output has already."""
+    """Subtracted from the logit of each token that is already in the output."""
     frequency_penalty: float = 0.0
-    """The same for each time that the output has it."""
+    """Subtracted from a token's logit for each time that it is in the output."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens that prompt or output have already."""
+    """Divides positive and multiplies negative logits of tokens that are already in the prompt or the output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """Pairs of a token and the number that is added to its logit."""
     allowed_token_ids: frozenset[int] = frozenset()
-    """Only these may be sampled. Empty: all."""
+    """Only these tokens may be sampled. Empty: all."""
     bad_token_ids: frozenset[int] = frozenset()
-    """These are never sampled."""
+    """These tokens are never sampled."""
     max_tokens: int = 16
     min_tokens: int = 0
     seed: int = 0
@@ -59,14 +62,14 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = frozenset()
     """Empty means ignore_eos."""
     n: int = 1
-    """Outputs: sampled independently, or the best of the beams."""
+    """Number of outputs: sampled independently, or the best of the beams."""
     beam_width: int = 0
-    """0 samples; otherwise a beam search, which is greedy: it ignores temperature and seed, and takes no filters."""
+    """0 samples. Otherwise a beam search, which is greedy: it ignores temperature and seed, and takes no filters."""
     length_penalty: float = 1.0
     """Beams are ranked by logprob / tokens ** length_penalty."""
     early_stopping: EarlyStopping = "heuristic"
     logprobs: int | None = None
-    """How many of the likeliest tokens to name beside each sampled one; 0 only its own. None: no logprobs."""
+    """Number of most probable tokens to report beside each sampled one. 0: only its own. None: no logprobs."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which is then computed whole."""
 
@@ -106,7 +109,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice depends on which tokens came before."""
+        """Whether the choice depends on the tokens before."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 

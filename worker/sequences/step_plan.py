@@ -1,4 +1,4 @@
-"""A step's plan and its result: which rows it computes, which blocks move, which tokens came out. Pure data."""
+"""Step plan and its result: the rows to compute, the blocks to move, and the sampled tokens. Pure data."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,31 +9,33 @@ from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, TokenLogprob
 
 NO_TOKEN = -1
-"""What a row that does not sample yields."""
+"""Token of a row that does not sample."""
 
 
 FAILED_TOKEN = -2
-"""What a row yields whose logits were not finite."""
+"""Token of a row with logits that were not finite."""
 
 
 NO_CHOICE = -3
-"""What a row yields whose request leaves no token to choose."""
+"""Token of a row where the request leaves no token to choose."""
 
 
 LOST_TOKEN = -4
-"""What a row yields that was not computed, because a block that it reads was lost: to be computed again without it."""
+"""Token of a row that was not computed, because a block that it reads was lost. It is computed again without that
+block."""
 
 
 class ScheduledRow(NamedTuple):
-    """A run of positions of one sequence that a step computes. A tuple, because each step makes one a sequence."""
+    """A run of positions of one sequence that a step computes. A tuple, because each step makes one for each
+    sequence."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
-    """Whether the last position's logits yield a new token (false inside a chunked prompt)."""
+    """Whether the last position's logits give a new token (false inside a chunked prompt)."""
     is_plain: bool = False
-    """Whether the sequence's blocks are known to be those that its last step had."""
+    """Whether the sequence is known to have the same blocks as in its last step."""
 
     @property
     def num_outputs(self) -> int:
@@ -47,10 +49,10 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step computes. Rows of one token come first (they are decodes to attention).
+    """The work of one step. Rows of one token come first (attention treats them as decodes).
 
-    Blocks move before anything is computed, in this order: `to_host`, `from_host`, `copies`. So a block may be
-    saved, and filled again, in one step.
+    Blocks move before anything is computed, in this order: `to_host`, `from_host`, `copies`. So one step may save a
+    block and fill it again.
     """
 
     step: int
@@ -58,9 +60,9 @@ class StepPlan:
     to_host: tuple[tuple[BlockId, HostSlot], ...] = ()
     from_host: tuple[tuple[HostSlot, BlockId], ...] = ()
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
-    """(source, destination): destinations are distinct, and none is a source."""
+    """Pairs (source, destination). Destinations are distinct, and none is a source."""
     ended: tuple[SequenceId, ...] = ()
-    """Sequences that have left since the last plan: what is remembered of them may go."""
+    """Sequences that have left since the last plan. Their state may be dropped."""
 
     @property
     def has_work(self) -> bool:
@@ -73,25 +75,25 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowExtras:
-    """What a row brings beyond one token."""
+    """Results of a row beyond one token."""
 
     tokens: tuple[int, ...] = ()
     """Where the sequence forks: the tokens of its outputs from the second on."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each token of the row (n of them where it forks), if the request wants them."""
+    """One for each token of the row (n where it forks), if the request wants logprobs."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens at positions start + 1 to end, as far as they are the prompt's."""
+    """Logprobs of the prompt's tokens at positions start + 1 to end, as far as they are in the prompt."""
     candidates: tuple[tuple[int, float], ...] = ()
-    """Of a beam: its likeliest tokens and their logprobs, in order."""
+    """Most probable next tokens of a beam and their logprobs, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
-    """What a step has sampled."""
+    """The tokens that a step has sampled."""
 
     tokens: list[int]
-    """One a row: NO_TOKEN where it sampled none, FAILED_TOKEN, NO_CHOICE or LOST_TOKEN where it could not."""
+    """One for each row. NO_TOKEN where it sampled none; FAILED_TOKEN, NO_CHOICE or LOST_TOKEN where it could not."""
     extras: dict[int, RowExtras] = field(default_factory=dict)
-    """By index of the row; most rows have none."""
+    """Keyed by index of the row. Most rows have none."""
     lost_slots: frozenset[HostSlot] = frozenset()
-    """What lies in them is not what was saved there."""
+    """Slots that do not hold what was saved there."""

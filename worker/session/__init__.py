@@ -1,4 +1,4 @@
-"""The streams from routers: requests in, outputs out, drains and other orders of an operator.
+"""Session: the streams from routers, with requests in, outputs out, drains and other orders of an operator.
 
-Does not own the engine behind them, nor what is shown of it (../inspection/).
+Does not own the engine behind them, or what operators see of it (../inspection/).
 """

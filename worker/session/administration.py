@@ -1,7 +1,7 @@
-"""What an operator may do to one worker: drain, resume, flush, tell the index anew.
+"""Administration: the calls by which an operator drains, resumes and flushes a worker, or republishes its blocks.
 
 Owns the calls and the bounds of their fields. Routers decide which client may make them: a worker knows only that a
-process of its cluster calls (tls.py). Does not own draining itself (draining.py), the cache (engine.py) nor the index
+process of its cluster calls (tls.py). Does not own draining itself (draining.py), the cache (engine.py) or the index
 (indexing/publisher.py).
 """
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Administration:
-    """`index` is set once there is one."""
+    """The calls on one worker. `index` is set once there is a publisher."""
 
     def __init__(self, *, service: SessionService, engine: EngineThread) -> None:
         self._engine = engine
         self.draining = Draining(service)
-        self.draining.on_change = self._tell_index
+        self.draining.on_change = self._update_index
         self.index: IndexPublisher | None = None
 
     def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -46,8 +46,8 @@ class Administration:
             for name, behaviour in behaviours.items()
         }
 
-    def _tell_index(self, is_draining: bool) -> None:
-        """A worker that takes nothing must attract nobody."""
+    def _update_index(self, is_draining: bool) -> None:
+        """Withdraw a draining worker from the index, so that it attracts no request."""
         if self.index is not None and is_draining:
             self.index.withdraw()
         elif self.index is not None:

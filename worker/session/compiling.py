@@ -1,7 +1,7 @@
-"""The requests of one router that wait for their grammar.
+"""Compiling: the requests of one router that wait for their grammar.
 
-Owns the wait: others behind them go on, a cancel or the end of the stream ends it, and then nothing starts. Their
-deadlines run meanwhile. Does not compile (worker/grammar), nor start anything itself.
+Owns the wait. Requests behind a waiting one pass it. A cancel or the end of the stream ends the wait, and then nothing
+starts. Deadlines run meanwhile. Does not compile (../grammar/), or start a request itself.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.engine_types import EngineRequest
@@ -21,19 +22,22 @@ logger = logging.getLogger(__name__)
 
 LEAST_DEADLINE_SECONDS = 0.001
 CompileGrammar: TypeAlias = Callable[[StructuredOutput, int], Awaitable[object]]
-"""What the engine is given for it; the number says which client's turn it takes. Raises ValueError for what cannot be
-compiled, or not within its limits, and GrammarsBusy where too many wait. The client is told the text of a GrammarError,
-and of no other."""
+"""Compiles a grammar for the engine. The number is the client that gives its turn.
+
+Raises ValueError for what cannot be compiled within its limits, and GrammarsBusy where too many wait. The client sees
+only the text of a GrammarError.
+"""
 Refuse: TypeAlias = Callable[[RejectReason, str], object]
-"""Takes the reason, and a sentence on it for the client, or none."""
+"""Takes the reason, and a sentence on it for the client, which may be empty."""
 
 
 class Compiling:
-    """Used on one event loop."""
+    """The waiting requests of one router. Used on one event loop."""
 
     def __init__(self, compile_grammar: CompileGrammar | None) -> None:
         """Without `compile_grammar` every grammar is refused."""
         self._compile_grammar = compile_grammar
+        self._owner = BackgroundTasks()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -52,25 +56,30 @@ class Compiling:
         then: Callable[[EngineRequest], object],
         refuse: Refuse,
     ) -> None:
-        """Calls `then` with the request and its grammar, or `refuse`; neither after a cancel."""
+        """Call `then` with the request and its grammar, or `refuse`. After a cancel, call neither."""
         assert handle not in self._tasks
-        task = self._tasks[handle] = asyncio.create_task(self._run(request, wanted, client, then, refuse))
+        work = self._run(request, wanted, client, then, refuse)
+        task = self._tasks[handle] = self._owner.start(work, name="wait for a grammar")
         task.add_done_callback(lambda _: self._tasks.pop(handle))
 
     def cancel(self, handle: int) -> None:
-        """Unknown or over, nothing happens."""
+        """Cancel a wait. An unknown or ended one is ignored."""
         if handle in self._tasks:
             self._tasks[handle].cancel()
 
     def cancel_all(self) -> list[int]:
-        """The handles of those that were waiting."""
+        """Cancel all waits, and return their handles."""
         waiting = [handle for handle, task in self._tasks.items() if not task.done()]
         for handle in waiting:
             self._tasks[handle].cancel()
         return waiting
 
+    async def aclose(self) -> None:
+        """Cancel all waits, and wait for their end."""
+        await self._owner.aclose()
+
     def afterwards(self, handle: int, call: Callable[[], object]) -> None:
-        """Calls at once, or when this one waits no more."""
+        """Call at once, or when this handle no longer waits."""
         if handle in self._tasks:
             self._tasks[handle].add_done_callback(lambda _: call())
         else:
@@ -91,15 +100,15 @@ class Compiling:
         except GrammarError as error:
             refuse(RejectReason.REJECT_REASON_GRAMMAR, str(error))
         except Exception:
-            logger.exception("the compiler of grammars failed")
+            logger.exception("the grammar compiler failed")
             refuse(RejectReason.REJECT_REASON_INTERNAL, "")
         else:
             then(compiled)
 
     async def _compiled(self, request: EngineRequest, wanted: StructuredOutput, client: int) -> EngineRequest:
-        """With its grammar, and what is left of its time. Raises Refused, and GrammarError."""
+        """Return the request with its grammar and the time it has left. Raises Refused and GrammarError."""
         if self._compile_grammar is None:
-            raise GrammarError("this worker follows no structured output")
+            raise GrammarError("this worker does not support structured output")
         clock = asyncio.get_running_loop().time
         began = clock()
         try:

@@ -1,6 +1,7 @@
-"""One router's stream as the session sees it, and whose each request is.
+"""Links: one router's stream as the session sees it, and the route from a request to its router.
 
-`Link.requests` is changed on the engine's thread, the outbox and the grammars on the event loop's (session.py).
+`Link.requests` is changed on the engine's thread. The outbox and the grammars are changed on the event loop's thread
+(session.py).
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from blockyard.worker.session.outbox import Outbox
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """What waits for one router, and which requests are its, by handle."""
+    """Messages that wait for one router, and its requests by handle."""
 
     compiling: Compiling
     requests: dict[int, RequestId] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Whose a request is."""
+    """The router of a request, and its ids there."""
 
     link: Link
     handle: int

@@ -1,7 +1,7 @@
-"""What waits to be sent to one router: news of its requests' outputs, merged until it takes them.
+"""Outbox: what waits to be sent to one router. Outputs of its requests are merged until it takes them.
 
-Bounded however slowly the router reads: a row for each output of its requests, one load, one pong, one word on
-draining, and a rejection for each request that it sent. Pure; one event loop owns it.
+It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong, one
+drain state, and at most one rejection a request. Pure; one event loop owns it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,16 +24,17 @@ from blockyard.worker.sequences.sequence import FinishReason, TokenLogprob
 
 FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
 MAX_LOGPROBS_A_MESSAGE = 500_000
-"""About 6 MB; several long prompts' in one message would be more than a router takes. One row is never split."""
+"""About 6 MB. The logprobs of several long prompts in one message would exceed what a router takes. One row is never
+split."""
 MAX_DETAIL_CHARACTERS = 200
 
 _Key = tuple[int, int]
-"""A request's handle, and which of its outputs."""
+"""A request's handle, and the index of its output."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """What its router has not taken yet of one output."""
+    """The part of one output that the router has not taken yet."""
 
     token_offset: int
     token_ids: list[int] = field(default_factory=list)
@@ -73,7 +74,7 @@ class _Row:
 
 
 class Outbox:
-    """News in, messages out."""
+    """Takes results of steps, and returns messages."""
 
     def __init__(self) -> None:
         self._rows: dict[_Key, _Row] = {}
@@ -85,7 +86,7 @@ class Outbox:
         """The load in the last message."""
 
     def add(self, handle: int, output: SequenceOutput) -> None:
-        """Merges a step's news of one output into what waits. Tokens go out before their request's failure."""
+        """Merge a step's results of one output into what waits. Tokens are sent before their request's failure."""
         if not output.token_ids:
             self.fail(handle, _failure(output))
             return
@@ -93,11 +94,11 @@ class Outbox:
         row.add(output)
 
     def fail(self, handle: int, reason: RejectReason) -> None:
-        """Nothing more comes of a request that ran; the tokens that it has so far go out before."""
+        """End a request that ran. The tokens that it has so far are sent before."""
         self._failed[handle] = reason
 
     def tell_draining(self, is_draining: bool) -> None:
-        """Goes out before everything else."""
+        """Report the drain state, before everything else."""
         self._is_draining = is_draining
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
@@ -113,7 +114,7 @@ class Outbox:
         stalled_seconds: float = 0.0,
         is_draining: bool = False,
     ) -> None:
-        """Only the newest ping is answered: it says all that older answers would."""
+        """Answer the newest ping. It says all that answers to older pings would."""
         self._pong = Pong(
             nonce=nonce,
             load=load_message(load),
@@ -123,7 +124,7 @@ class Outbox:
         )
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
-        """Everything that waits, as messages, and the load if it has changed; nothing waits afterwards."""
+        """Return everything that waits as messages, and the load if it has changed. Nothing waits afterwards."""
         messages = []
         if self._is_draining is not None:
             messages.append(ToRouter(draining=Draining(is_draining=self._is_draining)))
@@ -151,7 +152,7 @@ def _failure(output: SequenceOutput) -> RejectReason:
 
 
 def _portions(rows: Iterable[tuple[_Key, _Row]]) -> Iterator[dict[_Key, _Row]]:
-    """What goes into each message: at least one portion, maybe of nothing."""
+    """Split rows into messages: at least one portion, which may be empty."""
     portion: dict[_Key, _Row] = {}
     num_logprobs = 0
     for key, row in rows:

@@ -1,10 +1,11 @@
-"""The engine session's server: streams from routers in, one engine behind them.
+"""Session service: serves the streams of routers from one engine.
 
-Owns who asked for which request, and what waits to be sent to whom. A router that reads slowly costs nothing but its
-own freshness: what it has not taken yet is merged, so an outbox never holds more rows than its requests have outputs.
-The engine never waits for a stream; the end of a stream cancels its requests. (submits.py says what a Submit asks for,
-compiling.py holds what waits for its grammar, outbox.py what waits for the router, draining.py says when nothing new is
-taken.)
+Owns the map from requests to routers, and what waits to be sent to each router. A slow router only sees older data:
+what it has not taken yet is merged. So an outbox never holds more rows than its requests have outputs. The engine never
+waits for a stream. The end of a stream cancels its requests.
+
+Does not own the checks of a Submit (submits.py), the wait for a grammar (compiling.py), merging (outbox.py) or the
+drain (draining.py).
 
 Threads: `_routes` and each link's `requests` are changed on the engine's thread only, everything else on the loop's.
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 from blockyard.proto.runtime.logs import about
+from blockyard.proto.runtime.tasks import running
 from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
@@ -51,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 LOAD_REPORT_SECONDS = 0.05
 IDLE_CHECK_SECONDS = 0.5
-"""What is cancelled before any step has it ends without one."""
+"""A request that is cancelled before any step has it ends without a step, so idleness is checked now and then."""
 
 
 class _BadMessage(Exception):
-    """The router sent what no router of ours would send; the text says what."""
+    """The router sent what none of our routers would send. The text says what."""
 
 
 class SessionService:
@@ -82,27 +84,30 @@ class SessionService:
         self.inspection = Inspection(hello=hello, request_ids=self._client_request_ids)
         self.on_changes: Callable[[StepResult], None] = lambda result: None
         self.index_part: Callable[[], WorkerIndex | None] = lambda: None
-        """What routers are told of this worker's part of the prefix index."""
+        """Returns what routers see of this worker's part of the prefix index."""
         self.is_draining = False
-        """It takes nothing new. Set by `set_draining`."""
+        """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
-        self._has_turned = asyncio.Event()
-        """The engine has done something since this was cleared."""
+        self._has_stepped = asyncio.Event()
+        """Set when the engine has done something."""
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
-        """Gives the service its engine; `on_step` is what the engine must call."""
+        """Give the service its engine. The engine must call `on_step`."""
         self._engine, self._load = engine, load
         self.inspection.attach(engine)
 
     @property
     def load(self) -> EngineLoad:
-        """As of the last step."""
+        """The engine's load as of the last step."""
         return self._load
 
     def handler(
         self, more_methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]] | None = None
     ) -> grpc.GenericRpcHandler:
-        """Methods take raw bytes: a message that does not parse gets INVALID_ARGUMENT, where gRPC says UNKNOWN."""
+        """Return the handler of all methods. They take raw bytes.
+
+        So a message that does not parse gets INVALID_ARGUMENT, where gRPC itself would say UNKNOWN.
+        """
         session: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             self._session, response_serializer=ToRouter.SerializeToString
         )
@@ -110,10 +115,8 @@ class SessionService:
         name = session_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
         return grpc.method_handlers_generic_handler(name, methods)
 
-    # Taking nothing new
-
     def set_draining(self, is_draining: bool) -> None:
-        """Tells all routers. What waits for its grammar goes back to them: it has not begun."""
+        """Report the drain state to all routers. Requests that wait for their grammar go back: they have not begun."""
         if is_draining is self.is_draining:
             return
         self.is_draining = self._hello.is_draining = is_draining
@@ -123,17 +126,17 @@ class SessionService:
                 link.reject(handle, RejectReason.REJECT_REASON_DRAINING)
 
     async def until_idle(self) -> None:
-        """Until no request runs or waits here; while draining none comes to it."""
+        """Wait until no request runs or waits here. While draining, no new one comes."""
         while True:
-            self._has_turned.clear()
+            self._has_stepped.clear()
             if not await asyncio.wrap_future(self._engine.call(lambda _: bool(self._routes))):
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_CHECK_SECONDS):
-                    await self._has_turned.wait()
+                    await self._has_stepped.wait()
 
     async def hand_over(self) -> int:
-        """Ends all requests as DRAINING, each after the tokens that it has so far: how many routers place elsewhere."""
+        """End all requests as DRAINING, each after its tokens so far. Return how many routers place elsewhere."""
         return await asyncio.wrap_future(self._engine.call(self._end_all))
 
     def _end_all(self, engine: Engine) -> int:
@@ -141,7 +144,7 @@ class SessionService:
         for key, route in ended:
             engine.cancel(key)
             self._forget(route.link, route.handle, key)
-        # Behind what the last step brought, which goes the same way.
+        # Queued behind the results of the last step, which take the same way.
         self._on_loop(self._give_back, [route for _, route in ended])
         return len(ended)
 
@@ -155,7 +158,7 @@ class SessionService:
         return bool(self._links)
 
     def end_streams(self) -> None:
-        """Each stream ends once its router has taken what waits for it, and no new one begins."""
+        """End each stream once its router has taken what waits for it. No new stream begins."""
         self._is_closing = True
         for link in self._links:
             link.has_news.set()
@@ -163,10 +166,8 @@ class SessionService:
     def _client_request_ids(self) -> dict[RequestId, str]:
         return {key: route.request_id for key, route in self._routes.items()}
 
-    # What the engine says
-
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
-        """Called on the engine's thread."""
+        """Send a step's results to the routers. The engine's thread calls this."""
         news = []
         for output in result.outputs:
             route = self._routes.get(output.request_id)
@@ -181,7 +182,7 @@ class SessionService:
         self._on_loop(self._deliver, news, result, load)
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no router is left
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _forget(self, link: Link, handle: int, request_id: RequestId) -> None:
@@ -195,53 +196,46 @@ class SessionService:
         for route, output in news:
             route.link.outbox.add(route.handle, output)
             route.link.has_news.set()
-        self._has_turned.set()
+        self._has_stepped.set()
         self.on_changes(result)
-
-    # What routers say
 
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
         link = Link(Compiling(self._compile_grammar))
         self._links[link] = None
         self._hello.load.CopyFrom(load_message(self._load))
         self._hello.stalled_seconds = self._engine.stalled_seconds
-        reader = asyncio.create_task(self._read(requests, link))
         try:
-            yield ToRouter(hello=self._hello)
-            while not reader.done() and not self._is_closing:
+            async with running(self._read(requests, link), name="session reader") as reader:
+                reader.add_done_callback(lambda _: link.has_news.set())
+                yield ToRouter(hello=self._hello)
+                while not reader.done() and not self._is_closing:
+                    for message in link.take(self._load):
+                        yield message
+                    await self._wait_for_news(link)
                 for message in link.take(self._load):
                     yield message
-                await self._wait_for_news(link, reader)
-            for message in link.take(self._load):
-                yield message
-            if reader.done():
-                await reader
         except _BadMessage as bad:
-            # Said here and not by the reader: an abort beside a send under way may never reach the router.
+            # Abort here, not in the reader: an abort beside a send under way may never reach the router.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(bad))
         finally:
-            reader.cancel()
             link.compiling.cancel_all()
             self._links.pop(link, None)
             self._engine.call(partial(self._cancel_all, link))
+            await link.compiling.aclose()
 
-    async def _wait_for_news(self, link: Link, reader: asyncio.Task[None]) -> None:
-        """Until something waits for the router, the load has changed, or the router is gone."""
-        news = asyncio.create_task(link.has_news.wait())
-        try:
-            while not news.done() and not reader.done() and self._load == link.outbox.reported:
-                await asyncio.wait(
-                    (news, reader), timeout=LOAD_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            news.cancel()
+    async def _wait_for_news(self, link: Link) -> None:
+        """Wait until something is to be sent, the load has changed, or the router is gone."""
+        while not link.has_news.is_set() and self._load == link.outbox.reported:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOAD_REPORT_SECONDS):
+                    await link.has_news.wait()
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         async for data in requests:
             try:
                 message = ToWorker.FromString(data)
             except DecodeError as error:
-                raise _BadMessage("this is no ToWorker") from error
+                raise _BadMessage("the message is not a valid ToWorker") from error
             match message.WhichOneof("message"):
                 case "submit" if message.submit.sampling.HasField("structured_output"):
                     self._compile_first(link, message.submit)
@@ -259,9 +253,9 @@ class SessionService:
                     )
                     link.has_news.set()
                 case None if not data:
-                    raise _BadMessage("the message says nothing")
+                    raise _BadMessage("the message is empty")
                 case None:
-                    pass  # of a kind that a newer router knows
+                    pass  # a kind that a newer router knows
 
     def _compile_first(self, link: Link, submit: Submit) -> None:
         refuse = partial(link.reject, submit.handle)
@@ -289,10 +283,8 @@ class SessionService:
             raise Refused(RejectReason.REJECT_REASON_INVALID)
         return self._engine_request(submit)
 
-    # To the engine
-
     def _submit(self, link: Link, submit: Submit, request: EngineRequest | None = None) -> None:
-        """`request` is what it asks for, where that has been looked at already."""
+        """Start a request on the engine's thread. `request` is its content, where it was checked before."""
 
         def run(engine: Engine) -> None:
             try:
@@ -326,7 +318,7 @@ class SessionService:
         self._routes[request_id] = Route(link, submit.handle, submit.request_id)
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
-        """Raises Refused."""
+        """Return the content of a submit. Raises Refused."""
         try:
             return engine_request(
                 submit,

@@ -1,9 +1,9 @@
-"""What a router's Submit asks of the engine.
+"""Submits: what a router's Submit asks of the engine, checked.
 
-Routers check all of it too, and say it better. It is checked again here because the engine may run nothing that could
-harm others, whoever sent it. Lengths come first: nothing is unpacked that is longer than this engine could use. Owns
-defaults of fields that older routers leave out. Does not own capacity (the scheduler) nor whether a structured output
-can be compiled (the grammar's compiler).
+Routers check all of it too, with better messages. It is checked again here because no sender may make the engine harm
+others. Lengths come first: nothing is unpacked that is longer than this engine could use. Owns defaults of fields that
+older routers leave out. Does not own capacity (the scheduler) or whether a structured output can be compiled
+(../grammar/).
 """
 
 import math
@@ -25,11 +25,11 @@ MAX_LIST = {
     "logit_bias": 1024,
     "allowed_token_ids": 65_536,
 }
-"""Entries; the public API has the same bounds."""
+"""Maximum entries. The public API has the same bounds."""
 MAX_CONTINUATIONS = 4096
-"""More than any engine has places for, which is what really bounds them."""
+"""More than any engine has sequence slots, which are the real bound."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{0,128}")
-"""As the public API has it: operators see it beside the blocks of a request."""
+"""The rule of the public API. Operators see the id beside the blocks of a request."""
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
     inference_pb2.EARLY_STOPPING_UNSPECIFIED: "heuristic",
     inference_pb2.EARLY_STOPPING_HEURISTIC: "heuristic",
@@ -39,7 +39,7 @@ _EARLY_STOPPING: dict[int, EarlyStopping] = {
 
 
 class Refused(Exception):
-    """A submit that will not run, and why."""
+    """A submit that will not run, and the reason."""
 
     def __init__(self, reason: RejectReason) -> None:
         super().__init__(RejectReason.Name(reason))
@@ -47,11 +47,11 @@ class Refused(Exception):
 
 
 def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_model_len: int) -> EngineRequest:
-    """Without the compiled grammar. Raises ValueError for anything that a router of ours would not send."""
+    """Return the request without its compiled grammar. Raises ValueError for what none of our routers would send."""
     _check_lengths(submit, block_size, max_model_len)
     token_ids = unpack_tokens(submit.token_ids)
     if not token_ids:
-        raise ValueError("a prompt of no tokens")
+        raise ValueError("the prompt has no tokens")
     continuations = tuple(
         Continuation(index=part.index, token_ids=tuple(unpack_tokens(part.token_ids)))
         for part in submit.continuations
@@ -77,32 +77,37 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
 
 def _check_lengths(submit: Submit, block_size: int, max_model_len: int) -> None:
     if _REQUEST_ID.fullmatch(submit.request_id) is None:
-        raise ValueError("request_id is not one that a router lets through")
+        raise ValueError(f"request_id must match {_REQUEST_ID.pattern}")
     if submit.prompt_tokens > max_model_len:
-        raise ValueError(f"a prompt of {submit.prompt_tokens} tokens, the context has {max_model_len}")
+        raise ValueError(
+            f"prompt_tokens {submit.prompt_tokens} exceeds the context of {max_model_len} tokens"
+        )
     if len(submit.continuations) > MAX_CONTINUATIONS:
-        raise ValueError(f"{len(submit.continuations)} continuations")
+        raise ValueError(f"{len(submit.continuations)} continuations, at most {MAX_CONTINUATIONS}")
     for packed in (submit.token_ids, *(part.token_ids for part in submit.continuations)):
         if len(packed) > max_model_len * TOKEN_BYTES:
-            raise ValueError(f"{len(packed)} bytes of tokens, the context has {max_model_len}")
+            raise ValueError(f"{len(packed)} bytes of tokens exceed the context of {max_model_len} tokens")
     if len(submit.block_names) > NAME_BYTES * (1 + submit.prompt_tokens // block_size):
-        raise ValueError(f"{len(submit.block_names)} bytes of names for {submit.prompt_tokens} tokens")
+        raise ValueError(
+            f"{len(submit.block_names)} bytes of block_names are too many for {submit.prompt_tokens} tokens"
+        )
     for name, limit in MAX_LIST.items():
         if len(getattr(submit.sampling, name)) > limit:
-            raise ValueError(f"{name} may have {limit} entries")
+            raise ValueError(f"{name} must have at most {limit} entries")
 
 
 def _names(submit: Submit, block_size: int) -> list[BlockName]:
-    """Each must follow from the one before it and its block's tokens: what is stored under a wrong name, others read.
+    """Return the names of the prompt's blocks, each checked against the name before it and its block's tokens.
 
-    The root alone cannot be checked: only routers know whose prefix it stands for.
+    Other requests read what is stored under a name, so a wrong name would give them wrong content. The root alone
+    cannot be checked: only routers know which prefix it stands for.
     """
     names = split_names(submit.block_names)
     if not names:
-        raise ValueError("no name to begin with")
+        raise ValueError("block_names is empty: it must begin with the root's name")
     named_bytes = (len(names) - 1) * block_size * TOKEN_BYTES
     if names[1:] != chain(names[0], submit.token_ids[:named_bytes], block_size):
-        raise ValueError("the names are not those of the prompt's blocks")
+        raise ValueError("block_names do not match the prompt's blocks")
     return [BlockName(name) for name in names]
 
 
@@ -112,7 +117,7 @@ def _check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _named_tokens(sampling: EngineSampling) -> Iterator[Sequence[int]]:
-    """Every token id in it: each becomes a place in the logits."""
+    """Yield every token id in it. Each becomes an index into the logits."""
     yield sampling.stop_token_ids
     yield sampling.eos_token_ids
     yield sampling.allowed_token_ids
@@ -151,6 +156,6 @@ def _sampling(sampling: EngineSampling) -> SamplingParams:
 
 
 def _check_structured(sampling: EngineSampling) -> None:
-    """The output ends where the grammar is complete, and nowhere else."""
+    """Check that the output ends where the grammar is complete, and nowhere else."""
     if sampling.beam_width or sampling.min_tokens or not sampling.structured_output.WhichOneof("kind"):
-        raise ValueError("a structured output has a kind, no beams and no min_tokens")
+        raise ValueError("a structured output needs a kind, and takes no beams and no min_tokens")

@@ -1,4 +1,4 @@
-"""A model that is a clock: the real scheduler, cache and session run on it without weights.
+"""Simulated model: a clock instead of weights. The real scheduler, cache and session run on it.
 
-For tests, `--engine simulated` and the simulation.
+Used by tests, `--engine simulated` and the simulation.
 """

@@ -1,8 +1,12 @@
-"""Faults that a simulated engine commits on purpose, so that tests can see what they cost. Off unless asked for.
+"""Faults that a simulated engine commits on purpose, for tests. Off unless asked for.
 
-`--simulated-fault TOKEN:KIND` commits one whenever a step has a row of a prompt that holds the token: `raise` fails the
-step, `nan` spoils the row alone as logits do that are not finite, `exit` ends the process, `hang` never returns. The
-model's own engine refuses the option.
+`--simulated-fault TOKEN:KIND` commits one whenever a step has a prompt row with the token. The real engine refuses the
+option. The kinds are:
+
+- `raise` fails the step
+- `nan` fails the row alone, as non-finite logits do
+- `exit` ends the process
+- `hang` never returns
 """
 
 import os
@@ -19,19 +23,19 @@ HANG_SECONDS = 3600.0
 
 
 class InjectedFault(RuntimeError):
-    """The step fails because it was told to."""
+    """The step fails because of a simulated fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFault:
-    """One kind of fault, and the token that sets it off."""
+    """One kind of fault, and the token that triggers it."""
 
     token: int
     kind: FaultKind
 
     @classmethod
     def parse(cls, text: str) -> "SimulatedFault":
-        """Raises ValueError."""
+        """Parse TOKEN:KIND. Raises ValueError."""
         kinds: dict[str, FaultKind] = {kind: kind for kind in get_args(FaultKind)}
         token, _, kind = text.partition(":")
         if not token.isdecimal() or kind not in kinds:
@@ -41,7 +45,7 @@ class SimulatedFault:
         return cls(token=int(token), kind=kinds[kind])
 
     def strike(self, rows: Sequence[ScheduledRow]) -> frozenset[int]:
-        """The rows that yield nothing. Raises InjectedFault, or does not return."""
+        """Commit the fault, and return the rows that yield nothing. Raises InjectedFault, or does not return."""
         struck = frozenset(index for index, row in enumerate(rows) if self._is_marked(row))
         if struck:
             match self.kind:
@@ -56,5 +60,6 @@ class SimulatedFault:
         return struck
 
     def _is_marked(self, row: ScheduledRow) -> bool:
-        """Prompts alone: what is generated may be any token."""
+        """Return whether the row's part of the prompt holds the token. Generated tokens may be any, so they do not
+        count."""
         return self.token in row.sequence.tokens[: row.sequence.prompt_length]

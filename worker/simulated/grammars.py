@@ -1,7 +1,7 @@
-"""Structured output of a simulated model: the tokens that it would draw, moved on to the next that may come.
+"""Structured output of a simulated model: each drawn token moves on to the next token that its grammar allows.
 
-So replays and grammars can be tested together without weights. Owns that choice alone; which tokens may come is said by
-the same masks as for a real model (grammar/masks.py). Apart from runner.py, which needs no torch.
+So replays and grammars can be tested together without weights. Owns that choice alone. The same masks as for a real
+model say which tokens are allowed (grammar/masks.py). Separate from runner.py, which needs no torch.
 
 Shapes: S rows, V vocabulary.
 """
@@ -20,7 +20,7 @@ class SimulatedGrammars:
         self._vocab_size = vocab_size
 
     def chosen(self, rows: Sequence[ScheduledRow], drawn: Sequence[list[int]]) -> list[list[int]]:
-        """One token for each that was drawn, of each row."""
+        """Return an allowed token for each drawn one, of each row."""
         logits_SV = torch.zeros(len(rows), self._vocab_size)
         self._masks.start(rows)
         self._masks.apply(logits_SV, rows)
@@ -34,7 +34,7 @@ class SimulatedGrammars:
 
 
 def _next_allowed(allowed_V: torch.Tensor, token: int) -> int:
-    """Behind the last comes the first."""
+    """Return the next allowed token from `token` on. After the last comes the first."""
     allowed = allowed_V.nonzero().flatten()
     if not len(allowed):
         return NO_CHOICE

@@ -1,9 +1,9 @@
-"""A runner whose model is a clock: same scheduler, pool, prefix cache and session, no weights.
+"""Simulated runner: its model is a clock. Scheduler, pool, prefix cache and session are the real ones, without weights.
 
-Makes clusters of many workers testable on two cores. A step takes `step_seconds` plus its prefill tokens at
-`prefill_tokens_per_second`; the tokens are a function of (seed, position, index of the output), so that a replay
-elsewhere agrees. Its model holds all tokens equally likely, so every logprob is known in advance; only beams differ:
-each of a beam's candidates is half as likely as the one before.
+It makes clusters of many workers testable on two cores. A step takes `step_seconds` plus its prefill tokens at
+`prefill_tokens_per_second`. The tokens are a function of (seed, position, index of the output), so that a replay
+elsewhere agrees. All tokens have equal probability, so every logprob is known in advance. Only beams differ: each
+candidate of a beam is half as probable as the one before.
 """
 
 import math
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Later:
-    """Implements `PendingStep`: its tokens depend on nothing that another step may change."""
+    """Implements `PendingStep`. Its tokens depend on nothing that another step may change."""
 
     def __init__(self, runner: "SimulatedRunner", plan: StepPlan) -> None:
         self._runner = runner
@@ -61,14 +61,14 @@ class SimulatedRunner:
         """None: outputs follow no grammar."""
 
     def warm_up(self) -> None:
-        """Nothing to warm: the clock is exact from its first step."""
+        """Do nothing: the clock is exact from its first step."""
 
     def start(self, plan: StepPlan) -> "_Later":
-        """The clock moves when the result is asked for."""
+        """Begin a step. The clock moves when the result is asked for."""
         return _Later(self, plan)
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        """Waits as long as the step would take; blocks move in no time."""
+        """Wait as long as the step would take. Blocks move in no time."""
         if self.grammars is not None:
             self.grammars.forget(plan.ended)
         if not plan.rows:
@@ -107,7 +107,7 @@ class SimulatedRunner:
 
     def _token(self, row: ScheduledRow, index: int) -> int:
         sampling = row.sequence.sampling
-        # A beam's candidates must not depend on which of the beams it is.
+        # A beam's candidates must not depend on the index of the beam.
         suffix = f":{index}" if index and not sampling.beam_width else ""
         key = f"{sampling.seed}:{row.end}{suffix}".encode()
         token = int.from_bytes(blake2b(key, digest_size=4).digest(), "little") % self._vocab_size

@@ -1,6 +1,7 @@
-"""How much host memory a worker takes for blocks, and whether the machine has it.
+"""Host size: how much host memory a worker takes for blocks, and whether the machine has it.
 
-Reads what the kernel says of the machine and of this process's control group. The arithmetic is memory/kv_size.py's.
+Reads what the kernel reports of the machine and of this process's control group. The arithmetic is in
+memory/kv_size.py.
 """
 
 from pathlib import Path
@@ -12,12 +13,13 @@ from blockyard.worker.memory.kv_size import HostSize, host_size
 GIB = 2**30
 DEFAULT_SWAP_BYTES = 4 * GIB
 DEFAULT_SWAP_SHARE = 0.25
-"""Of what is available, at most, where nobody has asked for any."""
+"""Largest share of the available memory for swapping, where the settings name no size."""
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def size_host_memory(config: EngineConfig, device: torch.device, block_bytes: int) -> HostSize:
-    """Raises ValueError for more than the machine has; the simulated engine takes none, whatever the blocks."""
+    """Return the sizes. Raises ValueError for more than the machine has. The simulated engine needs no memory for
+    them."""
     takes_memory = config.engine == "model"
     available = available_bytes() if takes_memory else None
     size = host_size(
@@ -46,7 +48,7 @@ def _swap_bytes(config: EngineConfig, device: torch.device, available: int | Non
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not say."""
+    """Return the memory that is available without swapping, or None where the system does not say."""
     known = [number for number in (_of_machine(), _of_control_group()) if number is not None]
     return min(known) if known else None
 
@@ -60,7 +62,7 @@ def _of_machine() -> int | None:
 
 
 def _of_control_group() -> int | None:
-    """Of version 2, where it has a limit. Pages of files that are not in use give way."""
+    """Return what a control group of version 2 leaves, where it has a limit. Inactive file pages count as free."""
     try:
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         used = int((_CONTROL_GROUP / "memory.current").read_text())

@@ -1,4 +1,5 @@
-"""From settings to an engine that is ready to step: sizes the KV pool, loads or simulates the model, warms up."""
+"""Loading: from settings to an engine that is ready to step. Sizes the KV pool, loads or simulates the model, warms
+up."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
-    """An engine, and what others must know to talk about it."""
+    """An engine, and what its server and clients need to know of it."""
 
     engine: Engine
     runner: Runner
@@ -56,14 +57,14 @@ class LoadedEngine:
     tokenizer_fingerprint: str
     dtype: ChosenDataType
     kv_dtype: str
-    """What its blocks hold: only workers of the same may share."""
+    """The data type of its blocks. Only workers with the same one may share them."""
     device: str
     masks: Masks | None
-    """What makes outputs follow grammars; None where nothing can."""
+    """Makes outputs follow grammars. None where that is not possible."""
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """For which grammars are compiled."""
+        """The tokenizer for which grammars are compiled."""
         from blockyard.worker.grammar.compiled import TokenizerSource
 
         return TokenizerSource(
@@ -74,7 +75,7 @@ class LoadedEngine:
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
-    """Raises ValueError for a model or a size that cannot be had; the message says what to change."""
+    """Load an engine. Raises ValueError for a model or a size that is not possible; the message says what to change."""
     path = resolve_model(config.model)
     tokenizer_path = resolve_tokenizer(config.tokenizer, path)
     model = load_config(path)
@@ -91,7 +92,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     fingerprint = _fingerprint_in_background(path, config, dtype.name)
     runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len)
     if weights_state(path) != weights_before:
-        raise ValueError(f"the weights in {path} changed while they were loaded: start again")
+        raise ValueError(f"the weights in {path} changed while they were loaded: start the worker again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
     engine, masks = _make_engine(config, scheduling, runner, kv_size), _give_masks(runner, model.vocab_size)
     if masks is not None:
@@ -117,7 +118,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 def _load_runner(
     config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, dtype: str, max_model_len: int
 ) -> tuple[Runner, KVSize, HostSize]:
-    """Warm, with its pools. Where the pool's size is measured, the weights are there first."""
+    """Return a warm runner with its pools. Where the pool's size is measured, the weights are loaded before it."""
     budget = known_budget(config, device)
     measured: TorchRunner | None = None
     if budget is None:
@@ -141,8 +142,10 @@ def _load_runner(
 
 
 def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> Future[str]:
-    """The first start on a checkpoint reads all of it, while its weights are loaded. A start that fails does not wait
-    for that: hence a daemon."""
+    """Compute the model's fingerprint while its weights are loaded: the first start on a checkpoint reads all of it.
+
+    The thread is a daemon, because a start that fails does not wait for it.
+    """
     future = Future[str]()
 
     def run() -> None:
@@ -160,7 +163,7 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> 
 
 
 def _arithmetic(config: EngineConfig, dtype: str) -> str:
-    """What besides the weights decides what a block holds: workers share prefixes only where it is the same."""
+    """Return what besides the weights decides a block's content. Only workers where it is the same share prefixes."""
     return f"{config.engine}:{dtype}" + ("" if config.cpu_linears == "full" else f":{config.cpu_linears}")
 
 
@@ -169,7 +172,7 @@ def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> No
     if stride_tokens is not None and stride_tokens > max_model_len:
         raise ValueError(
             f"index_stride_tokens {stride_tokens} is more than max_model_len {max_model_len}: "
-            "no prompt is that long, so the index would never know any"
+            "no prompt is that long, so no block would be published"
         )
 
 
@@ -186,14 +189,15 @@ def _scheduling(
         swap_blocks=host_size.swap_blocks,
         host_cache_blocks=host_size.cache_blocks,
         index_stride_blocks=config.index_stride_blocks,
-        spared_blocks=int(config.spared_cache_share * kv_size.num_blocks),
+        protected_blocks=int(config.spared_cache_share * kv_size.num_blocks),
     )
 
 
 def _make_engine(
     config: EngineConfig, scheduling: SchedulerConfig, runner: Runner, kv_size: KVSize
 ) -> Engine:
-    """Chunks are cut by measured time in deterministic mode too: there its tokens do not depend on chunks."""
+    """Make the engine. In deterministic mode too, measured time decides the chunks: its tokens do not depend on
+    them."""
     return Engine(
         scheduling,
         runner,
@@ -213,7 +217,7 @@ def _overlaps(config: EngineConfig, runner: Runner) -> bool:
 
 
 def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
-    """The engine runs without the library too, on a bare machine with a GPU."""
+    """Give the runner its masks. Without the library the engine runs too, for example on a bare machine with a GPU."""
     if not isinstance(runner, TorchRunner | SimulatedRunner):
         return None
     if find_spec("llguidance") is None:
@@ -230,7 +234,7 @@ def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
 
 
 def _swap_rate(runner: Runner) -> float:
-    """0 where nothing moves: unknown, as far as the choice between swapping and computing again goes."""
+    """Return the measured rate of swapping in blocks a second. 0 is unknown, where nothing moves."""
     if isinstance(runner, TorchRunner) and runner.host_blocks is not None:
         return runner.host_blocks.measure()
     return 0.0
@@ -238,7 +242,7 @@ def _swap_rate(runner: Runner) -> float:
 
 def _resolve_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, and torch sees none")
+        raise ValueError("device is cuda, but torch finds no CUDA device")
     if config.engine == "simulated" or config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda:0")

@@ -1,19 +1,22 @@
-"""How long OpenMP's waiting threads spin before they sleep. libgomp reads that once, when torch is loaded."""
+"""OpenMP: how long its waiting threads spin before they sleep. libgomp reads that once, when torch is loaded."""
 
 import os
 
 from blockyard.kernels.cpu.extension import ExtensionUnavailable, prospect
 
 SPIN_COUNT = 3_000
-"""Turns of a waiting thread. The more, the longer threads beside another busy program wait for one another: with
-libgomp's own 300,000 whole time slices. With fewer they sleep between any two operations, and to be woken takes long on
-some machines: 1,000 took a fifth longer alone on one, and no longer on another (bench.spinning)."""
+"""Iterations of a waiting thread. More make threads wait longer for one another beside another busy program: whole time
+slices with libgomp's own 300,000.
+
+With fewer, threads sleep between any two operations, and waking takes long on some machines. 1,000 took a fifth longer
+on one idle machine, and no longer on another (bench.spinning).
+"""
 PYTORCH_SPIN_COUNT = 30_000
-"""Where PyTorch computes what the C++ kernels would: there more time passes between operations."""
+"""Used where PyTorch computes instead of the C++ kernels: more time passes between its operations."""
 
 
 def bound_spinning() -> None:
-    """For a process that is about to load torch, and has not been told otherwise by its environment."""
+    """Bound spinning, in a process that is about to load torch, unless its environment already does."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_spin_count()))
 

@@ -1,4 +1,4 @@
-"""How many blocks a worker's pool has: what it was told, or what a measured step leaves of its GPU."""
+"""Pool size: how many blocks a worker's pool has, from its settings or from a measured step on its GPU."""
 
 import logging
 
@@ -16,19 +16,19 @@ CPU_KV_CACHE_BYTES = 2**30
 
 
 def known_budget(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes of KV cache; None where they have to be measured."""
+    """Return the bytes of KV cache, or None where they have to be measured."""
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     return CPU_KV_CACHE_BYTES if device.type == "cpu" else None
 
 
 def measured_budget(runner: TorchRunner, config: EngineConfig, meter: Meter) -> int:
-    """Bytes of KV cache that the largest step leaves. Raises ValueError where it leaves none."""
+    """Return the bytes of KV cache that the largest step leaves. Raises ValueError where it leaves none."""
     num_tokens, num_sequences = config.max_num_batched_tokens, config.max_num_seqs
     use = measure(meter, lambda: runner.run_largest_step(num_tokens, num_sequences))
     later = STAGING_BYTES + runner.split_bounds.partial_bytes(num_sequences, runner.config.head_dim)
     if not config.enforce_eager:
-        # Of a graph's tensors all share one memory, which its largest step takes.
+        # All graphs share one memory for their tensors. The largest one decides its size.
         rows = ladder(num_sequences)
         later += GRAPH_BYTES * (len(rows) + len(shared_sizes(rows))) + use.step * num_sequences // num_tokens
     logger.info("memory: %s", use.describe(later))
@@ -50,7 +50,8 @@ def size_pool(config: EngineConfig, model: ModelConfig, dtype: str, budget: int)
 
 
 def check_one_full_sequence_fits(kv_size: KVSize, max_model_len: int) -> None:
-    """Where the size is known, before the weights are loaded, which may take minutes."""
+    """Raise ValueError where one full sequence does not fit. Loading the weights may take minutes, so this comes
+    first."""
     if kv_size.num_tokens < max_model_len:
         raise ValueError(
             f"the KV cache holds {kv_size.num_tokens} tokens, fewer than max_model_len {max_model_len}: give it "

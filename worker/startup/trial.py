@@ -1,6 +1,6 @@
-"""A small request through a new engine before its worker takes any: what is done for the first time is done here.
+"""Trial: a small request through a new engine before its worker takes any, so that all first-time work is done here.
 
-So kernels are compiled, and rates are measured: a worker that joins under load is placed by its own numbers from its
+Kernels are compiled and rates are measured. So a worker that joins under load is placed by its own numbers from its
 first request on. Leaves nothing behind: no block, no name for the index, no count.
 """
 
@@ -17,7 +17,8 @@ _ROOT = BlockName(b"a trial, no root")
 
 
 def try_out(engine: Engine) -> None:
-    """Twice: the first run compiles, the second measures. Raises ValueError for an engine that does not answer."""
+    """Run the request twice: the first run compiles, the second measures. Raises ValueError for an engine that
+    fails."""
     for is_measured in (False, True):
         _run_one(engine)
         engine.flush()
@@ -40,4 +41,4 @@ def _run_one(engine: Engine) -> None:
     while engine.has_work:
         num_tokens += sum(len(output.token_ids) for output in engine.step().outputs)
     if not num_tokens:
-        raise ValueError("the engine fails on its very first request; its log says why")
+        raise ValueError("the engine failed on its first request; its log says why")
