@@ -1,4 +1,4 @@
-"""`blockyard drain`, `resume` and `flush`: what an operator asks of a worker through any router."""
+"""`blockyard drain`, `resume` and `flush`: commands that change the state of a worker, through any router."""
 
 import click
 from blockyard.deploy.commands.shown import (
@@ -19,7 +19,7 @@ from blockyard.deploy.settings.security import connection_options
 @click.argument("worker")
 @grace_option
 @click.option(
-    "--force", is_flag=True, help="Drain it even if no other worker takes requests: they wait then."
+    "--force", is_flag=True, help="Drain it even if no other worker takes requests. New requests then wait."
 )
 @cluster_option
 @router_option
@@ -28,8 +28,10 @@ from blockyard.deploy.settings.security import connection_options
 def drain(
     worker: str, grace_seconds: float, force: bool, cluster: str, routers: tuple[str, ...], output: str
 ) -> None:
-    """Let WORKER take nothing new, and wait until nothing runs there: what outlives the grace goes on elsewhere."""
-    # A drain lasts as long as its operator wishes; that no router answers is said at once.
+    """Stop sending WORKER new requests, and wait until it runs none.
+
+    Requests that still run after the grace period move to another worker."""
+    # A drain has no deadline of its own. This call has one, so that a silent router is an error at once.
     with asking(cluster, routers) as client:
         ready = administration.ready_workers(client.list_workers())
     if force and ready == [worker]:
@@ -46,7 +48,7 @@ def drain(
 @connection_options
 @output_option
 def resume(worker: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Take a drain of WORKER back."""
+    """Undo a drain of WORKER: it takes new requests again."""
     with asking(cluster, routers) as client, naming_workers(client, worker):
         client.resume_worker(worker)
     show(output, {"worker": worker, "resumed": True}, f"{worker} takes new requests")
@@ -59,7 +61,7 @@ def resume(worker: str, cluster: str, routers: tuple[str, ...], output: str) -> 
 @connection_options
 @output_option
 def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Empty the prefix cache of WORKER, or of all."""
+    """Empty the prefix cache of WORKER. Default: of all workers."""
     with asking(cluster, routers) as client, naming_workers(client, worker):
         flushed = client.flush_cache(worker)
     show(output, as_dict(flushed), administration.flushed_line(flushed))

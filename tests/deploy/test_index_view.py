@@ -67,9 +67,9 @@ def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
     unknown = {line[0]: " ".join(line[1:]) for line in uncounted if line[1:2] == ["-"]}
     assert unknown == {
         **dict.fromkeys(
-            ("names", "bytes", "berths"), "- (not counted: no worker is ready that would tell it anything)"
+            ("names", "bytes", "berths"), "- (not counted: no worker that would publish to the index is ready)"
         ),
-        "stale": "- (this router has placed nothing on a promise of the index yet)",
+        "stale": "- (this router has placed no request by the index yet)",
     }
 
 
@@ -86,7 +86,7 @@ def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
 def test_what_was_not_counted_says_why(state: IndexState, why: str) -> None:
     lines = lines_of(IndexInfo(state=state, workers=[IndexedWorker(worker_id="w0")]))
     assert ["names", "-", "(not", "counted:", *f"{why})".split()] in lines
-    assert " ".join(lines[-1]).startswith("- in a worker's row: it has said nothing of its part")
+    assert " ".join(lines[-1]).startswith("- in a worker's row: it has not reported yet")
 
 
 def test_every_row_is_explained_where_the_command_is() -> None:

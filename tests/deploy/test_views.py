@@ -129,7 +129,7 @@ def test_without_the_supervisors_word_status_tells_what_the_routers_say() -> Non
     info = cluster_pb2.ClusterInfo(workers_ready=2, index_available=True)
     told = printed(status_view(cluster, None, info, ()))
     assert "on 2 of 3 workers" in told
-    assert "the supervisor has said nothing" in told
+    assert "the supervisor did not answer" in told
 
 
 def test_with_one_node_status_names_no_nodes() -> None:
@@ -144,7 +144,7 @@ def test_up_and_status_tell_one_metrics_address_and_that_it_is_open() -> None:
     )
     assert metrics_lines(cluster) == [
         "metrics    http://10.0.0.1:4001/metrics (ray_blockyard_*)",
-        "           anybody who reaches that address can read them without a token",
+        "           anybody who can reach that address can read them without a token",
     ]
     assert metrics_lines(cluster, [HEAD]) == metrics_lines(cluster)
     assert metrics_lines(replace(cluster, metrics_port=None)) == []
