@@ -61,10 +61,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def run_batch(
     source: Path, target: Path, url: str | None, concurrency: int, timeout_seconds: float, cluster: str
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format, for /v1/completions and /v1/chat/completions.
+    """Answer a file of requests in OpenAI's batch format.
 
-    To continue an interrupted run, give the same files. A line that cannot be sent, or that the server refuses,
-    becomes an error in the output. The first error is printed, and the exit code is 1."""
+    Requests may be for /v1/completions and /v1/chat/completions. To continue an interrupted run, give the same files. A
+    line that cannot be sent, or that the server refuses, becomes an error in the output. The first error is printed,
+    and the exit code is 1."""
     is_ours, url = url is None, url or _own_url(cluster)
     with target.open("a", encoding="utf-8") as lock:
         try:

@@ -81,11 +81,10 @@ _COUNTS = (
 
 @click.group(cls=_Workloads)
 def bench() -> None:
-    """Send a load to a running cluster, or to any server of OpenAI's API (--url). Print latencies, throughput and hit
-    rates.
+    """Measure a running cluster, or any server of OpenAI's API.
 
-    The definitions are those of vLLM's `bench serve`. Each answer has exactly the planned length (ignore_eos). Nothing
-    is retried: failures are counted by reason."""
+    Sends a load and prints latencies, throughput and hit rates. The definitions are those of vLLM's `bench serve`. Each
+    answer has exactly the planned length (ignore_eos). Nothing is retried: failures are counted by reason."""
 
 
 @bench.command(name="random")

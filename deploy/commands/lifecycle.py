@@ -64,10 +64,10 @@ def up(is_dry: bool, output: str, **values: Any) -> None:
 @_dry_run_option
 @output_option
 def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> None:
-    """Serve MODEL over HTTP (OpenAI's API) and gRPC until Ctrl-C or SIGTERM.
+    """Serve MODEL over HTTP and gRPC until Ctrl-C or SIGTERM.
 
-    MODEL is a folder, a hub name, or `demo`. The settings are those of `up`; vLLM's names for them work too
-    (docs/cli.md)."""
+    HTTP is OpenAI's API. MODEL is a folder, a hub name, or `demo`. The settings are those of `up`; vLLM's names for
+    them work too (docs/cli.md)."""
     if given_model is not None:
         context = click.get_current_context()
         context.params["model"] = values["model"] = given_model
@@ -176,10 +176,10 @@ def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
 @cluster_option
 @output_option
 def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: str) -> None:
-    """Restart workers and routers, one after the other, without losing a request. Default: all of them.
+    """Restart workers and routers without losing a request.
 
-    Each one drains, restarts and serves again before the next one drains. A cluster with one router serves no request
-    while that router restarts."""
+    Restarts each NAME, one after the other. Default: all of them. Each one drains, restarts and serves again before the
+    next one drains. A cluster with one router serves no request while that router restarts."""
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:

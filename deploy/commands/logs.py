@@ -52,7 +52,7 @@ def logs(
     has_prefix: bool | None,
     cluster: str,
 ) -> None:
-    """Print the logs of all workers, routers and the supervisor, merged by time.
+    """Print the logs of all processes, merged by time.
 
     WORKER chooses one of them: a worker, a router, or `supervisor`. Processes that have ended are included."""
     budget, remembered = Budget.of_this_process(), state.load(cluster)

@@ -21,10 +21,10 @@ def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
     """List the workers as a router sees them.
 
     \b
-    free, cached, used  blocks of its KV cache
-                        cached blocks hold a prefix that requests can reuse
-    hit rate            share of prompt tokens read from cached blocks
-                        since the worker's start"""
+    - free, cached, used: blocks of its KV cache. Cached blocks hold prefixes
+      that requests can reuse.
+    - hit rate: share of prompt tokens read from cached blocks since the
+      worker's start."""
     with asking(cluster, routers) as client:
         known = client.list_workers()
     show(output, [as_dict(worker) for worker in known], views.workers_table(known))
@@ -56,22 +56,24 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
 @connection_options
 @output_option
 def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Show the state, size, lag, speed and accuracy of the prefix index.
+    """Show the prefix index: its state, size, lag and accuracy.
 
     \b
-    names     distinct block names in the index (with a stride, groups of blocks)
-    bytes     their size in Redis, estimated from a sample
-    berths    incarnations of workers: live ones, and ended ones not yet purged
-    lag       age of the oldest change that the index has not confirmed
-    look-ups  all look-ups for placement; failed or late ones;
-              ones skipped while the index did not answer
-    stale     share of blocks promised for chosen workers that were not reused
+    - names: distinct block names in the index (with a stride: one per group)
+    - bytes: size of the names in Redis, estimated from a sample
+    - berths: incarnations of workers, live ones and ended ones to be purged
+    - lag: age of the oldest change that the index has not confirmed
+    - look-ups: all for placement, failed or late ones, and ones skipped while
+      the index did not answer
+    - stale: share of blocks promised on chosen workers but not reused
 
     \b
     For each worker:
-    entries   names that the index should hold for it
-    pending   changes that the index has not confirmed; lag s: age of the oldest
-    resyncs   how often all its blocks were republished; errors: failed calls
+    - entries: names that the index should hold for it
+    - pending: changes that the index has not confirmed
+    - lag s: age of the oldest pending change
+    - resyncs: how often all its blocks were republished
+    - errors: failed calls to the index
 
     Look-ups and stale blocks are counted by the router that answers, since its start. A - means that there is no value
     yet; the reason stands beside it."""

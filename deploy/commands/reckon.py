@@ -67,7 +67,9 @@ def size_command(
     max_model_len: int | None,
     output: str,
 ) -> None:
-    """Compute how many blocks, tokens and requests of MODEL fit a memory budget."""
+    """Compute the KV cache of MODEL for a memory budget.
+
+    Prints how many blocks, tokens and requests fit."""
     sized = size.size_model(
         model,
         budget_bytes=memory,
@@ -89,7 +91,9 @@ def size_command(
     help="Folder in which `--output png` writes one picture per figure.",
 )
 def figures_command(output: str, folder: Path | None) -> None:
-    """Compute the textbook figures of paged attention with the real scheduler and block pool, in a few seconds."""
+    """Compute the textbook figures of paged attention.
+
+    Runs the real scheduler and block pool for a few seconds."""
     if folder is not None and output != "png":
         raise click.UsageError("--folder needs --output png")
     computed = figures.compute_figures()
@@ -115,9 +119,9 @@ def figures_command(output: str, folder: Path | None) -> None:
 )
 @output_option
 def doctor(model: str | None, redis_url: str | None, address: str | None, output: str) -> None:
-    """Find problems that would keep a cluster from serving, on this machine and on the nodes of a Ray cluster.
+    """Find problems that would keep a cluster from serving.
 
-    Exit code 1 if there are any."""
+    Checks this machine and, with --address, the nodes of a Ray cluster. Exit code 1 if there is a problem."""
     looks = [doctors.examine(model, redis_url)]
     if address is not None:
         # Check this first, because examining this machine takes seconds.

@@ -32,10 +32,10 @@ LOOK_SECONDS = 3.0
 @connection_options
 @output_option
 def status(cluster: str, output: str) -> None:
-    """Show which processes should run, which do run, and what the routers see.
+    """Show the processes that should run, and those that do.
 
-    It answers within ten seconds. If the supervisor or Ray does not answer, it prints what the routers report, names
-    the silent part, and ends with exit code 1."""
+    Also shows what the routers see. It answers within ten seconds. If the supervisor or Ray does not answer, it prints
+    what the routers report, names the silent part, and ends with exit code 1."""
     budget, remembered = Budget.of_this_process(), state.load(cluster)
     with wrong_values_are_usage():
         connection = client_connection()

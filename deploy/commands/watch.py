@@ -46,10 +46,10 @@ QUIT_KEYS = frozenset("qQ\x03\x04\x1b")
 @connection_options
 @output_option
 def top(interval_seconds: float, once: bool, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Show running and waiting requests, memory, hits and tokens per second of each worker, live.
+    """Show the workers live: load, memory, hits, tokens per second.
 
     `q` or Ctrl-C ends it. Hits are the share of prompt tokens read from cached blocks since the last poll, or since
-    the worker's start if no prompt came. in/s and out/s are prompt and generated tokens per second.
+    the worker's start if no prompt came. The columns in/s and out/s are prompt and generated tokens per second.
 
     If stdout is not a terminal, it shows one screen, as with --once, and ends. `--output json` prints one document per
     line until its reader ends."""

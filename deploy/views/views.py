@@ -222,7 +222,9 @@ def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> lis
         where = [(here, "")] if cluster.metrics_port is not None else []
     lines = [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
     return (
-        [*lines, "           anybody who can reach that address can read them without a token"] if lines else []
+        [*lines, "           anybody who can reach that address can read them without a token"]
+        if lines
+        else []
     )
 
 

@@ -130,7 +130,10 @@ def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_pa
         assert (refused.returncode, f"port {port} is taken" in refused.stderr) == (1, True)
     with dashboard_port_taken(), serving(command, *SIMULATED) as served:
         first, *_ = served.told.splitlines()
-        assert first == "cluster serve serves demo on 1 worker, its API open only to processes on this machine (see --host)"
+        assert (
+            first
+            == "cluster serve serves demo on 1 worker, its API open only to processes on this machine (see --host)"
+        )
         curl = served.told.partition("try:\n")[2].partition("Ctrl-C")[0]
         answered = run("sh", "-c", curl)
         assert json.loads(answered.stdout)["model"] == "demo", answered.stderr

@@ -67,7 +67,8 @@ def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
     unknown = {line[0]: " ".join(line[1:]) for line in uncounted if line[1:2] == ["-"]}
     assert unknown == {
         **dict.fromkeys(
-            ("names", "bytes", "berths"), "- (not counted: no worker that would publish to the index is ready)"
+            ("names", "bytes", "berths"),
+            "- (not counted: no worker that would publish to the index is ready)",
         ),
         "stale": "- (this router has placed no request by the index yet)",
     }
