@@ -125,7 +125,7 @@ def test_what_the_server_refuses_is_counted_by_its_code(bench: Bench) -> None:
             2,
             "need a cluster's routers: leave out --url",
         ),
-        (("--url", "http://h:1", "--endpoint", "chat", "--vocab-size", "9"), 2, "a chat does not take"),
+        (("--url", "http://h:1", "--endpoint", "chat", "--vocab-size", "9"), 2, "chat does not accept"),
         (("--model", "m"), 2, "--endpoint and --vocab-size need --url"),
     ],
 )
@@ -138,7 +138,7 @@ def test_what_cannot_be_measured_has_a_sentence(arguments: tuple[str, ...], code
 def test_a_port_of_grpc_is_named_and_no_key_goes_out_in_plaintext(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "is it a port of gRPC" in run("random", "--url", f"http://{bench.router}").output
+    assert "is it a gRPC or a TLS port" in run("random", "--url", f"http://{bench.router}").output
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-somebody")
     refused = run("random", "--url", "http://192.0.2.1:8000")
     assert refused.exit_code == 2

@@ -116,12 +116,12 @@ async def test_a_connection_is_used_again_and_one_that_was_closed_meanwhile_is_n
             "WORKER_LOST",
             "lost",
         ),
-        (whole('data: {"choices": []}\n\n'), "STREAM_CUT_OFF", "in the middle"),
-        (whole("data: nonsense\n\n"), "NO_JSON", "no JSON"),
-        (chunked(STREAM, [])[:-30], "CONNECTION_LOST", "in the middle"),
-        (b"HTTP/1.1 200", "CONNECTION_LOST", "in the middle"),
+        (whole('data: {"choices": []}\n\n'), "STREAM_CUT_OFF", "ended a stream before"),
+        (whole("data: nonsense\n\n"), "NO_JSON", "is not JSON"),
+        (chunked(STREAM, [])[:-30], "CONNECTION_LOST", "closed the connection during a call"),
+        (b"HTTP/1.1 200", "CONNECTION_LOST", "closed the connection during a call"),
         (b"SSH-2.0-x\r\n\r\n", "NOT_HTTP", "does not speak HTTP"),
-        (b"\x00\x00\x12\x04", "NOT_HTTP", "is it a port of gRPC"),
+        (b"\x00\x00\x12\x04", "NOT_HTTP", "is it a gRPC or a TLS port"),
     ],
 )
 async def test_each_failure_has_a_word_and_a_sentence(answer: bytes, reason: str, told: str) -> None:

@@ -56,7 +56,7 @@ def test_everything_that_is_known_is_shown() -> None:
         "w1 DEGRADED 0 512 3.20 2 9",
         "w2 - - - - - -",
     ]
-    assert lines[-2].startswith("entries: different names")
+    assert lines[-2].startswith("entries: distinct block names")
 
 
 def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
@@ -80,7 +80,7 @@ def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
         (IndexState.INDEX_STATE_DEGRADED, "see the state above"),
         (
             IndexState.INDEX_STATE_EXACT,
-            "Redis did not say in time, or may not tell routers (SECURITY.md has the rights)",
+            "Redis did not answer in time, or routers lack the right to count (see SECURITY.md)",
         ),
     ],
 )
@@ -91,7 +91,8 @@ def test_what_was_not_counted_says_why(state: IndexState, why: str) -> None:
 
 
 def test_every_row_is_explained_where_the_command_is() -> None:
-    explained = {line.strip().split("  ")[0] for line in (main.commands["index"].help or "").splitlines()}
+    help_text = main.commands["index"].help or ""
+    explained = {line.strip().removeprefix("- ").partition(":")[0] for line in help_text.splitlines()}
     headings = {line[0] for line in lines_of(FULL)[2:8]}
     assert headings | {"entries", "pending", "resyncs"} <= explained
 

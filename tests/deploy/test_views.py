@@ -154,7 +154,7 @@ def test_where_the_dashboard_wants_our_token_its_own_advice_is_contradicted() ->
     joined = ClusterState(cluster="default", model="demo", secret="s", dashboard_url="http://127.0.0.1:8265")
     assert "get-auth-token" not in "".join(dashboard_lines(joined))
     ours = replace(joined, ray_token_path="token")
-    assert "this one, not that of the `ray get-auth-token`" in "".join(dashboard_lines(ours))
+    assert "not the token of `ray get-auth-token`" in "".join(dashboard_lines(ours))
 
 
 def test_only_what_is_asked_to_sign_in_shows_the_live_pages_key_never_rays_token(tmp_path: Path) -> None:
