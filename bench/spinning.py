@@ -130,7 +130,7 @@ def text_of(figures: dict[str, Any]) -> str:
     about = (
         "32 requests at once, 40 tokens in and 17 out, float32. Each spin count is a process of its own, and they run "
         "in turns. A trial is disturbed if other programs or virtual machines used more than "
-        f"{DISTURBING_CORES} cores. The busy program of the second setting is part of this benchmark and does not count."
+        f"{DISTURBING_CORES} cores. The busy program of the second setting is part of the benchmark and does not count."
     )
     return "\n".join([about, "", head, *rows])
 
