@@ -4,7 +4,8 @@
 
 The texts are modules on which the model was not trained, in rows of 512 tokens. Each row is computed as one prompt
 whose attention reads keys and values back from the pool. Errors are differences of logits from the same model and cache
-in float32. Linears in int8 are the cpu backend's: one scale per output of a weight, and one per token of its input.
+in float32. Linears in int8 are those of the cpu backend. They have one scale per output of a weight, and one per token
+of its input.
 """
 
 import argparse

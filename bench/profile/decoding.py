@@ -109,6 +109,6 @@ def _check_steps(lengths: list[tuple[Sequence, int]], num_steps: int) -> None:
         preempted = sum(sequence.num_preemptions > 0 for sequence, _ in lengths)
         ended = sum(sequence.is_over for sequence, _ in lengths)
         raise RuntimeError(
-            f"only {steady} of {len(lengths)} sequences ran in each of {most} steps (of {num_steps} planned): "
+            f"only {steady} of {len(lengths)} sequences ran in each of {most} steps, {num_steps} were planned: "
             f"{preempted} were preempted for lack of blocks, {ended} have ended"
         )
