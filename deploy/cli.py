@@ -58,9 +58,9 @@ class _Commands(click.Group):
         except (click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # These are RuntimeErrors and an OSError too, but click handles them itself.
         except BlockyardError as error:
-            raise click.ClickException(_told(error)) from error
+            raise click.ClickException(_with_hint(error)) from error
         except NoSuchClusterError as error:
-            raise click.ClickException(_with_a_way_on(error, ctx.invoked_subcommand)) from error
+            raise click.ClickException(_with_start_hint(error, ctx.invoked_subcommand)) from error
         except (ValueError, RuntimeError, OSError) as error:
             raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:
@@ -71,7 +71,7 @@ class _Commands(click.Group):
             raise click.ClickException(f"this needs the packages of a server: {INSTALL_SERVE}") from error
 
 
-def _told(error: BlockyardError) -> str:
+def _with_hint(error: BlockyardError) -> str:
     """Return the error with the operator's next step: give a token, or search the logs for the request."""
     hint = ""
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
@@ -81,7 +81,7 @@ def _told(error: BlockyardError) -> str:
     return f"{error}{hint}"
 
 
-def _with_a_way_on(error: NoSuchClusterError, command: str | None) -> str:
+def _with_start_hint(error: NoSuchClusterError, command: str | None) -> str:
     """Return the error with the command that starts such a cluster, and with other ways that this command accepts.
 
     `down` gets no hint: a cluster that does not exist needs no start before its end.

@@ -5,8 +5,9 @@ one object on stdout: `summary` and `version`, or `error` with a message.
 
     DYN_LOG=error python -I bench/peers/dynamo_run.py --radix
 
-With `--radix`, it measures the time in which the index matches 450 blocks, of which eight workers hold 375. Without
-`-I`, the file dynamo.py in this folder would hide the package of that name.
+With `--radix`, it measures the time in which the index matches 450 blocks, of which eight workers hold 375.
+
+Without `-I`, the file dynamo.py in this folder would hide the package of that name.
 """
 
 import json

@@ -40,7 +40,7 @@ async def send_all(ask: Ask, workload: Workload, manner: Manner) -> Traffic:
         else:
             waiting = iter(sessions(workload))
             for _ in range(manner.concurrency):
-                tasks.create_task(_place(waiting, sender))
+                tasks.create_task(_send_sessions(waiting, sender))
     return Traffic(samples=sender.samples, seconds=time.monotonic() - started, unsent=sender.unsent)
 
 
@@ -53,7 +53,7 @@ async def _open_loop(
         tasks.create_task(sender.session(session, due))
 
 
-async def _place(waiting: Iterator[Session], sender: "_Sender") -> None:
+async def _send_sessions(waiting: Iterator[Session], sender: "_Sender") -> None:
     """Send one session after another, as one of the closed loop's tasks. All of them share `waiting`."""
     for session in waiting:
         await sender.session(session, None)

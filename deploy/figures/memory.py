@@ -50,7 +50,7 @@ class ContiguousMemory:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tenant:
+class _Admitted:
     request: Request
     start: int
     reserved: int
@@ -62,7 +62,7 @@ class ContiguousEngine:
 
     def __init__(self, requests: Iterable[Request], memory: int, reserve: Callable[[Request], int]) -> None:
         self.memory = ContiguousMemory(memory)
-        self.running: list[_Tenant] = []
+        self.running: list[_Admitted] = []
         self._coming = list(requests)
         self._reserve = reserve
         self._step = 0
@@ -89,25 +89,27 @@ class ContiguousEngine:
             if start is None:
                 break
             request = self._coming.pop(0)
-            tenant = _Tenant(request=request, start=start, reserved=reserved, num_tokens=len(request.prompt))
-            self.running.append(tenant)
+            admitted = _Admitted(
+                request=request, start=start, reserved=reserved, num_tokens=len(request.prompt)
+            )
+            self.running.append(admitted)
         return Sample(
             step=self._step,
             running=len(self.running),
             waiting=len(self.waiting),
-            tokens=sum(tenant.num_tokens for tenant in self.running),
-            taken=sum(tenant.reserved for tenant in self.running),
+            tokens=sum(admitted.num_tokens for admitted in self.running),
+            taken=sum(admitted.reserved for admitted in self.running),
             memory=self.memory.size,
         )
 
     def end_step(self) -> None:
         """Add a token to each running request, and release those that are complete."""
         self._step += 1
-        for tenant in tuple(self.running):
-            tenant.num_tokens += 1
-            if tenant.num_tokens >= tenant.request.num_tokens:
-                self.running.remove(tenant)
-                self.memory.release(tenant.start, tenant.reserved)
+        for admitted in tuple(self.running):
+            admitted.num_tokens += 1
+            if admitted.num_tokens >= admitted.request.num_tokens:
+                self.running.remove(admitted)
+                self.memory.release(admitted.start, admitted.reserved)
 
     def cells(self, size: int) -> list[tuple[int, float]]:
         """Return the memory in cells of `size` slots.
@@ -115,15 +117,15 @@ class ContiguousEngine:
         Each cell has the number of the request with most of its slots (-1: free), and the share of slots with a token.
         """
         numbers, full = [-1] * self.memory.size, [0] * self.memory.size
-        for tenant in self.running:
-            for slot in range(tenant.reserved):
-                numbers[tenant.start + slot] = tenant.request.number
-                full[tenant.start + slot] = slot < tenant.num_tokens
+        for admitted in self.running:
+            for slot in range(admitted.reserved):
+                numbers[admitted.start + slot] = admitted.request.number
+                full[admitted.start + slot] = slot < admitted.num_tokens
         starts = range(0, self.memory.size, size)
-        return [(_commonest(numbers[s : s + size]), mean(full[s : s + size])) for s in starts]
+        return [(_most_common(numbers[s : s + size]), mean(full[s : s + size])) for s in starts]
 
 
-def _commonest(values: list[int]) -> int:
+def _most_common(values: list[int]) -> int:
     return max(set(values), key=values.count)
 
 

@@ -35,12 +35,12 @@ _SETTINGS_FOLDER = "MPLCONFIGDIR"
 def draw_figures(figures: Figures, folder: Path) -> list[Path]:
     """Write the plots into `folder`, which is created if missing. Raise OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _nothing_left_in_the_home_folder():
+    with _temporary_settings_folder():
         return _draw(figures, folder)
 
 
 @contextmanager
-def _nothing_left_in_the_home_folder() -> Iterator[None]:
+def _temporary_settings_folder() -> Iterator[None]:
     """Keep matplotlib's settings and font list in a temporary folder, unless the user has set a folder."""
     if _SETTINGS_FOLDER in os.environ:
         yield

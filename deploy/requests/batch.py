@@ -149,7 +149,7 @@ async def run_batch(
             file.write(text)
             file.flush()
 
-        async def place() -> None:
+        async def answer_lines() -> None:
             for line in waiting:
                 answer, failure = None, None
                 if line.body is not None:
@@ -166,7 +166,7 @@ async def run_batch(
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
-                    tasks.create_task(place())
+                    tasks.create_task(answer_lines())
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         os.fsync(file.fileno())
