@@ -142,7 +142,7 @@ def results() -> Results:
     return Results(
         trials={"prefix": rows},
         about={"prefix": about},
-        systems={**dict.fromkeys(rows, system), "openvino": {"absent": "no Python of it was named"}},
+        systems={**dict.fromkeys(rows, system), "openvino": {"absent": "no Python was given for it"}},
         ours=("blockyard torch", "blockyard, nothing shared"),
     )
 
@@ -240,7 +240,7 @@ def test_a_goal_beside_the_roofline_is_a_gpus_and_of_our_first_row() -> None:
     assert (floor.value, floor.floor, floor.holds) == (0.45, 0.5, False)
     text = text_of(figures)
     assert "Shares of the roofline, 10 tokens/s: blockyard triton 45%." in text
-    assert "4,000.0 GB/s and F, the matmul rate, 750 TFLOP/s" in " ".join(text.split())
+    assert "4,000.0 GB/s and F, the matmul rate, is 750 TFLOP/s" in " ".join(text.split())
     assert floors_of(figures_of({"bfloat16": measured}, SETTING)) == []
 
 
@@ -319,7 +319,7 @@ def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_a
     monkeypatch.setattr(main, "draw", spy)
     with pytest.raises(SystemExit, match="no figures for our own systems: blockyard triton in float32"):
         main.main()
-    assert "blockyard triton: not measured, CUDA out of memory." in printed[0]
+    assert "blockyard triton: not measured (CUDA out of memory)." in printed[0]
     assert len(list(tmp_path.glob("*-engine.*"))) == (2 if find_spec("matplotlib") is None else 3)
 
 
@@ -353,7 +353,7 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
     assert done.returncode == 0, done.stderr[-2000:]
     report = next(tmp_path.glob("*-engine.json"))
     assert json.loads(report.read_text())["figures"]["runs"]["float32"]["systems"]["vllm"] == {
-        "absent": "no Python of it was named"
+        "absent": "no Python was given for it"
     }
     assert report.with_suffix(".png").stat().st_size > 10_000
     assert "Of the roofline, " in report.with_suffix(".md").read_text()
