@@ -2,9 +2,9 @@
 
     python -m bench.long_prompt
 
-The engine alone, with random weights of the demo model's shape and a longer context. Three cases, in turns: no long
-prompt; a long prompt whose share of a step `mixed_step_seconds` limits; a long prompt that only the token budget
-limits.
+The engine runs alone, with random weights of the demo model's shape and a longer context. Three cases take turns. The
+first has no long prompt. In the second, `mixed_step_seconds` limits the prompt's share of a step. In the third, only
+the token budget limits it.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from bench.reporting import write_report
 TITLE = "The engine alone, through the cluster's path, and beside its peers"
 INTRODUCTION = f"""Each system is a process of its own with the same checkpoint. They run one after the other, repeat by
 repeat, and each repeat has other tokens. All decode greedily to exactly the requested length. `First` is the time from
-a request's arrival to its first token, `token` the mean time between two tokens of a request, and `pause` the longest.
+a request's arrival to its first token. `Token` is the mean time between two tokens of a request, `pause` the longest.
 `A core-second` is output tokens per second of a core that the system used, including spinning threads. `Foreign cores`
 were used by other programs and, on a virtual machine, by other machines. A ratio is our output tokens/s over the
 other's, for pairs in the same repeat. It is the median of pairs with at most {DISTURBING_CORES} foreign cores if there
@@ -61,8 +61,8 @@ def _setting(figures: Figures) -> str:
 
 def _machine(rates: Figures) -> str:
     return (
-        f"The roofline counts all prompts at the matmul rate, then decode steps at max(weight bytes / B, FLOPs / F) + "
-        f"KV bytes / B, in the model's data type. A prefix that all prompts share counts once, and the head counts "
+        f"The roofline counts all prompts at the matmul rate, in the model's data type. Then it counts decode steps at "
+        f"max(weight bytes / B, FLOPs / F) + KV bytes / B. A prefix of all prompts counts once. The head counts "
         f"only for last positions. B, the copy bandwidth, is {rates['copy_gb_per_second']:,.1f} GB/s and F, the matmul "
         f"rate, is {rates['matmul_tflops_per_second']:.3g} TFLOP/s, measured before the first system started. Prompts "
         f"beside decodes, CPU caches and numbers in 8 bits can exceed it."

@@ -1,7 +1,7 @@
 """Measures the cost of work in a private Redis and in its client, for bench/index/__main__.py.
 
-Server-side times come from Redis: means from `INFO commandstats`, times of scripts from SLOWLOG, and CPU time of the
-process from `INFO cpu`, which includes parsing and replying. Does not own the data.
+Server-side times come from Redis: means from `INFO commandstats`, and times of scripts from SLOWLOG. The CPU time from
+`INFO cpu` includes parsing and replying. Does not own the data.
 """
 
 import asyncio

@@ -16,8 +16,8 @@ llm-d/llm-d-kv-cache at 02bff241) has one HASH per block (key: a 64-bit hash in 
 empty). Older versions stored a time stamp; no version that we found stored JSON. It also has one STRING per block, from
 the engine's hash to that key. Its look-up is a pipeline with one HKEYS for each block, 75 of which no worker holds
 here. Its entry names the tier; ours uses a second number per worker for it (see *host tier* below). It has no leases: a
-dead pod's entries stay. Ours has no journal: a purge walks the buckets, so the bytes below are all that the index
-stores. llm-d's own client is in Go. redis-py parses replies in Python, so *client waits* favours us. Compare the CPU
+dead pod's entries stay. Ours has no journal: a purge walks the buckets. So the bytes below are all that the index
+stores. The client of llm-d is in Go. redis-py parses replies in Python, so *client waits* favours us. Compare the CPU
 time of Redis.
 """
 

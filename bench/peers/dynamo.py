@@ -6,7 +6,7 @@ in the peer's Python. Its behaviour, found by experiment:
 - Each of `hash_ids` names `trace_block_tokens` tokens. The engine cuts the same tokens into blocks of its own size.
 - Reuse = prompt tokens found cached at admission / prompt tokens. Outputs take blocks as well.
 - A pass takes 4.21e-7 n^2 + 0.01518 n + 16.5 ms for n new prompt tokens. Decodes take -25.7 a^2 + 54.0 a + 5.7 ms if
-  their contexts sum to the share a of the pool, so a smaller pool is a slower engine. `speedup_ratio` divides both.
+  their contexts sum to the share a of the pool. So a smaller pool is a slower engine. `speedup_ratio` divides both.
 - Its router minimises `prefill_load_scale` x (queued + own uncached prompt tokens) / block size + active blocks, where
   shared blocks count once. It knows a prefix only after its computation.
 - Ties are broken at random, without a seed. The reuse of `kv` differs by about 0.02 between runs of one trace; that of

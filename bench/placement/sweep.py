@@ -3,8 +3,8 @@
     python -m bench.placement.sweep
 
 Runs in virtual time and takes some minutes on two cores. Every value of a setting gets the same arrivals; the other
-settings keep their defaults. The criteria are mean time to first token and median latency as ratios to the default
-(geometric mean over the loads; below 1 is better), and the worst balance.
+settings keep their defaults. The criteria are mean time to first token, median latency, and the worst balance. Times
+are ratios to the default, as a geometric mean over the loads. Below 1 is better.
 """
 
 import argparse
@@ -114,8 +114,8 @@ def _text(table: Table, chosen: Iterable[str], num_seeds: int) -> str:
     parts = [
         f"Command: `python -m bench.placement.sweep --seeds {num_seeds}`. The first columns are ratios to the default "
         f"(bold), as geometric means over {loads} workers. Below 1 is better, except for reuse. The last two columns "
-        "are the largest share of the uniform groups on one worker, and the share of seconds with an idle worker "
-        "beside a crowded one, for the worst load. Each load has about 100 requests, so differences of a few per cent "
+        "show the worst load: the largest share of the uniform groups on one worker, and the share of seconds with an "
+        "idle worker beside a crowded one. Each load has about 100 requests, so differences of a few per cent "
         "are chance."
     ]
     for name in chosen:

@@ -1,8 +1,8 @@
 """Clients of the router benchmark, and delays computed from their receipts and the workers' stamps.
 
 All processes read the machine's monotonic clock, so a delay is the difference of two stamps. It excludes the worker's
-own time. `delays` is pure. Below it is a client for each way to a worker: through our router, directly to an engine
-session, and over HTTP (through sglang-router or directly to its worker).
+own time. `delays` is pure. Below it is a client for each way to a worker: our router, an engine session, and HTTP. HTTP
+goes through sglang-router or directly to its worker.
 """
 
 import json

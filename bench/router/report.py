@@ -182,8 +182,8 @@ def _stalls_text(figures: Figures, setting: Setting) -> str:
     ]
     return _section(
         "Stalls of the event loop",
-        "The longest stall of each trial, as the router's loop monitor saw it: while all requests arrived at once, "
-        "while all streamed, and while all were cancelled at once. "
+        "The longest stall of each trial, as the router's loop monitor saw it. The phases are: all requests arrive at "
+        "once, all stream, and all are cancelled at once. "
         "`Late` is the longest pause from one tick of 1 ms to the next, including waits for a core. `Computing` is the "
         "part of it in which the loop's own thread computed.",
         "| streams | when | late, median ms | lowest-highest | computing, median ms | lowest-highest |",

@@ -1,7 +1,7 @@
 """`blockyard figures`: our values of the numbers that textbooks of paged attention give, beside theirs.
 
-Owns the list of figures, the textbooks' numbers, and the notes on differences. memory.py and sharing.py compute our
-values, and plots.py draws them. Only the textbooks' numbers are constants.
+Owns the list of figures, the textbooks' numbers, and the notes on differences. Our values come from memory.py and
+sharing.py, and plots.py draws them. Only the textbooks' numbers are constants.
 """
 
 from collections.abc import Iterable

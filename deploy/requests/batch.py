@@ -1,7 +1,7 @@
 """Sends a file of requests in OpenAI's batch format, and writes the answers to another file.
 
-Owns the format, and answering each line once. Output lines are written whole, one at a time, so that the same command
-continues after an interruption. openai_server.py owns the calls to the server.
+Owns the format, and answering each line once. It writes output lines whole and one at a time. So the same command
+continues after an interruption. The calls to the server are in openai_server.py.
 """
 
 import asyncio
